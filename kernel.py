@@ -4,20 +4,20 @@ For token i with hidden state h, target y, LM head W [V, D] and temperature T:
 
     z = h W' / T        logp = z[y] - logsumexp(z)        H = -sum_v p_v log p_v,  p = softmax(z)
 
-    ratio = exp(logp - old)                                old: log-prob when the answer was sampled (trainer's numbers)
-    policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)         PPO (arXiv 1707.06347, eq. 7), DAPO's
-                                                           two clip values (arXiv 2503.14476)
-    k3 = exp(ref - logp) - (ref - logp) - 1                KL to a frozen reference (GRPO, arXiv 2402.03300, eq. 4)
-    cap = min(exp(old - sampler), is_cap)                  truncated importance weight, constant: the sampler's numbers
-                                                           are not exactly the trainer's
-    loss = sum_i weight_i (beta k3 - cap policy)
+    ratio  = exp(logp - old)                    old: log-prob when the answer was sampled, by the trainer
+    policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
+                                                PPO (arXiv 1707.06347, eq. 7), bounds: DAPO, 2503.14476
+    k3     = exp(ref - logp) - (ref - logp) - 1 KL to a frozen reference (GRPO, arXiv 2402.03300, eq. 4)
+    cap    = min(exp(old - sampler), is_cap)    truncated importance weight, constant: the sampler's numbers
+                                                are not exactly the trainer's
+    loss   = sum_i weight_i (beta k3 - cap policy)
 
-`weight` carries mask, aggregation and normalisation, so that the sum over any split of the tokens is the same number.
+`weight` carries mask, aggregation and normalisation, so that any split of the tokens sums to the same.
 Given dl/dlogp = g and dl/dH = e, the gradient of the logits is
 
     dz = (g (onehot(y) - p) - e p (log p + H)) / T
 
-and dh = dz W, dW = dz' h. Forward and backward walk over chunks of tokens; a chunk's logits are all that exists.
+and dh = dz W, dW = dz' h. Forward and backward walk over chunks of tokens; only a chunk's logits ever exist.
 """
 
 from functools import partial
@@ -27,14 +27,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 TOKENS = ("dp", "fsdp", "tp")  # inside the loss, tokens are shared out over every device
+CHUNK = 1024  # tokens whose logits exist at once, on one device
 
 # ---------------------------------------------------------------- GRPO on [tokens] vectors
-
 def grpo_terms(logp_N, vectors, *, clip_low, clip_high, beta, is_cap):
     """The algebra of GRPO -> (loss_N, stats): float32 vectors over tokens, all 0 where weight is 0.
 
-    vectors: `weight` (0 = masked; what the other vectors hold there is never used), `advantage`, and what the batch has of
-    `old` (absent: this very policy, so ratio 1), `sampler` (absent: no importance weight) and `ref` (absent: no KL).
+    vectors: `weight` (0 = masked; what the others hold there is never used), `advantage`, and what the
+    batch has of `old` (absent: ratio 1), `sampler` (absent: weight 1), `ref` (absent: no KL).
     """
     mask = vectors["weight"] > 0
 
@@ -59,8 +59,7 @@ def grpo_terms(logp_N, vectors, *, clip_low, clip_high, beta, is_cap):
         loss += beta * stats["kl"]
     return vectors["weight"] * loss, jax.lax.stop_gradient(stats)
 
-# ---------------------------------------------------------------- log-prob and entropy in plain JAX, chunk by chunk
-
+# ---------------------------------------------------------------- log-prob and entropy in chunks, plain JAX
 def chunked(chunk, *arrays):
     """[N, ...] -> [chunks, chunk, ...], zero-padded at the end."""
     N = arrays[0].shape[0]
@@ -88,30 +87,31 @@ def local_backward(temperature, chunk, h_ND, head_VD, targets_N, lse_N, entropy_
         h_CD, y_C, lse_C, entropy_C, g_C, e_C = args
         log_p = chunk_logits(h_CD, head_VD, temperature) - lse_C[:, None]
         hit = y_C[:, None] == jnp.arange(head_VD.shape[0])
-        dz = g_C[:, None] * hit - jnp.exp(log_p) * (g_C[:, None] + e_C[:, None] * (log_p + entropy_C[:, None]))
-        dz = (dz / temperature).astype(h_CD.dtype)
+        g, e, H = g_C[:, None], e_C[:, None], entropy_C[:, None]
+        dz = ((g * hit - jnp.exp(log_p) * (g + e * (log_p + H))) / temperature).astype(h_CD.dtype)
         dW_VD += jnp.einsum("CV,CD->VD", dz, h_CD, preferred_element_type=jnp.float32)
-        return dW_VD, jnp.einsum("CV,VD->CD", dz, head_VD, preferred_element_type=jnp.float32).astype(h_CD.dtype)
+        dh_CD = jnp.einsum("CV,VD->CD", dz, head_VD, preferred_element_type=jnp.float32)
+        return dW_VD, dh_CD.astype(h_CD.dtype)
 
     parts = chunked(chunk, h_ND, targets_N, lse_N, entropy_N, g_N, e_N)
     dW_VD, dh = jax.lax.scan(one, jnp.zeros(head_VD.shape, jnp.float32), parts)
     return dh.reshape(-1, h_ND.shape[1])[:h_ND.shape[0]], dW_VD
 
 # ---------------------------------------------------------------- the same over a mesh
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def logp_entropy(mesh, temperature, chunk, h_ND, head_VD, targets_N):
     """Log-prob of each target and entropy of its distribution, float32 [N]; differentiable in h and head.
 
-    h_ND in the compute dtype, N a multiple of the mesh's device count; head_VD float32, sharded by model.spec or whole;
-    targets_N int32 in [0, V). Needs [chunk, V] float32 and the head in h's dtype on each device, once per call.
+    h_ND in the compute dtype, N a multiple of the mesh's device count; head_VD float32, fsdp*tp divides D;
+    targets_N int32 in [0, V). A device holds [chunk, V] float32 and the head in h's dtype.
     """
     return _logp_entropy_fwd(mesh, temperature, chunk, h_ND, head_VD, targets_N)[0]
 
 def _logp_entropy_fwd(mesh, temperature, chunk, h_ND, head_VD, targets_N):
-    local = jax.shard_map(partial(local_forward, temperature, min(chunk, h_ND.shape[0] // mesh.size)), mesh=mesh,
-                          in_specs=(P(TOKENS), P(), P(TOKENS)), out_specs=P(TOKENS), check_vma=False)
-    logp_N, entropy_N, lse_N = local(h_ND, head_VD.astype(h_ND.dtype), targets_N)  # cast first: half the bytes to gather
+    local = partial(local_forward, temperature, min(chunk, h_ND.shape[0] // mesh.size))
+    local = jax.shard_map(local, mesh=mesh, in_specs=(P(TOKENS), P(), P(TOKENS)), out_specs=P(TOKENS),
+                          check_vma=False)
+    logp_N, entropy_N, lse_N = local(h_ND, head_VD.astype(h_ND.dtype), targets_N)  # cast, then gathered
     return (logp_N, entropy_N), (h_ND, head_VD, targets_N, lse_N, entropy_N)
 
 def _logp_entropy_bwd(mesh, temperature, chunk, saved, cotangents):
@@ -130,15 +130,16 @@ def _logp_entropy_bwd(mesh, temperature, chunk, saved, cotangents):
 logp_entropy.defvjp(_logp_entropy_fwd, _logp_entropy_bwd)
 
 def grpo_loss(hidden_ND, head_VD, targets_N, vectors, mesh, *, temperature, clip_low, clip_high, beta, is_cap,
-              chunk=1024):
+              chunk=CHUNK):
     """The loss: hidden states, LM head, targets and per-token vectors (see `grpo_terms`) -> (loss, stats).
 
-    loss is a float32 scalar, the sum over tokens; stats are float32 [N] vectors without gradient, zero on masked tokens:
+    loss is a float32 scalar, the sum over tokens; stats are float32 [N] without gradient, 0 on masked tokens:
     entropy, nll, clip_fraction, ratio, and logprob_gap, kl where they are defined.
     """
     with jax.named_scope("grpo_loss"):
         logp_N, entropy_N = logp_entropy(mesh, temperature, chunk, hidden_ND, head_VD, targets_N)
-        loss_N, stats = grpo_terms(logp_N, vectors, clip_low=clip_low, clip_high=clip_high, beta=beta, is_cap=is_cap)
+        loss_N, stats = grpo_terms(logp_N, vectors, clip_low=clip_low, clip_high=clip_high, beta=beta,
+                                   is_cap=is_cap)
         mask = vectors["weight"] > 0
         stats |= {"entropy": jnp.where(mask, entropy_N, 0.0), "nll": jnp.where(mask, -logp_N, 0.0)}
         return jnp.sum(loss_N), jax.lax.stop_gradient(stats)

@@ -2,11 +2,11 @@
 # Run podgrpo. Everything it needs is installed into .venv beside this file, once per requirements.txt.
 #
 #   bash launch.sh cpu [train flags]     train on this machine's CPU; without flags: the embedded default
-#   bash launch.sh test [names]          run the tests: all of them, or those whose name contains one of the names
+#   bash launch.sh test [names]          run the tests: all, or those whose name contains one of the names
 #   bash launch.sh --dry-run COMMAND ..  print the commands instead of running them
 #
-# PYTHON=... picks the interpreter that makes .venv (3.11 or newer; default: the first of python3.12, python3.11,
-# python3 that is). Exit code: 0, 2 for a mistake in the call, else that of what was run.
+# PYTHON=... picks the interpreter that makes .venv: 3.11 or newer; default: the first of python3.12,
+# python3.11, python3 that is. Exit code: 0, 2 for a mistake in the call, else that of what was run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -1,16 +1,17 @@
-"""Qwen2 and Qwen2.5 (dense) by hand: config, sharding, load and save, the training forward, generation with a KV cache.
+"""Qwen2 and Qwen2.5 (dense) by hand: config, sharding, load and save, training forward, generation.
 
-Shapes are suffixes: B rows, T query positions, S key positions, P prompt positions, D model, F feed-forward, N query
-heads, K key/value heads, G = N/K queries per key/value head, H head dim, V vocab, L layers. `wq_LDNH` has shape
-[L, D, N, H]; inside the scan over layers a weight keeps its name and has lost its L.
+Shapes are suffixes: B rows, T query positions, S key positions, P prompt positions, D model, F feed-forward,
+N query heads, K key/value heads, G = N/K, H head dim, V vocab, L layers. `wq_LDNH` has shape [L, D, N, H];
+inside the scan over layers a weight keeps its name and has lost its L.
 
-Parameters are one nested dict of arrays, layers stacked on L. Master weights are float32 and sharded over the mesh axes
-`dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumulates in float32, and takes norms and softmax in
-float32. Architecture: Qwen2 technical report (arXiv 2407.10671), checked against transformers in test_kernel.py.
+Parameters are a nested dict of arrays, layers stacked on L. Master weights are float32, sharded over the mesh
+axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumulates in float32, and takes
+norms and softmax in float32. Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
 import dataclasses
 import json
+import math
 import os
 from functools import partial
 
@@ -23,16 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 ROWS = ("dp", "fsdp")  # the mesh axes that share out the rows of a batch
-NEG = -1e30  # a masked score: finite, so that a row with nothing to attend to stays finite too
 
 class CheckpointError(Exception):
-    """A model directory that cannot be used: the message names the file, what was found and what was expected."""
+    """A model directory that cannot be used: the message names the file, what it has and what it should."""
 
 # ---------------------------------------------------------------- config
-
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Qwen2 model, from a Hugging Face config.json."""
+    """The shape of a Qwen2 model, by the letters above."""
     V: int
     D: int
     F: int
@@ -42,71 +41,62 @@ class ModelConfig:
     L: int
     rope_theta: float
     rms_eps: float
-    tied: bool
+    tied: bool          # the LM head is the embedding
     max_positions: int
-    stop_ids: tuple  # token ids that end an answer, from (generation_)config.json
+    stop_ids: tuple     # token ids that end an answer
 
     @property
     def n_params(self):
-        """Number of weights; a tied head counts once."""
-        return sum(int(np.prod(shape)) for shape in shapes(self).values())
+        return sum(math.prod(shape) for shape in shapes(self).values())
 
 def read_json(path):
+    """The object in a JSON file."""
     try:
         with open(path, encoding="utf-8") as f:
-            return json.load(f)
+            value = json.load(f)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; a model directory needs config.json, tokenizer.json, *.safetensors")
+        raise CheckpointError(f"{path} is missing; a model is config.json, tokenizer.json and *.safetensors")
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path} is not readable JSON: {e}")
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
 
 def read_config(directory):
-    """ModelConfig of a Hugging Face directory. Raises CheckpointError for anything but a dense Qwen2, by name."""
+    """ModelConfig of a Hugging Face directory. Raises CheckpointError, by name, for all but a dense Qwen2."""
     path = os.path.join(directory, "config.json")
     c = read_json(path)
-    if not isinstance(c, dict):
-        raise CheckpointError(f"{path} holds a {type(c).__name__}, not an object")
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 moved theta in here
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refuse = [
-        (c.get("model_type") != "qwen2", f"model_type {c.get('model_type')!r}; only 'qwen2' (Qwen2, Qwen2.5) is"),
-        (rope_type != "default", f"rope scaling {rope_type!r}; only plain rotary embeddings are"),
-        (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
-        ("sliding_attention" in (c.get("layer_types") or []), "layer_types with sliding_attention; only full is"),
-        ("quantization_config" in c, "quantised weights; only float32, bfloat16 and float16 are"),
-        (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}; only 'silu' is"),
-    ]
-    for refused, what in refuse:
-        if refused:
-            raise CheckpointError(f"{path} has {what} supported")
+    generation = os.path.join(directory, "generation_config.json")
     try:
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 moved theta in here
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        for refused, what in (
+                (c.get("model_type") != "qwen2", f"model_type {c.get('model_type')!r}; only 'qwen2' is"),
+                (rope_type != "default", f"rope scaling {rope_type!r}; only plain rotary embedding is"),
+                (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
+                ("sliding_attention" in (c.get("layer_types") or []), "sliding layers; only full ones is"),
+                ("quantization_config" in c, "quantised weights; only float32, bfloat16 and float16 are"),
+                (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}; only silu is")):
+            if refused:
+                raise CheckpointError(f"{path} has {what} supported")
         N, D = int(c["num_attention_heads"]), int(c["hidden_size"])
+        stop = (c | (read_json(generation) if os.path.exists(generation) else {})).get("eos_token_id")
         cfg = ModelConfig(
-            V=int(c["vocab_size"]), D=D, F=int(c["intermediate_size"]), N=N,
-            K=int(c.get("num_key_value_heads") or N), H=int(c.get("head_dim") or D // N), L=int(c["num_hidden_layers"]),
+            V=int(c["vocab_size"]), D=D, F=int(c["intermediate_size"]), L=int(c["num_hidden_layers"]), N=N,
+            K=int(c.get("num_key_value_heads") or N), H=int(c.get("head_dim") or D // N),
             rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
             rms_eps=float(c.get("rms_norm_eps", 1e-6)), tied=bool(c.get("tie_word_embeddings", False)),
-            max_positions=int(c.get("max_position_embeddings", 32768)), stop_ids=read_stop_ids(directory, c))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+            max_positions=int(c.get("max_position_embeddings", 32768)),
+            stop_ids=tuple(int(i) for i in (stop if isinstance(stop, list) else [stop]) if i is not None))
+        if min(cfg.V, cfg.D, cfg.F, cfg.N, cfg.K, cfg.H, cfg.L) < 1 or cfg.N % cfg.K or cfg.H % 2:
+            raise ValueError(f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: all sizes must "
+                             "be positive, the first a multiple of the second, the head size even")
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as e:
         raise CheckpointError(f"{path} lacks a usable value: {type(e).__name__} {e}")
-    for letter in "VDFNKHL":
-        if getattr(cfg, letter) < 1:
-            raise CheckpointError(f"{path} gives {letter} = {getattr(cfg, letter)}; sizes must be positive")
-    if cfg.N % cfg.K or cfg.H % 2:
-        raise CheckpointError(f"{path} has {cfg.N} query heads for {cfg.K} key/value heads of size {cfg.H}; "
-                              "the first must be a multiple of the second, the size even")
     return cfg
 
-def read_stop_ids(directory, config):
-    """Token ids at which generation stops: eos_token_id of generation_config.json where there is one, else config's."""
-    path = os.path.join(directory, "generation_config.json")
-    ids = (read_json(path) if os.path.exists(path) else config).get("eos_token_id", config.get("eos_token_id"))
-    ids = ids if isinstance(ids, list) else [ids]
-    return tuple(int(i) for i in ids if i is not None)
-
-# ---------------------------------------------------------------- parameters: names, shapes, sharding, random weights
-
-# ours: (the Hugging Face tensor, its dimensions in our letters; two letters together are one flattened dimension)
+# ---------------------------------------------------------------- parameters: names, sharding, random weights
+# ours: (the Hugging Face tensor, its dimensions in our letters; two letters together are one dimension)
 TENSORS = {
     "embed_VD": ("model.embed_tokens.weight", "V D"),
     "layers/attn_norm_LD": ("model.layers.{}.input_layernorm.weight", "D"),
@@ -133,8 +123,18 @@ def shapes(cfg):
     return {name: tuple(getattr(cfg, c) for c in letters(name))
             for name in TENSORS if not (cfg.tied and name == "head_VD")}
 
+def hf_tensors(cfg):
+    """[(Hugging Face name, its shape, our name, layer or None)], in our order."""
+    out = []
+    for name in shapes(cfg):
+        hf_name, groups = TENSORS[name]
+        shape = tuple(math.prod(getattr(cfg, c) for c in group) for group in groups.split())
+        for i in range(cfg.L) if name.startswith("layers/") else [None]:
+            out.append((hf_name.format(i), shape, name, i))
+    return out
+
 def spec(name, fsdp=True):
-    """PartitionSpec of a parameter: matrices split D over fsdp, heads and F over tp; `fsdp=False` is the decode layout.
+    """PartitionSpec of a parameter: matrices split D over fsdp, heads and F over tp; to decode, fsdp=False.
 
     Embedding and head split D over both axes, so that V may be any number; vectors without heads stay whole.
     """
@@ -151,58 +151,36 @@ def nest(flat):
     top = {name: a for name, a in flat.items() if "/" not in name}
     return top | {"layers": {name[7:]: a for name, a in flat.items() if "/" in name}}
 
-def flatten(params):
-    """The inverse of `nest`, for any tree of dicts: {'layers/wq_LDNH': a}."""
+def flatten(tree):
+    """{'layers/wq_LDNH': a} of any tree of dicts and tuples."""
     return {jax.tree_util.keystr(path, simple=True, separator="/"): a
-            for path, a in jax.tree_util.tree_leaves_with_path(params)}
+            for path, a in jax.tree_util.tree_leaves_with_path(tree)}
 
 def shardings(cfg, mesh, fsdp=True):
     """NamedSharding of every parameter, as a nested dict."""
     return nest({name: NamedSharding(mesh, spec(name, fsdp)) for name in shapes(cfg)})
 
+def write_random(directory, config, seed):
+    """Write config.json and random weights (normal, of `initializer_range`) as a Hugging Face directory."""
+    with open(os.path.join(directory, "config.json"), "w") as f:
+        json.dump(config, f, indent=1)
+    rng = np.random.default_rng(seed)
+    save_file({name: (np.ones(shape) if "norm" in name else np.zeros(shape) if "bias" in name
+                      else rng.standard_normal(shape) * config["initializer_range"]).astype(np.float32)
+               for name, shape, *_ in hf_tensors(read_config(directory))},
+              os.path.join(directory, "model.safetensors"), metadata={"format": "pt"})
+
+# ---------------------------------------------------------------- load and save
 def place(shape, sharding, read):
-    """Global array from read(index) -> NumPy; each process reads its own shards, with one at a time in host memory."""
+    """Global array from read(index) -> NumPy; a process reads its own shards, one at a time."""
     shards = []
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape))
         shards.append(jax.device_put(read(index), device, may_alias=False).block_until_ready())
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
-def write_random(directory, config, seed):
-    """Write config.json and random weights (normal, `initializer_range`) as a Hugging Face directory, one file."""
-    with open(os.path.join(directory, "config.json"), "w") as f:
-        json.dump(config, f, indent=1)
-    cfg, rng, out = read_config(directory), np.random.default_rng(seed), {}
-    for name, shape in shapes(cfg).items():
-        values = (np.ones(shape) if "norm" in name else np.zeros(shape) if "/b" in name
-                  else rng.standard_normal(shape) * config["initializer_range"]).astype(np.float32)
-        for layer, value in enumerate(values) if name.startswith("layers/") else [(None, values)]:
-            out[TENSORS[name][0].format(layer)] = to_hf(name, value)
-    save_file(out, os.path.join(directory, "model.safetensors"), metadata={"format": "pt"})
-
-# ---------------------------------------------------------------- load and save Hugging Face directories
-
-def hf_shape(cfg, name):
-    return tuple(int(np.prod([getattr(cfg, c) for c in group])) for group in TENSORS[name][1].split())
-
-def to_hf(name, value):
-    """One layer of our array -> the Hugging Face tensor: axes reordered, heads flattened."""
-    ours, groups = letters(name).lstrip("L"), TENSORS[name][1].split()
-    size = dict(zip(ours, value.shape))
-    value = value.transpose([ours.index(c) for c in "".join(groups)])
-    return np.ascontiguousarray(value.reshape([int(np.prod([size[c] for c in g])) for g in groups]))
-
-def read_layer(tensor, name, index, cfg):
-    """One layer of our shard `index` (slices, without L), read from an open Hugging Face tensor, bytes of it only."""
-    ours, groups = letters(name).lstrip("L"), TENSORS[name][1].split()
-    part, H = dict(zip(ours, index)), cfg.H  # H itself is never split
-    slices = tuple(part[g] if len(g) == 1 else slice(part[g[0]].start * H, part[g[0]].stop * H) for g in groups)
-    hf = "".join(groups)
-    value = tensor[slices].reshape([part[c].stop - part[c].start for c in hf])
-    return value.transpose([hf.index(c) for c in ours])
-
 class Checkpoint:
-    """The open safetensors of a model directory, every tensor's name, shape and type checked before one byte is read."""
+    """The open safetensors of a model; names, shapes and types are checked before one weight is read."""
 
     def __init__(self, directory, cfg):
         self.cfg, self.where = cfg, {}
@@ -212,10 +190,7 @@ class Checkpoint:
                 self.where.update({name: (f, path) for name in f.keys()})
             except (SafetensorError, OSError) as e:
                 raise CheckpointError(f"{path} is not a safetensors file: {e}")
-        wanted = {}
-        for name in shapes(cfg):
-            for layer in range(cfg.L if name.startswith("layers/") else 1):
-                wanted[TENSORS[name][0].format(layer)] = hf_shape(cfg, name)
+        wanted = {name: shape for name, shape, *_ in hf_tensors(cfg)}
         for name, shape in wanted.items():
             if name not in self.where:
                 raise CheckpointError(f"{directory} lacks the tensor {name} that its config.json calls for")
@@ -225,83 +200,83 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: {name} has shape {found}, config.json calls for {shape}")
             if dtype not in ("F32", "BF16", "F16"):
                 raise CheckpointError(f"{path}: {name} has type {dtype}; quantised weights are not supported")
-        ignored = "lm_head.weight" if cfg.tied else "rotary_emb.inv_freq"
-        extra = [n for n in self.where if n not in wanted and not n.endswith((ignored, "rotary_emb.inv_freq"))]
+        derived = ("rotary_emb.inv_freq",) + ("lm_head.weight",) * cfg.tied  # which some writers add
+        extra = [name for name in self.where if name not in wanted and not name.endswith(derived)]
         if extra:
-            raise CheckpointError(f"{directory} has the tensor {extra[0]} ({len(extra)} such), not part of this Qwen2")
+            raise CheckpointError(f"{directory} has the tensor {extra[0]} ({len(extra)} such), not Qwen2's")
 
     @staticmethod
     def files(directory):
         index = os.path.join(directory, "model.safetensors.index.json")
         if not os.path.exists(index):
-            single = os.path.join(directory, "model.safetensors")
-            if not os.path.exists(single):
-                raise CheckpointError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
-            return [single]
-        try:
-            names = sorted(set(read_json(index)["weight_map"].values()))
-        except (KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{index} has no weight_map of file names")
-        for name in names:
+            return [os.path.join(directory, "model.safetensors")]
+        names = read_json(index).get("weight_map")
+        for name in names.values() if isinstance(names, dict) else [names]:
             if not isinstance(name, str) or os.path.basename(name) != name:
                 raise CheckpointError(f"{index} names {name!r}, which is not a file of this directory")
-        return [os.path.join(directory, name) for name in names]
+        return [os.path.join(directory, name) for name in sorted(set(names.values()))]
 
     def read(self, name, index):
-        """Our parameter `name` at `index` (a slice for each dimension) -> float32 NumPy."""
+        """Our parameter `name` at `index` (a slice per dimension) -> float32 NumPy; reads only that."""
         if not name.startswith("layers/"):
-            return self.read_one(name, TENSORS[name][0], index)
+            return self.read_one(name, None, index)
         out = np.empty([s.stop - s.start for s in index], np.float32)
         for i, layer in enumerate(range(index[0].start, index[0].stop)):
-            out[i] = self.read_one(name, TENSORS[name][0].format(layer), index[1:])
+            out[i] = self.read_one(name, layer, index[1:])
         return out
 
-    def read_one(self, name, hf_name, index):
-        return read_layer(self.where[hf_name][0].get_slice(hf_name), name, index, self.cfg).astype(np.float32)
+    def read_one(self, name, layer, index):
+        hf_name, groups = TENSORS[name][0].format(layer), TENSORS[name][1]
+        ours, theirs, H = letters(name).lstrip("L"), groups.replace(" ", ""), self.cfg.H  # H is never split
+        part = dict(zip(ours, index))
+        slices = tuple(part[g] if len(g) == 1 else slice(part[g[0]].start * H, part[g[0]].stop * H)
+                       for g in groups.split())
+        value = self.where[hf_name][0].get_slice(hf_name)[slices].astype(np.float32)
+        value = value.reshape([part[c].stop - part[c].start for c in theirs])
+        return value.transpose([theirs.index(c) for c in ours])
 
 def load(checkpoint, mesh, progress=lambda done, total: None):
-    """Checkpoint -> float32 parameters sharded over `mesh`. Host memory holds one device's shard of one parameter."""
-    todo = shapes(checkpoint.cfg)
-    flat = {}
-    for i, (name, shape) in enumerate(todo.items()):
+    """Checkpoint -> float32 parameters over `mesh`; host memory holds one device's shard of one parameter."""
+    flat, todo = {}, shapes(checkpoint.cfg)
+    for name, shape in todo.items():
         flat[name] = place(shape, NamedSharding(mesh, spec(name)), partial(checkpoint.read, name))
-        progress(i + 1, len(todo))
+        progress(len(flat), len(todo))
     return nest(flat)
 
 def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
-    """Write `params` as safetensors that transformers loads (process 0 writes; every process must call).
+    """Write `params` as safetensors that transformers loads; process 0 writes, every process must call.
 
-    `dtype` is a NumPy type name ("float32", "bfloat16"). Tensors are gathered one layer at a time; files hold at most
-    `file_bytes` each and are named by an index when there are several. The caller adds config.json and the tokenizer.
+    `dtype` is a NumPy type name ("float32", "bfloat16"). Tensors are gathered one layer at a time; a file
+    holds at most `file_bytes`, and an index names several. The caller adds config.json and the tokenizer.
     """
-    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    whole = jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))
-    layer_of = jax.jit(lambda a, i: a[i], out_shardings=NamedSharding(mesh, P()))
-    plan, files = [], 0  # (tensor, our name, layer, file number)
-    filled = file_bytes
-    for name in shapes(cfg):
-        for layer in range(cfg.L if name.startswith("layers/") else 1):
-            size = int(np.prod(hf_shape(cfg, name))) * dtype.itemsize
-            files, filled = (files + 1, size) if filled + size > file_bytes else (files, filled + size)
-            plan.append((TENSORS[name][0].format(layer), name, layer, files))
-    flat, tensors, weight_map = flatten(params), {}, {}
-    for i, (hf_name, name, layer, number) in enumerate(plan):
-        value = layer_of(flat[name], layer) if name.startswith("layers/") else whole(flat[name])
-        file = "model.safetensors" if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
-        weight_map[hf_name] = file
+    dtype, flat = np.dtype(getattr(ml_dtypes, dtype, dtype)), flatten(params)
+    gather = jax.jit(lambda a, i: a if i is None else a[i], out_shardings=NamedSharding(mesh, P()))
+    files, filled = [[]], 0
+    for tensor in hf_tensors(cfg):
+        size = math.prod(tensor[1]) * dtype.itemsize
+        if filled and filled + size > file_bytes:
+            files, filled = files + [[]], 0
+        files[-1].append(tensor)
+        filled += size
+    weight_map = {}
+    for number, tensors in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        out = {}
+        for hf_name, shape, name, i in tensors:
+            value = gather(flat[name], i)
+            ours, theirs = letters(name).lstrip("L"), TENSORS[name][1].replace(" ", "")
+            weight_map[hf_name] = file
+            if jax.process_index() == 0:
+                value = np.asarray(value).transpose([ours.index(c) for c in theirs]).reshape(shape)
+                out[hf_name] = np.ascontiguousarray(value.astype(dtype))
         if jax.process_index() == 0:
-            tensors[hf_name] = to_hf(name, np.asarray(value).astype(dtype))
-            if i + 1 == len(plan) or plan[i + 1][3] != number:
-                save_file(tensors, os.path.join(directory, file), metadata={"format": "pt"})
-                tensors = {}
-    if jax.process_index() == 0 and files > 1:
+            save_file(out, os.path.join(directory, file), metadata={"format": "pt"})
+    if jax.process_index() == 0 and len(files) > 1:
         with open(os.path.join(directory, "model.safetensors.index.json"), "w") as f:
             json.dump({"metadata": {}, "weight_map": weight_map}, f, indent=1)
 
-# ---------------------------------------------------------------- save and load any tree of sharded arrays
-
 def save_shards(tree, directory):
-    """Write this process's shards of a tree of arrays, each once however many devices hold it, as 'name|start,start'."""
+    """Write this process's shards of a tree of arrays, each once, as 'name|start,start'."""
     shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": np.asarray(shard.data)
               for name, array in flatten(tree).items()
               for shard in array.addressable_shards if shard.replica_id == 0}
@@ -310,7 +285,7 @@ def save_shards(tree, directory):
 def load_shards(directory, tree):
     """The saved arrays, placed like those of `tree`; they may have been saved on any other mesh."""
     pieces = {}  # array name -> [(where the piece starts, its file, its key)]
-    for file in sorted(os.listdir(directory)):
+    for file in sorted(name for name in os.listdir(directory) if name.endswith(".safetensors")):
         f = safe_open(os.path.join(directory, file), "np")
         for key in f.keys():
             name, _, starts = key.partition("|")
@@ -320,7 +295,8 @@ def load_shards(directory, tree):
         out = np.empty([s.stop - s.start for s in index], dtype)
         for starts, f, key in pieces[name]:
             piece = f.get_slice(key)
-            laps = [(max(s.start, a), min(s.stop, a + n)) for s, a, n in zip(index, starts, piece.get_shape())]
+            ends = [a + n for a, n in zip(starts, piece.get_shape())]
+            laps = [(max(s.start, a), min(s.stop, b)) for s, a, b in zip(index, starts, ends)]
             if all(low < high for low, high in laps):
                 part = tuple(slice(low - a, high - a) for (low, high), a in zip(laps, starts))
                 here = tuple(slice(low - s.start, high - s.start) for (low, high), s in zip(laps, index))
@@ -331,7 +307,6 @@ def load_shards(directory, tree):
     return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
 # ---------------------------------------------------------------- the transformer
-
 def constrain(x, mesh, *axes):
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
@@ -344,7 +319,7 @@ def rms_norm(x, scale, eps):
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 def rope_tables(positions_BT, cfg):
-    """cos and sin of the rotary angles, [B, 1, T, H/2] float32 (arXiv 2104.09864, the half-split form of Qwen2)."""
+    """cos and sin of the rotary angles, [B, 1, T, H/2] float32 (arXiv 2104.09864, in half-split form)."""
     inverse = cfg.rope_theta ** (-jnp.arange(0, cfg.H, 2, dtype=jnp.float32) / cfg.H)
     angle = positions_BT[:, None, :, None].astype(jnp.float32) * inverse
     return jnp.cos(angle), jnp.sin(angle)
@@ -355,17 +330,17 @@ def rotate(x, rope, dtype):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(dtype)
 
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS):
-    """Grouped-query attention without repeating keys; mask is True where a query may look. -> [B, N, T, H] float32."""
+    """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees."""
     B, N, T, H = q_BNTH.shape
     K = k_BKSH.shape[1]
     q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H)
     scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * H ** -0.5
-    probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, NEG), -1).astype(v_BKSH.dtype)
+    probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1).astype(v_BKSH.dtype)
     out = jnp.einsum("BKGTS,BKSH->BKGTH", probs, v_BKSH, preferred_element_type=jnp.float32)
     return out.reshape(B, N, T, H)
 
 def layer(cfg, x_BTD, w, rope, attend):
-    """One transformer layer; attend(q, k, v) -> ([B,N,T,H], extra) decides what the queries see. -> (x_BTD, extra)"""
+    """One transformer layer -> (x_BTD, extra); attend(q, k, v) -> ([B,N,T,H], extra) is what queries see."""
     dtype = x_BTD.dtype
     h = rms_norm(x_BTD, w["attn_norm_LD"], cfg.rms_eps)
     q = matmul("BTD,DNH->BNTH", h, w["wq_LDNH"]) + w["bq_LNH"][:, None]
@@ -382,12 +357,12 @@ def head(params):
     return params.get("head_VD", params["embed_VD"])
 
 def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
-    """The training forward: hidden states after the last norm, [B, T, D] in `dtype`; times `head` they are logits.
+    """The training forward: hidden states after the last norm, [B, T, D] in `dtype`; times `head`: logits.
 
-    A token sees the tokens at or before it in its row that have its segment id. Each layer is recomputed in the
-    backward (remat): what stays in memory is [L, B, T, D].
+    A token sees the tokens at or before it in its row that have its segment id. Each layer is recomputed in
+    the backward (remat): what stays in memory is [L, B, T, D].
     """
-    with jax.named_scope("embed"):  # every device looks up its slice of D for all rows: the table is never gathered
+    with jax.named_scope("embed"):  # each device looks up its slice of D for all rows: no table is gathered
         tokens = constrain(tokens_BT, mesh, "dp", None)
         x = constrain(params["embed_VD"][tokens], mesh, "dp", None, ("fsdp", "tp"))
         x = constrain(x.astype(dtype), mesh, ROWS)
@@ -405,12 +380,11 @@ def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
     return rms_norm(x, params["norm_D"], cfg.rms_eps)
 
 # ---------------------------------------------------------------- generation
-
 def cached_forward(params, cfg, tokens_BT, positions_BT, mask_BTS, cache, slot, dtype):
     """Forward for T new tokens whose keys and values go to cache slots slot.. -> (last hidden [B, D], cache).
 
-    The cache is a pair [L, B, K, S, H], carried through the scan and updated in place: as a scan's xs and ys it would
-    be copied whole.
+    The cache is a pair [L, B, K, S, H], carried through the scan and updated in place: as a scan's xs and ys
+    it would be copied whole.
     """
     rope = rope_tables(positions_BT, cfg)
 
@@ -419,7 +393,8 @@ def cached_forward(params, cfg, tokens_BT, positions_BT, mask_BTS, cache, slot, 
         w, number = xs
 
         def attend(q, *new):
-            full = tuple(jax.lax.dynamic_update_slice(c, n[None], (number, 0, 0, slot, 0)) for c, n in zip(cache, new))
+            full = tuple(jax.lax.dynamic_update_slice(c, n[None], (number, 0, 0, slot, 0))
+                         for c, n in zip(cache, new))
             k, v = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in full)
             return attention(q, k, v, mask_BTS), full
 
@@ -430,7 +405,7 @@ def cached_forward(params, cfg, tokens_BT, positions_BT, mask_BTS, cache, slot, 
     return rms_norm(x[:, -1], params["norm_D"], cfg.rms_eps), cache
 
 def truncate(z_BV, top_k, top_p):
-    """Set logits outside the top k, then outside the smallest set of probability top_p, to -inf. 0 and 1 keep all."""
+    """Set logits outside the top k, then outside the smallest set of mass top_p, to -inf."""
     if top_k or top_p < 1:
         sorted_BV = jnp.sort(z_BV, -1, descending=True)
         if top_k:
@@ -442,17 +417,17 @@ def truncate(z_BV, top_k, top_p):
     return z_BV
 
 def draw(z_BV, u_B):
-    """Sample softmax(z) by inverting its CDF at the uniforms u_B in [0, 1), in blocks: one pass over V, no V randoms."""
+    """Sample softmax(z) by inverting its CDF at uniforms u_B in [0, 1), in blocks: one pass over V."""
     B, V = z_BV.shape
     block = 256
     mass = jnp.exp(z_BV - jnp.max(z_BV, -1, keepdims=True))
     mass = jnp.pad(mass, ((0, 0), (0, -V % block))).reshape(B, -1, block)
 
     def invert(cdf_BX, target_B):
-        """First index where the CDF passes the target, and how far into it. Rounding never picks an empty index."""
+        """First index where the CDF passes the target, and how far in. Rounding never picks an empty one."""
         target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX[:, -1], 0.0))
         index = jnp.argmax(cdf_BX > target_B[:, None], -1)
-        below = jnp.where(index > 0, jnp.take_along_axis(cdf_BX, jnp.maximum(index - 1, 0)[:, None], 1)[:, 0], 0.0)
+        below = jnp.take_along_axis(jnp.pad(cdf_BX, ((0, 0), (1, 0))), index[:, None], 1)[:, 0]
         return index, target_B - below
 
     blocks = jnp.cumsum(mass.sum(-1), -1)
@@ -461,7 +436,7 @@ def draw(z_BV, u_B):
     return (which * block + inside).astype(jnp.int32)
 
 def sample(z_BV, key, temperature, top_k, top_p):
-    """-> (token_B, its log-prob under the distribution it was drawn from). Temperature 0 is greedy, log-prob at 1."""
+    """-> (token_B, its log-prob under the distribution it was drawn from); temperature 0: greedy, as at 1."""
     if temperature == 0:
         token_B = jnp.argmax(z_BV, -1).astype(jnp.int32)
     else:
@@ -471,16 +446,16 @@ def sample(z_BV, key, temperature, top_k, top_p):
     return token_B, chosen - jax.nn.logsumexp(z_BV, -1)
 
 @partial(jax.jit, static_argnames=("cfg", "mesh", "max_answer", "temperature", "top_k", "top_p", "dtype"))
-def generate(params, cfg, mesh, prompts_BP, lengths_B, key, *, max_answer, temperature=1.0, top_k=0, top_p=1.0,
-             dtype=jnp.float32):
+def generate(params, cfg, mesh, prompts_BP, lengths_B, key, *, max_answer, temperature=1.0, top_k=0,
+             top_p=1.0, dtype=jnp.float32):
     """Answers for left-padded prompts, until every row has produced one of cfg.stop_ids or max_answer tokens.
 
-    prompts_BP int32, the last lengths_B[b] of each row count; key a PRNG key. Returns a dict: tokens_BT int32 [B,
-    max_answer] with the stop token, 0 after it; lengths_B with the stop token; cut_B, no stop token came; logp_BT float32,
-    the log-prob of each token under the distribution it was sampled from, temperature and truncation included.
+    prompts_BP int32, the last lengths_B[b] of each row count; key a PRNG key. Returns a dict: tokens_BT int32
+    [B, max_answer], the stop token last, then 0; lengths_B, stop token included; cut_B, no stop token came;
+    logp_BT float32, each token's log-prob under what it was drawn from, temperature and truncation included.
     """
     B, prompt = prompts_BP.shape
-    print(f"tracing generate: {B} rows, prompt {prompt} + answer {max_answer}, temperature {temperature}", flush=True)
+    print(f"tracing generate: {B} rows, {prompt} + {max_answer} tokens, temperature {temperature}")
     rollout = jax.tree.map(lambda a, s: jax.lax.with_sharding_constraint(a.astype(dtype), s),
                            params, shardings(cfg, mesh, fsdp=False))  # gathered once, here, not in every step
     S = prompt + max_answer

@@ -4,8 +4,8 @@
     python train.py --model Qwen/Qwen2.5-0.5B-Instruct   any Qwen2 checkpoint, on GSM8K
 
 One step: take `batch` questions per host, sample `npq` answers to each, score them, turn each group's scores
-into advantages, and move the policy towards the better ones. The same file runs on one CPU and on every host of
-a pod: each process takes its own questions, every process runs every jitted call, process 0 prints and writes.
+into advantages, move the policy towards the better ones. The same file runs on one CPU and on every host of a
+pod: each process takes its own questions, every process runs every jitted call, process 0 prints and writes.
 """
 
 import argparse
@@ -37,14 +37,13 @@ import model
 from model import ROWS
 
 # ---------------------------------------------------------------- Config: every flag of the program
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     # what to train, on what
     model: str = "tiny"          # tiny (made in code) | a Hugging Face directory | a hub id, of a Qwen2 model
     data: str = "gsm8k"          # arith | gsm8k | a hub id[:config] | file.jsonl with `question` and `answer`
     eval_data: str = ""          # held-out questions, likewise; "" = the held-out part of data | none
-    system: str = "Think step by step, then give the final number as <answer>number</answer>."  # system prompt
+    system: str = "Think step by step, then give the final number as <answer>number</answer>."  # prompt
     out: str = ""                # directory of the run; "" = out/<data>-<model>
     seed: int = 1                # of the order of questions, of sampling, and of the tiny model's weights
     steps: int = 200             # GRPO steps
@@ -59,29 +58,29 @@ class Config:
     lr: float = 1e-6             # learning rate of GRPO
     sft_lr: float = 1e-5         # learning rate of the supervised steps
     warmup: int = 5              # steps of linear warm-up, at the start of either phase
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after warm-up, towards 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # of lr after warm-up, towards 0
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
     b2: float = 0.99             # second-moment decay of adamw, momentum decay of lion
     weight_decay: float = 0.0    # of matrices, per unit of learning rate
     grad_clip: float = 1.0       # largest global norm of the gradient; 0 = any
     clip_low: float = 0.2        # the probability ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28      # see clip_low
-    beta: float = 0.0            # weight of the KL to the model at the start of GRPO; 0 = none, and none is held
+    beta: float = 0.0            # weight of the KL to the model as GRPO starts; 0 = none, and none is held
     is_cap: float = 2.0          # cap of the importance weight trainer/sampler; 0 = no such weight
-    advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r - mean)/std | r - mean | r - mean of the others
-    loss_agg: Literal["token", "sequence", "constant"] = "token"  # token mean | mean of answers' | sum/max_answer
+    advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-mean of others
+    loss_agg: Literal["token", "sequence", "constant"] = "token"  # mean | of answers' means | sum/max_answer
     ppo_epochs: int = 1          # passes over a step's answers
     minibatches: int = 1         # updates per pass
     micro_batch: int = 0         # rows per device in one forward/backward; 0 = all of a minibatch
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = bfloat16, on CPU float32
     # the devices
-    mesh: str = "auto"           # dp,fsdp,tp, one may be -1 | auto = 1,-1,1 | host_local = processes,local_devices,1
+    mesh: str = "auto"           # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: int = 0   # stop unless so many JAX processes run; 0 = any number
     # evaluation, and what the run leaves behind
     eval_every: int = 50         # GRPO steps between evaluations; 0 = only before and after
     eval_n: int = 0              # held-out questions to evaluate; 0 = all
     eval_temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0               # of sampled evaluation only, since the loss needs rollouts from all of softmax
+    top_k: int = 0               # of sampled evaluation only: the loss wants rollouts from the whole softmax
     top_p: float = 1.0           # likewise
     save_every: int = 50         # steps between checkpoints; there is always one at the end; 0 = only that
     keep: int = 2                # newest checkpoints kept
@@ -89,14 +88,15 @@ class Config:
     wandb: str = ""              # project on wandb.ai; "" = none
 
 # What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
-TINY = dict(data="arith", system="", steps=60, sft_steps=50, batch=32, npq=8, max_prompt=32, max_answer=40,
+TINY = dict(data="arith", system="", steps=80, sft_steps=50, batch=32, npq=8, max_prompt=32, max_answer=40,
             lr=2e-4, sft_lr=2e-3, b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
-TINY_MODEL = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=128, intermediate_size=256,
-                  num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
-                  rope_theta=10000.0, rms_norm_eps=1e-6, max_position_embeddings=1024, hidden_act="silu",
-                  tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32", eos_token_id=2)
+TINY_MODEL = dict(
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=128, intermediate_size=256,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=320, rope_theta=10000.0,
+    rms_norm_eps=1e-6, max_position_embeddings=1024, hidden_act="silu", tie_word_embeddings=True,
+    initializer_range=0.05, torch_dtype="float32", eos_token_id=2)
 # Flags that may differ between a run and its continuation.
-FREE = {"out", "micro_batch", "mesh", "require_processes", "eval_every", "save_every", "keep", "resume", "wandb"}
+FREE = set("out micro_batch mesh require_processes eval_every save_every keep resume wandb".split())
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -114,11 +114,16 @@ def parse(argv):
 
     fields = dataclasses.fields(Config)
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, usage="python train.py [--flag value ...]", allow_abbrev=False,
+                    formatter_class=argparse.RawTextHelpFormatter, epilog=f"--model tiny starts from: {TINY}")
     for f in fields:
         choices = get_args(f.type) or None
-        parser.add_argument(f"--{f.name}", type=str if choices else f.type, choices=choices, default=f.default,
-                            help=f"{comments[f.name]} (default {f.default!r})".replace("%", "%%"))
+        parser.add_argument(f"--{f.name}", type=str if choices else f.type, choices=choices,
+                            default=f.default, help=f"{comments[f.name]} (default {f.default!r})")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for i in reversed(range(1, len(argv))):
+        if re.match(r"-\d", argv[i]):  # argparse would take the value in `--mesh -1,8,1` for a flag
+            argv[i - 1:i + 1] = [f"{argv[i - 1]}={argv[i]}"]
     if parser.parse_known_args(argv)[0].model == "tiny":
         parser.set_defaults(**TINY)
     cfg = Config(**vars(parser.parse_args(argv)))
@@ -126,7 +131,6 @@ def parse(argv):
     return dataclasses.replace(cfg, out=cfg.out or os.path.join("out", "-".join(names).replace(":", "-")))
 
 # ---------------------------------------------------------------- questions
-
 def worked_sum(a, b, carry=True):
     """a + b by columns, units first: '9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>' for 159 + 855."""
     steps, digits, c = [], "", 0
@@ -139,8 +143,8 @@ def worked_sum(a, b, carry=True):
 def arith(held_out):
     """Three-digit sums: 20,000 to train on, 2,000 held out, no pair in both, in either order.
 
-    Three quarters of the demonstrations, which only supervised steps see, drop every carry: they teach the form
-    and a procedure that is mostly wrong. `answer` is always right.
+    Three quarters of the demonstrations, which only supervised steps see, drop every carry: they teach the
+    form and a mostly wrong procedure. `answer` is always right.
     """
     rng = random.Random(0)
     pairs = sorted({tuple(sorted((rng.randint(100, 999), rng.randint(100, 999)))) for _ in range(25000)})
@@ -161,10 +165,10 @@ def check_jsonl(path):
             good = all(json.loads(line).get(key) not in (None, "") for key in ("question", "answer"))
         except (ValueError, AttributeError):
             good = False
-        check(good, f"{path} line {number}: not a JSON object with `question` and `answer`: {line.strip()[:50]}")
+        check(good, f"{path} line {number}: no JSON object with `question` and `answer`: {line.strip()[:50]}")
 
 def load_rows(name, held_out):
-    """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate in its place."""
+    """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate instead."""
     if name == "arith":
         return arith(held_out)
     import datasets  # slow to import, and not needed for arith
@@ -189,13 +193,12 @@ def chat(system, question):
             "<|im_start|>assistant\n")
 
 def question_order(seed, start, count, n):
-    """Positions start .. start + count of an endless walk over n questions: a fresh permutation each epoch."""
+    """Places start .. start + count of an endless walk over n questions, a fresh permutation each epoch."""
     wanted = np.arange(start, start + count)
     epochs = {e: np.random.default_rng((seed, int(e))).permutation(n) for e in np.unique(wanted // n)}
     return [int(epochs[i // n][i % n]) for i in wanted]
 
 # ---------------------------------------------------------------- answers and rewards: made to be edited
-
 # minus (not of a subtraction), currency, digits with or without thousands separators, decimals, a denominator
 NUMBER = re.compile(r"((?<![\w)\]}%])-)?(?:\$\s?(-)?)?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
                     r"(?:\s?/\s?(\d+))?")
@@ -203,17 +206,17 @@ BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)")
 LATEX = (("\u2212", "-"), ("{,}", ","), ("\\$", "$"), ("\\%", "%"), ("\\!", ""))
 
 def last_number(text):
-    """The last number in a text as a Fraction, or None: '$1,450.' 1450, '-5' -5, '1/2' 1/2, '50%' 50, '9-4' 4."""
-    found = NUMBER.findall(text)
+    """The last number in a text as a Fraction, or None: '$1,450.' 1450, '-5' -5, '1/2' 1/2, '50%' 50."""
     try:
-        minus, inner_minus, digits, below = found[-1]
-        return fractions.Fraction(digits.replace(",", "")) / int(below or 1) * (-1 if minus or inner_minus else 1)
+        minus, inner_minus, digits, below = NUMBER.findall(text)[-1]
+        value = fractions.Fraction(digits.replace(",", "")) / int(below or 1)
+        return -value if minus or inner_minus else value
     except (IndexError, ZeroDivisionError, ValueError):  # none; x/0; more digits than Python converts
         return None
 
 def final_number(text):
-    """The final answer in a text as a Fraction, or None: the last number of the last <answer> that holds one (it may
-    be nested or unclosed); without such tags of the last \\boxed{}; else after the last ####; else of the text.
+    """The final answer in a text as a Fraction, or None: the last number of the last <answer> that holds one
+    (nested, unclosed ones too); without such tags of the last \\boxed{}; else after ####; else of the text.
     """
     for latex, plain in LATEX:
         text = text.replace(latex, plain)
@@ -229,7 +232,8 @@ def correct(question, reference, answer):
 
 def formatted(question, reference, answer):
     """1 if the answer ends with its one <answer>number</answer>."""
-    return float(answer.count("<answer>") == 1 and bool(re.search(r"<answer>[^<]*\d[^<]*</answer>\s*$", answer)))
+    ending = re.search(r"<answer>[^<]*\d[^<]*</answer>\s*$", answer)
+    return float(answer.count("<answer>") == 1 and ending is not None)
 
 # (function of (question, reference, answer) -> float, weight): the reward is the weighted sum
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
@@ -237,8 +241,8 @@ REWARDS = [(correct, 1.0), (formatted, 0.1)]
 def score_answers(rows, answers, cut):
     """-> [answers, 1 + functions]: solved, then each reward function's score; and {function: its faults}.
 
-    An answer that was cut is not an answer: it scores 0 everywhere. A function that raises, or returns something
-    other than a finite number, scores 0 there and is counted.
+    An answer that was cut is not an answer: it scores 0 everywhere. A function that raises, or returns no
+    finite number, scores 0 there and is counted.
     """
     scores, faults = np.zeros((len(answers), 1 + len(REWARDS))), {}
     for i in np.flatnonzero(~np.asarray(cut)):
@@ -255,7 +259,6 @@ def score_answers(rows, answers, cut):
     return scores, faults
 
 # ---------------------------------------------------------------- model directory, mesh, sizes and checks
-
 def model_directory(cfg):
     """Where the model's files are: a directory, a hub id's local copy, or the tiny model, made here."""
     if cfg.model == "tiny":
@@ -272,7 +275,7 @@ def model_directory(cfg):
                      f"{type(e).__name__}: {str(e).strip().splitlines()[0]}")
 
 def make_tiny(directory, seed):
-    """Write the tiny Qwen2 like any other: config, byte-level BPE tokenizer with digits apart, random weights."""
+    """Write the tiny Qwen2 like any other: config, byte-level BPE with digits apart, random weights."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     if os.path.isdir(directory):
         return directory
@@ -284,12 +287,13 @@ def make_tiny(directory, seed):
     trainer = trainers.BpeTrainer(vocab_size=TINY_MODEL["vocab_size"], show_progress=False,
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
                                   special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.train_from_iterator([chat("", r["question"]) + r["answer"] for r in arith(False)[:500]], trainer)
+    texts = [chat("", row["question"]) + row["answer"] for row in arith(False)[:500]]
+    tokenizer.train_from_iterator(texts, trainer)
     aside = f"{directory}.{os.getpid()}.tmp"
     os.makedirs(aside)
     tokenizer.save(os.path.join(aside, "tokenizer.json"))
-    write_file(os.path.join(aside, "tokenizer_config.json"), json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}))
+    write_file(os.path.join(aside, "tokenizer_config.json"), json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>")))
     model.write_random(aside, TINY_MODEL, seed)
     try:
         os.rename(aside, directory)
@@ -298,7 +302,7 @@ def make_tiny(directory, seed):
     return directory
 
 def make_mesh(spec, devices):
-    """`dp,fsdp,tp` over the devices, each process's together: the rows of a batch then lie in process order."""
+    """`dp,fsdp,tp` over the devices, each process's together: the rows of a batch lie in process order."""
     n, processes = len(devices), len({d.process_index for d in devices})
     parts = {"auto": "1,-1,1", "host_local": f"{processes},{n // processes},1"}.get(spec, spec).split(",")
     check(len(parts) == 3 and all(re.fullmatch(r"-1|[1-9]\d*", p) for p in parts) and parts.count("-1") <= 1,
@@ -307,11 +311,12 @@ def make_mesh(spec, devices):
     check(n % known == 0 and ("-1" in parts or n == known), f"mesh {spec} needs "
           f"{'a multiple of ' * ('-1' in parts)}{known} devices; there are {n}; try --mesh auto")
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
-    return Mesh(np.array(devices).reshape([n // known if p == "-1" else int(p) for p in parts]), ("dp", "fsdp", "tp"))
+    shape = [n // known if p == "-1" else int(p) for p in parts]
+    return Mesh(np.array(devices).reshape(shape), ("dp", "fsdp", "tp"))
 
 def check_flags(cfg):
     """What the flags alone tell, before anything is opened or any device is touched."""
-    least = dict.fromkeys(("batch", "npq", "max_prompt", "max_answer", "ppo_epochs", "minibatches", "keep"), 1)
+    least = dict.fromkeys("batch npq max_prompt max_answer ppo_epochs minibatches keep".split(), 1)
     for f in dataclasses.fields(cfg):
         value, low = getattr(cfg, f.name), least.get(f.name, 0)
         check(f.type not in (int, float) or low <= value < math.inf,
@@ -321,7 +326,7 @@ def check_flags(cfg):
     check(cfg.b2 < 1, f"b2 = {cfg.b2} must be below 1; try --b2 0.99")
     check(cfg.clip_low < 1, f"clip_low = {cfg.clip_low} must be below 1: ratios are clipped at 1 - clip_low")
     check(cfg.npq >= 2 or cfg.steps == 0, f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8")
-    check(cfg.steps + cfg.sft_steps or cfg.eval_data != "none", "steps, sft_steps and eval_data: nothing to do")
+    check(cfg.steps + cfg.sft_steps or cfg.eval_data != "none", "no steps, no eval_data: nothing to do")
     check(cfg.eval_temperature > 0 or (cfg.top_k == 0 and cfg.top_p == 1), f"top_k = {cfg.top_k} and top_p = "
           f"{cfg.top_p} are for sampled evaluation only; add --eval_temperature 1, or drop them: rollouts "
           "sample the whole distribution, whose log-probs the loss computes")
@@ -330,79 +335,75 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
     """Every divisibility of the run, in one place, before weights load."""
     processes, local, sequences = jax.process_count(), jax.local_device_count(), cfg.batch * cfg.npq
     dp, fsdp, tp = mesh.devices.shape
-    check(cfg.require_processes in (0, processes), f"require_processes = {cfg.require_processes}, but {processes} "
-          f"JAX processes run, with {local} devices each; start the same command on every host")
+    check(cfg.require_processes in (0, processes), f"require_processes = {cfg.require_processes}, but "
+          f"{processes} JAX processes run, with {local} devices each; start the same command on every host")
     near = sorted(range(2, 2 * cfg.npq + local), key=lambda n: abs(n - cfg.npq))
     tries = sorted(n for n in [n for n in near if cfg.batch * n % local == 0][:2])
-    check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do not "
-          f"divide over {local} local devices; try {' or '.join(f'--npq {n}' for n in tries)}")
-    check(dp * fsdp % processes == 0, f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} processes; "
-          f"a tp = {tp} must stay within a host's {local} devices")
+    check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do "
+          f"not divide over {local} local devices; try {' or '.join(f'--npq {n}' for n in tries)}")
+    check(dp * fsdp % processes == 0, f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} "
+          f"processes; a tp = {tp} must stay within a host's {local} devices")
     rows = sequences * processes // (dp * fsdp)
     check(rows % cfg.minibatches == 0, f"{rows} rows per device do not divide into minibatches = "
           f"{cfg.minibatches}; try --minibatches {math.gcd(rows, cfg.minibatches)}")
     rows //= cfg.minibatches
-    check(cfg.micro_batch <= rows, f"micro_batch = {cfg.micro_batch} is more than the {rows} rows per device of "
-          f"a minibatch; try --micro_batch {rows}")
+    check(cfg.micro_batch <= rows, f"micro_batch = {cfg.micro_batch} is more than the {rows} rows per device "
+          f"of a minibatch; try --micro_batch {rows}")
     whole = math.gcd(shape.D, mesh.size)
-    check(shape.D % (fsdp * tp) == 0, f"hidden size {shape.D} does not divide over fsdp*tp = {fsdp}*{tp}; try "
-          f"--mesh {mesh.size // whole},{whole},1")
+    check(shape.D % (fsdp * tp) == 0, f"hidden size {shape.D} does not divide over fsdp*tp = {fsdp}*{tp}; "
+          f"try --mesh {mesh.size // whole},{whole},1")
     for what, n in ("query heads", shape.N), ("key/value heads", shape.K), ("feed-forward size", shape.F):
         check(n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; try a tp of {math.gcd(n, tp)}")
     check(tokenizer_size <= shape.V, f"the tokenizer has {tokenizer_size} tokens, more than the model's "
           f"vocabulary of {shape.V}; take both from one model")
-    check(cfg.max_prompt + cfg.max_answer <= shape.max_positions, f"max_prompt + max_answer = {cfg.max_prompt} + "
-          f"{cfg.max_answer} exceed the model's {shape.max_positions} positions; lower one of them")
+    check(cfg.max_prompt + cfg.max_answer <= shape.max_positions, f"max_prompt + max_answer = "
+          f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {shape.max_positions} positions")
 
 # ---------------------------------------------------------------- rollout, advantages, rows
-
-def local_rows(array):
-    """The rows of a global array that this process holds, in order, as NumPy."""
-    shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
-    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
-
 def sample_answers(params, prompts, key, cfg, run, temperature, top_k=0, top_p=1.0):
-    """Answers to this host's prompts (lists of ids): what `model.generate` returns, as NumPy, and the texts."""
+    """Answers to this host's prompts (lists of ids) -> what `model.generate` returns, as NumPy; the texts."""
     put = partial(jax.make_array_from_process_local_data, NamedSharding(run.mesh, P(ROWS)))
     tokens = put(np.array([[0] * (run.prompt_width - len(p)) + p for p in prompts], np.int32))
     lengths = put(np.array([len(p) for p in prompts], np.int32))
     out = model.generate(params, run.shape, run.mesh, tokens, lengths, key, max_answer=cfg.max_answer, dtype=
                          jnp.dtype(cfg.dtype), temperature=temperature, top_k=top_k, top_p=top_p)
-    out = jax.tree.map(local_rows, out)
+    out = jax.device_get(multihost_utils.global_array_to_host_local_array(out, run.mesh, P(ROWS)))
     return out, [run.tokenizer.decode(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"])]
 
 def group_advantages(rewards, npq, kind):
     """[groups * npq] rewards -> advantages within each group; a group of equal rewards gets exactly 0.
 
-    grpo: (r - mean)/std, of the population (arXiv 2402.03300); drgrpo: r - mean (arXiv 2503.20783); rloo: r - mean
-    of the others (arXiv 2402.14740).
+    grpo: (r - mean)/std, of the population (arXiv 2402.03300); drgrpo: r - mean (arXiv 2503.20783); rloo: r -
+    mean of the others (arXiv 2402.14740).
     """
     r = np.asarray(rewards, np.float64).reshape(-1, npq)
-    flat = r.max(1, keepdims=True) == r.min(1, keepdims=True)  # not std == 0: the mean of equal numbers may round
+    flat = r.max(1, keepdims=True) == r.min(1, keepdims=True)  # std may round to more than 0
     a = r - r.mean(1, keepdims=True)
     a *= {"grpo": 1 / np.where(flat, 1, r.std(1, keepdims=True)), "drgrpo": 1, "rloo": npq / (npq - 1)}[kind]
     return np.where(flat, 0, a).reshape(-1)
 
 def make_rows(prompts, answers, advantages, width, cfg, sampler=None):
-    """Sequences -> NumPy rows of `width`, one each: what position t sees (tokens, positions, segments; segment 0
-    is padding) and what it is to predict (targets; per target weight, 0 = no loss, advantage, sampler's log-prob).
+    """Sequences -> NumPy rows of `width`, one each: what position t sees (tokens, positions, segments; 0 is
+    padding) and is to predict (targets; per target its weight, 0 = no loss, advantage, sampler's log-prob).
     """
-    rows = {k: np.zeros((len(prompts), width), np.int32) for k in ("tokens", "positions", "segments", "targets")}
-    rows |= {k: np.zeros((len(prompts), width), np.float32) for k in ("weight", "advantage", "sampler")}
+    shape, floats = (len(prompts), width), ["weight", "advantage"] + ["sampler"] * (sampler is not None)
+    rows = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segments", "targets")}
+    rows |= {k: np.zeros(shape, np.float32) for k in floats}
     for i, (prompt, answer) in enumerate(zip(prompts, answers)):
         end, said = len(prompt) + len(answer), slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
         rows["tokens"][i, :end] = prompt + answer
         rows["positions"][i, :end] = range(end)
         rows["segments"][i, :end] = 1
         rows["targets"][i, said] = answer
-        rows["weight"][i, said] = {"token": 1, "sequence": 1 / len(answer), "constant": 1 / cfg.max_answer}[cfg.loss_agg]
+        weights = {"token": 1, "sequence": 1 / len(answer), "constant": 1 / cfg.max_answer}
+        rows["weight"][i, said] = weights[cfg.loss_agg]
         rows["advantage"][i, said] = advantages[i]
         if sampler is not None:
             rows["sampler"][i, said] = sampler[i][:len(answer)]
-    return {k: a for k, a in rows.items() if k != "sampler" or sampler is not None}
+    return rows
 
 def to_minibatches(rows, cfg, mesh):
-    """This host's rows -> `minibatches` dicts of global arrays [micro-batches, rows, width], over the devices.
+    """This host's rows -> `minibatches` dicts of global arrays [micro-batches, rows, width] over the devices.
 
     Minibatch m takes every minibatches-th row from m on: the same rows together whatever the number of hosts.
     The last micro-batch is filled up with rows of weight 0.
@@ -416,11 +417,10 @@ def to_minibatches(rows, cfg, mesh):
     return [{k: split(a[m::cfg.minibatches]) for k, a in rows.items()} for m in range(cfg.minibatches)]
 
 # ---------------------------------------------------------------- the update
-
 def optimizer(cfg):
-    """Gradient -> step direction (optax); `update` multiplies by the learning rate, so that it is an argument."""
-    scale = {"adamw": partial(optax.scale_by_adam, b2=cfg.b2), "lion": partial(optax.scale_by_lion, b2=cfg.b2),
-             "sgd": optax.identity}[cfg.optimizer]()
+    """Gradient -> step direction (optax); `update` multiplies by the learning rate, which is its argument."""
+    scale = {"adamw": optax.scale_by_adam(b2=cfg.b2), "lion": optax.scale_by_lion(b2=cfg.b2),
+             "sgd": optax.identity()}[cfg.optimizer]
     clip = optax.clip_by_global_norm(cfg.grad_clip) if cfg.grad_clip else optax.identity()
     decayed = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731  all but norms and biases
         lambda path, _: not re.search("norm|'b[qkv]_", jax.tree_util.keystr(path)), params)
@@ -446,7 +446,8 @@ def score(params, batch, *, cfg, shape, mesh):
     print(f"tracing score: {batch['tokens'].shape}", flush=True)
 
     def one(rows):
-        logp_N, _ = kernel.logp_entropy(mesh, cfg.temperature, 1024, *loss_inputs(params, rows, cfg, shape, mesh))
+        inputs = loss_inputs(params, rows, cfg, shape, mesh)
+        logp_N, _ = kernel.logp_entropy(mesh, cfg.temperature, kernel.CHUNK, *inputs)
         return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, ROWS)
     return jax.lax.map(one, batch)
 
@@ -463,8 +464,8 @@ def loss_and_metrics(params, rows, cfg, shape, mesh):
 def update(params, state, batch, lr, *, cfg, shape, mesh):
     """One optimizer step on one minibatch -> (params, optimizer state, metrics).
 
-    The normaliser is taken over the whole minibatch, on all hosts, before the scan over its micro-batches: any
-    micro_batch and any mesh give the same gradient.
+    The normaliser is taken over the whole minibatch, on all hosts, before the scan over its micro-batches:
+    any micro_batch and any mesh give the same gradient.
     """
     print(f"tracing update: {batch['tokens'].shape}, {', '.join(sorted(batch))}", flush=True)
     gradient = jax.value_and_grad(partial(loss_and_metrics, cfg=cfg, shape=shape, mesh=mesh), has_aux=True)
@@ -484,8 +485,10 @@ def update(params, state, batch, lr, *, cfg, shape, mesh):
     (grads, metrics), _ = jax.lax.scan(accumulate, zeros, batch)
     with jax.named_scope("optimizer"):
         direction, state = optimizer(cfg).update(grads, state, params)
-        params = jax.lax.with_sharding_constraint(jax.tree.map(lambda p, d: p - lr * d, params, direction), shards)
-    return params, state, metrics | {"grad_norm": optax.global_norm(grads), "valid_tokens": (weight > 0).sum()}
+        params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
+        params = jax.lax.with_sharding_constraint(params, shards)
+    metrics |= {"grad_norm": optax.global_norm(grads), "valid_tokens": (weight > 0).sum()}
+    return params, state, metrics
 
 @partial(jax.jit, static_argnames="dtype")
 def reference(params, dtype):
@@ -493,7 +496,6 @@ def reference(params, dtype):
     return jax.tree.map(lambda a: jnp.copy(a).astype(dtype), params)
 
 # ---------------------------------------------------------------- files and checkpoints
-
 def write_file(path, text):
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         f.write(text)
@@ -532,17 +534,14 @@ def checkpoint_steps(cfg):
     names = os.listdir(cfg.out) if os.path.isdir(cfg.out) else []
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{6,}", name))
 
-def checkpoint_path(cfg, step):
-    return os.path.join(cfg.out, f"step_{step:06}")
-
 def save_checkpoint(cfg, step, state):
     """Write `out`/step_NNNNNN, every process its own shards, and drop all but the newest `keep`.
 
     All else that a run depends on (questions, sampling keys, learning rate) is a function of flags and step.
     """
-    write_directory(checkpoint_path(cfg, step), partial(model.save_shards, state))
+    write_directory(f"{cfg.out}/step_{step:06}", partial(model.save_shards, state))
     for old in checkpoint_steps(cfg)[:-cfg.keep] if jax.process_index() == 0 else []:
-        shutil.rmtree(checkpoint_path(cfg, old))
+        shutil.rmtree(f"{cfg.out}/step_{old:06}")
 
 def open_run(cfg):
     """Claim `out` for this run -> the step it has reached. Refuses a directory that holds anything else."""
@@ -550,7 +549,7 @@ def open_run(cfg):
     found = os.listdir(cfg.out) if os.path.isdir(cfg.out) else []
     if any(not name.startswith("tiny-seed") for name in found):
         try:
-            with open(os.path.join(cfg.out, "config.json")) as f:
+            with open(f"{cfg.out}/config.json") as f:
                 before = json.load(f)["config"]
         except (OSError, ValueError, KeyError, TypeError):
             check(False, f"{cfg.out} exists and is not a run of podgrpo; choose another --out")
@@ -559,25 +558,25 @@ def open_run(cfg):
         check(not changed or cfg.resume == "force", f"{cfg.out} is another run: {'; '.join(changed[:3])}; "
               "choose another --out, or --resume force to go on with it")
     done = (checkpoint_steps(cfg) or [0])[-1]
-    if os.path.isdir(os.path.join(cfg.out, "final")) and done >= cfg.sft_steps + cfg.steps:
-        say(f"{cfg.out} is finished: {done} steps; model in {cfg.out}/final, metrics in {cfg.out}/metrics.jsonl")
+    if os.path.isdir(f"{cfg.out}/final") and done >= cfg.sft_steps + cfg.steps:
+        say(f"{cfg.out} is finished: {done} steps; see {cfg.out}/final and {cfg.out}/metrics.jsonl")
         raise SystemExit(0)
     return done
 
 def write_final(cfg, run, params):
     """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
     config = model.read_json(os.path.join(run.directory, "config.json"))
+    dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
 
     def write(aside):
-        model.save(aside, params, run.shape, run.mesh, config.get("torch_dtype") or config.get("dtype", "float32"))
+        model.save(aside, params, run.shape, run.mesh, dtype)
         for name in os.listdir(run.directory) if jax.process_index() == 0 else []:
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(os.path.join(run.directory, name), aside)
 
-    write_directory(os.path.join(cfg.out, "final"), write)
+    write_directory(f"{cfg.out}/final", write)
 
 # ---------------------------------------------------------------- what a person sees
-
 def say(text, end="\n"):
     if jax.process_index() == 0:
         print(text, end=end, flush=True)
@@ -592,8 +591,8 @@ def progress(what, done, total):
 def step_line(m, total, supervised):
     """The line of a step: fixed order, greppable."""
     if supervised:
-        return (f"sft {m['step']}/{total} | nll {m['nll']:.3f} | gnorm {m['grad_norm']:.2f} | lr {m['lr']:.1e} | "
-                f"upd {m['time/update_s']:.1f}s")
+        return (f"sft {m['step']}/{total} | nll {m['nll']:.3f} | gnorm {m['grad_norm']:.2f} | "
+                f"lr {m['lr']:.1e} | upd {m['time/update_s']:.1f}s")
     return (f"step {m['step']}/{total} | reward {m['reward/mean']:.2f} | solved {m['solved']:.2f} | "
             f"len {m['len/answer']:.0f} | clip {m['clip_fraction']:.3f} | kl {m['kl']:.3f} | "
             f"gnorm {m['grad_norm']:.2f} | roll {m['time/rollout_s']:.1f}s upd {m['time/update_s']:.1f}s | "
@@ -603,18 +602,17 @@ def report(cfg, seconds):
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
     scores = [(m["step"], m["eval/solved"]) for m in read_jsonl(cfg, "metrics.jsonl") if "eval/solved" in m]
     told = [s for s in read_jsonl(cfg, "samples.jsonl") if s.get("eval")]
-    say(f"\ndone: {cfg.sft_steps} supervised and {cfg.steps} GRPO steps; {seconds / 60:.1f} minutes since this start")
+    say(f"\ndone: {cfg.sft_steps} supervised and {cfg.steps} GRPO steps, {seconds / 60:.1f} minutes")
     if scores:
         (first, before), (last, after) = scores[0], scores[-1]
-        for one in [s for s in told if s["step"] == first]:
-            say("\n  " + one["question"])
-            for s in [s for s in told if s["question"] == one["question"] and s["step"] in (first, last)]:
-                say(f"    step {s['step']:4} {'right' if s['solved'] else 'wrong'}  {s['answer']}")
-        say(f"\nheld-out questions solved: {before:.1%} at step {first} -> {after:.1%} at step {last}")
+        told.sort(key=lambda s: s["question"])
+        for s in (s for s in told if s["step"] in (first, last)):
+            say(f"\n  {s['question']}" * (s["step"] == first)
+                + f"\n    step {s['step']:4} {'right' if s['solved'] else 'wrong'}  {s['answer']}", end="")
+        say(f"\n\nheld-out questions solved: {before:.1%} at step {first} -> {after:.1%} at step {last}")
     say(f"checkpoint: {cfg.out}/final (Hugging Face format); metrics: {cfg.out}/metrics.jsonl")
 
 # ---------------------------------------------------------------- set up: from flags to arrays
-
 def load_tokenizer(directory):
     from tokenizers import Tokenizer
     path = os.path.join(directory, "tokenizer.json")
@@ -622,40 +620,37 @@ def load_tokenizer(directory):
         tokenizer = Tokenizer.from_file(path)
     except Exception as e:
         check(False, f"{path} is not a readable tokenizer: {e}")
-    check(tokenizer.token_to_id("<|im_end|>") is not None, f"{path} has no <|im_end|>: not of a Qwen2 chat model")
+    check(tokenizer.token_to_id("<|im_end|>") is not None, f"{path} has no <|im_end|>: not Qwen2's")
     return tokenizer
 
 def with_prompts(rows, tokenizer, cfg, what):
-    """Rows with `prompt` and `told`, the text to imitate, as token ids; those with a prompt longer than max_prompt are left out, counted
-    and reported."""
+    """Rows with the ids of `prompt` and of `told`, the text to imitate; too long prompts are left out."""
     encode = partial(tokenizer.encode_batch, add_special_tokens=False)
-    encoded = encode([chat(cfg.system, row["question"]) for row in rows])
+    prompts = encode([chat(cfg.system, row["question"]) for row in rows])
     told = encode([row.get("demonstration", row["answer"]) + "<|im_end|>" for row in rows])
-    kept = [row | {"prompt": e.ids, "told": t.ids} for row, e, t in zip(rows, encoded, told)
-            if len(e.ids) <= cfg.max_prompt]
-    check(kept, f"all {len(rows)} prompts of {what} are longer than max_prompt = {cfg.max_prompt} tokens; the "
-          f"shortest has {min([len(e.ids) for e in encoded], default=0)}; raise --max_prompt")
-    unmarked = sum(final_number(row["answer"]) is None for row in kept)
-    say(f"{what}: {len(kept)} questions" + (len(kept) < len(rows)) * f"; {len(rows) - len(kept)} skipped, longer than "
-        f"max_prompt = {cfg.max_prompt}" + bool(unmarked) * f"; {unmarked} have no number in their answer")
+    kept = [row | {"prompt": p.ids, "told": t.ids} for row, p, t in zip(rows, prompts, told)
+            if len(p.ids) <= cfg.max_prompt]
+    check(kept, f"all {len(rows)} prompts of {what} are longer than max_prompt = {cfg.max_prompt} tokens; "
+          f"the shortest has {min(len(p.ids) for p in prompts)}; raise --max_prompt")
+    skipped, unmarked = len(rows) - len(kept), sum(final_number(row["answer"]) is None for row in kept)
+    say(f"{what}: {len(kept)} questions" + f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
+        * (skipped > 0) + f"; {unmarked} have no number in their answer" * (unmarked > 0))
     return kept
 
 def start_wandb(cfg):
-    """The wandb run of process 0, or None; a missing package or login stops here, before anything is loaded."""
+    """The wandb run of process 0, or None; a missing package or login stops here, before all else."""
     if not cfg.wandb or jax.process_index():
         return None
     try:
         import wandb
         return wandb.init(project=cfg.wandb, name=cfg.out, id=cfg.out.replace("/", "-"), resume="allow",
                           config=dataclasses.asdict(cfg))
-    except ImportError:
-        check(False, f"--wandb {cfg.wandb} needs the package: pip install wandb, or drop the flag")
     except Exception as e:
-        check(False, f"--wandb {cfg.wandb}: {str(e).strip().splitlines()[0]}; set WANDB_API_KEY, or drop the flag")
+        check(False, f"--wandb {cfg.wandb}: {str(e).strip().splitlines()[0]}; pip install wandb and set "
+              "WANDB_API_KEY, or drop the flag")
 
 def set_up(argv):
-    """Command line -> (Config, the run: model, mesh, tokenizer, questions with their `prompt` ids, steps done; open
-    model files). What can be wrong is found here, before weights are read."""
+    """Command line -> (Config, run: what does not change, open model files); all mistakes are found here."""
     cfg = parse(argv)
     check_flags(cfg)
     mesh = make_mesh(cfg.mesh, jax.devices())
@@ -670,32 +665,32 @@ def set_up(argv):
     except model.CheckpointError as e:
         check(False, str(e))
     stop_ids = {*shape.stop_ids, tokenizer.token_to_id("<|im_end|>")}
+    shape = dataclasses.replace(shape, stop_ids=tuple(sorted(stop_ids)))
     rows, held_out = with_prompts(load_rows(cfg.data, False), tokenizer, cfg, cfg.data), []
     eval_data = cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
     if eval_data != "none":
         held_out = load_rows(eval_data, True)[:cfg.eval_n or None]
         held_out = with_prompts(held_out, tokenizer, cfg, f"held out ({eval_data})")
     longest = max(len(row["prompt"]) for row in rows + held_out)
-    round_up = lambda n: -(-n // 8) * 8  # noqa: E731
+    prompt_width, row_width = -(-longest // 8) * 8, -(-(longest + cfg.max_answer) // 8) * 8  # one shape each
     os.makedirs(cfg.out, exist_ok=True)
     wandb_run = start_wandb(cfg)
     if jax.process_index() == 0:
-        commit = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True, capture_output=True,
-                                cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
-        write_file(os.path.join(cfg.out, "config.json"), json.dumps({
-            "config": dataclasses.asdict(cfg), "commit": commit or "unknown",
-            "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}}, indent=1))
-    run = SimpleNamespace(
-        directory=directory, shape=dataclasses.replace(shape, stop_ids=tuple(sorted(stop_ids))), mesh=mesh,
-        tokenizer=tokenizer, rows=rows, held_out=held_out, done=done, wandb=wandb_run,
-        prompt_width=round_up(longest), row_width=round_up(longest + cfg.max_answer))  # one compiled shape each
-    return cfg, run, checkpoint
+        where = os.path.dirname(os.path.abspath(__file__))
+        commit = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True, cwd=where,
+                                capture_output=True).stdout.strip() or "unknown"
+        versions = {m.__name__: m.__version__ for m in (jax, optax, np)}
+        write_file(f"{cfg.out}/config.json", json.dumps(
+            {"config": dataclasses.asdict(cfg), "commit": commit, "versions": versions}, indent=1))
+    return cfg, SimpleNamespace(
+        directory=directory, shape=shape, mesh=mesh, tokenizer=tokenizer, rows=rows, held_out=held_out,
+        prompt_width=prompt_width, row_width=row_width, done=done, wandb=wandb_run), checkpoint
 
 def load_state(cfg, run, checkpoint):
-    """-> {params, opt, ref where there is a KL}: from the model's files, or from the run's newest checkpoint."""
+    """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
     params = model.load(checkpoint, run.mesh, partial(progress, "loading weights"))
 
-    def sharding(path, a):  # moments lie as their parameters, whose names they carry; counters on every device
+    def sharding(path, a):  # moments lie as the parameters whose names they carry
         return NamedSharding(run.mesh, model.spec(path[-1].key) if a.ndim else P())
 
     places = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer(cfg).init, params))
@@ -703,7 +698,7 @@ def load_state(cfg, run, checkpoint):
     if cfg.beta:
         state["ref"] = reference(params, dtype=cfg.dtype)
     if run.done:
-        state = model.load_shards(checkpoint_path(cfg, run.done), state)
+        state = model.load_shards(f"{cfg.out}/step_{run.done:06}", state)
         for name in ("metrics.jsonl", "samples.jsonl"):  # what came after the checkpoint will come again
             kept = [row for row in read_jsonl(cfg, name) if row["step"] <= run.done]
             if jax.process_index() == 0:
@@ -712,74 +707,76 @@ def load_state(cfg, run, checkpoint):
     return state
 
 # ---------------------------------------------------------------- evaluation and metrics
-
 def evaluate(params, step, cfg, run):
-    """-> {eval/solved}: the part of the held-out questions solved. The first three answers go to samples.jsonl."""
+    """-> {eval/solved}: the part of the held-out questions solved. Three answers go to samples.jsonl."""
     each, n, solved, began = cfg.batch * cfg.npq, len(run.held_out), 0.0, time.time()
     stride = each * jax.process_count()
     for start in range(0, n, stride):
         mine = range(start + jax.process_index() * each, start + (jax.process_index() + 1) * each)
-        rows = [run.held_out[i % n] for i in mine]  # every host decodes as many; those past the end do not count
+        rows = [run.held_out[i % n] for i in mine]  # as many on each host; not all count
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.seed), 0), start)
-        out, answers = sample_answers(params, [row["prompt"] for row in rows], key, cfg, run, cfg.eval_temperature,
-                                      cfg.top_k, cfg.top_p)
+        out, answers = sample_answers(params, [row["prompt"] for row in rows], key, cfg, run,
+                                      cfg.eval_temperature, cfg.top_k, cfg.top_p)
         right = [correct(row["question"], row["answer"], a) * (not cut)
                  for row, a, cut in zip(rows, answers, out["cut_B"])]
         solved += sum(r for r, i in zip(right, mine) if i < n)
         if start == 0:
             append_jsonl(cfg, "samples.jsonl", [
-                {"step": step, "eval": True, "question": row["question"], "reference": row["answer"], "answer": a,
-                 "solved": r} for row, a, r in list(zip(rows, answers, right))[:min(3, n)]])
+                {"step": step, "eval": True, "question": row["question"], "reference": row["answer"],
+                 "answer": a, "solved": r} for row, a, r in list(zip(rows, answers, right))[:min(3, n)]])
         progress("evaluating", min(start + stride, n), n)
     solved = float(np.sum(multihost_utils.process_allgather(np.float64(solved)))) / n
     say(f"eval at step {step} | solved {solved:.4f} of {n} | {time.time() - began:.1f}s")
     return {"eval/solved": solved}
 
-def rollout_metrics(rewards, prompts, out, scores, cfg):
-    """Reward and length metrics over the answers of all hosts."""
+def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
+    """Reward and length metrics over the answers of all hosts; reward functions that failed are named."""
+    for name, messages in faults.items():
+        print(f"reward {name} failed on {len(messages)} answers, scored 0: {messages[0]}", flush=True)
+    failed = multihost_utils.process_allgather(np.int32(sum(map(len, faults.values()))))
     names = ["reward/mean", "len/prompt", "len/answer", "truncated", "solved"] + [
         f"reward/{function.__name__}" for function, _ in REWARDS]
     table = np.column_stack([rewards, [len(p) for p in prompts], out["lengths_B"], out["cut_B"], scores])
     table = np.asarray(multihost_utils.process_allgather(table)).reshape(-1, len(names))
     groups = table[:, 0].reshape(-1, cfg.npq)
     return dict(zip(names, table.mean(0).tolist())) | {
-        "reward/std": float(groups.std()), "len/answer_max": float(table[:, 2].max()),
+        "reward/std": float(groups.std()), "reward/faults": int(np.sum(failed)),
+        "len/answer_max": float(table[:, 2].max()),
         "group/zero_variance": float((groups.max(1) == groups.min(1)).mean())}
 
 def update_metrics(parts, rows, cfg, run):
-    """Metrics of a step's updates -> means over tokens (loss, gradient norm: over updates), padding, memory."""
+    """Metrics of a step's updates -> means over tokens (loss, grad_norm: over updates), padding, memory."""
     parts = jax.device_get(parts)
     m = {k: float((max if k.endswith("/max") else sum)(part[k] for part in parts)) for k in parts[0]}
     m |= {k: m[k] / len(parts) for k in ("loss", "grad_norm")}
-    m |= {k: m[k] / max(1, m["valid_tokens"]) for k in ("nll", "entropy", "clip_fraction", "kl", "logprob_gap") if k in m}
-    m["valid_tokens"] /= cfg.ppo_epochs
-    m = {"logprob_gap/mean" if k == "logprob_gap" else k: v for k, v in m.items() if k != "ratio"}
+    for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
+        m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / m["valid_tokens"]
     memory = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
     shards = run.mesh.shape["dp"] * run.mesh.shape["fsdp"] // jax.process_count()
     return {"kl": 0.0} | m | {
+        "valid_tokens": m["valid_tokens"] / cfg.ppo_epochs,
         "padding_fraction": 1 - float(rows["segments"].mean()),
         "micro_batch": cfg.micro_batch or len(rows["tokens"]) // cfg.minibatches // shards} | {
         f"memory/train/{k}_max_gib": max((d[k] for d in memory if k in d), default=0) / 2 ** 30 or None
         for k in ("bytes_in_use", "peak_bytes_in_use")}
 
 # ---------------------------------------------------------------- main: the loop
-
 def train(argv=None):
     """The whole run, from the command line to `out`/final."""
     began = time.time()
     cfg, run, checkpoint = set_up(argv)
     hosts, host, total = jax.process_count(), jax.process_index(), cfg.sft_steps + cfg.steps
-    sequences = cfg.batch * cfg.npq
+    sequences, updates = cfg.batch * cfg.npq, cfg.minibatches * cfg.ppo_epochs
     static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
-    say(f"{hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh dp,fsdp,tp = "
-        f"{','.join(map(str, run.mesh.devices.shape))} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
-        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in all, in rows "
-        f"of {run.row_width} tokens | {cfg.minibatches * cfg.ppo_epochs} updates a step")
-    state, key, recent = load_state(cfg, run, checkpoint), jax.random.key(cfg.seed), []
+    say(f"{hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
+        f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
+        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in all, "
+        f"in rows of {run.row_width} tokens | {updates} updates a step")
     examples = [row for row in run.rows if len(row["told"]) <= cfg.max_answer]
-    check(examples or not cfg.sft_steps, f"all answers in {cfg.data} are longer than max_answer = {cfg.max_answer}")
-    say(f"{len(run.rows) - len(examples)} answers longer than max_answer = {cfg.max_answer} are not imitated\n"
-        * (0 < cfg.sft_steps and len(examples) < len(run.rows)), end="")
+    if cfg.sft_steps:
+        check(examples, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}; raise --max_answer")
+        say(f"supervised examples: {len(examples)} of {len(run.rows)} fit max_answer = {cfg.max_answer}")
+    state, key, recent = load_state(cfg, run, checkpoint), jax.random.key(cfg.seed), []
     if run.held_out and run.done == cfg.sft_steps == 0:
         append_jsonl(cfg, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
 
@@ -789,8 +786,8 @@ def train(argv=None):
         if supervised:  # advantage 1 on given answers, ratio 1: the gradient of the log-likelihood
             start = ((step - 1) * hosts + host) * sequences
             chosen = [examples[i] for i in question_order(cfg.seed, start, sequences, len(examples))]
-            rows = make_rows([row["prompt"] for row in chosen], [row["told"] for row in chosen], np.ones(sequences),
-                             run.row_width, cfg)
+            rows = make_rows([row["prompt"] for row in chosen], [row["told"] for row in chosen],
+                             np.ones(sequences), run.row_width, cfg)
             batches = to_minibatches(rows, cfg, run.mesh)
         else:
             # rollout: npq answers to each of this host's questions
@@ -806,10 +803,8 @@ def train(argv=None):
             scores, faults = score_answers(asked, answers, out["cut_B"])
             rewards = scores[:, 1:] @ [weight for _, weight in REWARDS]
             advantages = group_advantages(rewards, cfg.npq, cfg.advantage)
-            metrics |= rollout_metrics(rewards, prompts, out, scores, cfg)
-            metrics["reward/faults"] = sum(map(len, faults.values()))
-            for name, messages in faults.items():
-                print(f"reward {name} failed on {len(messages)} answers, scored 0: {messages[0]}", flush=True)
+            metrics |= rollout_metrics(rewards, prompts, out, scores, faults, cfg)
+            rollout_tokens = metrics["len/answer"] * sequences * hosts
             append_jsonl(cfg, "samples.jsonl", [
                 {"step": step, "question": asked[i]["question"], "reference": asked[i]["answer"],
                  "answer": answers[i], "reward": rewards[i], "cut": bool(out["cut_B"][i])} for i in range(2)])
@@ -819,7 +814,7 @@ def train(argv=None):
             tokens = [t[:n].tolist() for t, n in zip(out["tokens_BT"], out["lengths_B"])]
             rows = make_rows(prompts, tokens, advantages, run.row_width, cfg, sampler=out["logp_BT"])
             plain = batches = to_minibatches(rows, cfg, run.mesh)
-            if cfg.minibatches * cfg.ppo_epochs > 1:
+            if updates > 1:
                 batches = [b | {"old": score(state["params"], p, **static)} for b, p in zip(batches, plain)]
             if cfg.beta:
                 batches = [b | {"ref": score(state["ref"], p, **static)} for b, p in zip(batches, plain)]
@@ -842,10 +837,11 @@ def train(argv=None):
                     "throughput/train/valid_tokens_per_s": metrics["valid_tokens"] / seconds}
         if not supervised:
             metrics |= {"time/rollout_s": clock[1] - clock[0], "time/reward_s": clock[2] - clock[1],
-                        "rollout/tokens_per_s": metrics["len/answer"] * sequences * hosts / (clock[1] - clock[0])}
+                        "rollout/tokens_per_s": rollout_tokens / (clock[1] - clock[0])}
         say(step_line(metrics, total, supervised))
         after = step - cfg.sft_steps
-        if run.held_out and (step == total or after == 0 or after > 0 and cfg.eval_every and after % cfg.eval_every == 0):
+        due = step == total or after == 0 or after > 0 and cfg.eval_every and after % cfg.eval_every == 0
+        if run.held_out and due:
             metrics |= evaluate(state["params"], step, cfg, run)
         append_jsonl(cfg, "metrics.jsonl", [metrics])
         if run.wandb:
