@@ -371,13 +371,14 @@ def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
     mask = (segments_BT[:, :, None] == segments_BT[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))
 
     @jax.checkpoint
-    def body(x, w):
+    def body(x, w):  # FSDP: a layer's weights are cast, then gathered over fsdp, as it runs
+        w = {name: constrain(a.astype(dtype), mesh, *spec(name, fsdp=False)[1:]) for name, a in w.items()}
         x, _ = layer(cfg, x, w, rope, lambda q, k, v: (attention(q, k, v, mask), None))
         return constrain(x, mesh, ROWS), None
 
     with jax.named_scope("layers"):
         x, _ = jax.lax.scan(body, x, params["layers"])
-    return rms_norm(x, params["norm_D"], cfg.rms_eps)
+    return constrain(rms_norm(x, params["norm_D"].astype(dtype), cfg.rms_eps), mesh, ROWS)
 
 # ---------------------------------------------------------------- generation
 def cached_forward(params, cfg, tokens_BT, positions_BT, mask_BTS, cache, slot, dtype):

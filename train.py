@@ -8,20 +8,9 @@ into advantages, move the policy towards the better ones. The same file runs on 
 pod: each process takes its own questions, every process runs every jitted call, process 0 prints and writes.
 """
 
-import argparse
-import dataclasses
-import difflib
-import fractions
-import inspect
-import json
-import math
-import os
-import random
-import re
-import shutil
-import subprocess
-import sys
-import time
+import argparse, dataclasses, difflib, inspect  # the command line
+import fractions, math, random, re  # questions and answers
+import glob, json, os, shutil, subprocess, sys, time  # files and processes
 from functools import partial
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -30,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tokenizers
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import kernel
 import model
-from model import ROWS
 
 # ---------------------------------------------------------------- Config: every flag of the program
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +80,9 @@ class Config:
 TINY = dict(data="arith", system="", steps=80, sft_steps=50, batch=32, npq=8, max_prompt=32, max_answer=40,
             lr=2e-4, sft_lr=2e-3, b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
 TINY_MODEL = dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=128, intermediate_size=256,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=320, rope_theta=10000.0,
-    rms_norm_eps=1e-6, max_position_embeddings=1024, hidden_act="silu", tie_word_embeddings=True,
-    initializer_range=0.05, torch_dtype="float32", eos_token_id=2)
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=320, hidden_size=128, eos_token_id=2,
+    intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
+    max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
 # Flags that may differ between a run and its continuation.
 FREE = set("out micro_batch mesh require_processes eval_every save_every keep resume wandb".split())
 
@@ -104,18 +92,22 @@ def check(condition, message):
         print(f"train.py: {message}", file=sys.stderr, flush=True)
         raise SystemExit(2)
 
+def first_line(error):
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
 def parse(argv):
     """Command line -> Config. Flags, types, choices and help are the dataclass's own."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
-            near = difflib.get_close_matches(unknown[1], [f.name for f in fields], 1) if unknown else []
-            check(False, message + (f"; did you mean --{near[0]}?" if near else "; see --help"))
+    def error(message):
+        unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
+        near = difflib.get_close_matches(unknown[1], [f.name for f in fields], 1) if unknown else []
+        check(False, message + (f"; did you mean --{near[0]}?" if near else "; see --help"))
 
     fields = dataclasses.fields(Config)
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = Parser(description=__doc__, usage="python train.py [--flag value ...]", allow_abbrev=False,
-                    formatter_class=argparse.RawTextHelpFormatter, epilog=f"--model tiny starts from: {TINY}")
+    parser = argparse.ArgumentParser(
+        usage="python train.py [--flag value ...]", epilog=f"--model tiny starts from: {TINY}",
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
+    parser.error = error
     for f in fields:
         choices = get_args(f.type) or None
         parser.add_argument(f"--{f.name}", type=str if choices else f.type, choices=choices,
@@ -141,11 +133,8 @@ def worked_sum(a, b, carry=True):
     return " ".join(steps) + f" <answer>{str(c) * bool(c) + digits}</answer>"
 
 def arith(held_out):
-    """Three-digit sums: 20,000 to train on, 2,000 held out, no pair in both, in either order.
-
-    Three quarters of the demonstrations, which only supervised steps see, drop every carry: they teach the
-    form and a mostly wrong procedure. `answer` is always right.
-    """
+    """Three-digit sums, 20,000 to train on and 2,000 held out. Three quarters of the demonstrations, which
+    only supervised steps see, drop every carry: they teach the form and a mostly wrong procedure."""
     rng = random.Random(0)
     pairs = sorted({tuple(sorted((rng.randint(100, 999), rng.randint(100, 999)))) for _ in range(25000)})
     rng.shuffle(pairs)
@@ -158,14 +147,14 @@ def check_jsonl(path):
     """Name the first line that is not an object with a question and an answer."""
     check(os.path.isfile(path), f"{path} does not exist")
     with open(path, encoding="utf-8", errors="replace") as f:
-        lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
+        lines = [(number, line.strip()) for number, line in enumerate(f, 1) if line.strip()]
     check(lines, f"{path} is empty")
     for number, line in lines:
         try:
             good = all(json.loads(line).get(key) not in (None, "") for key in ("question", "answer"))
         except (ValueError, AttributeError):
             good = False
-        check(good, f"{path} line {number}: no JSON object with `question` and `answer`: {line.strip()[:50]}")
+        check(good, f"{path} line {number}: no JSON object with `question` and `answer`: {line[:50]}")
 
 def load_rows(name, held_out):
     """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate instead."""
@@ -181,7 +170,7 @@ def load_rows(name, held_out):
     try:
         table = datasets.load_dataset(**source)
     except Exception as e:
-        check(False, f"{name} cannot be loaded: {type(e).__name__}: {str(e).strip().splitlines()[0]}")
+        check(False, f"{name} cannot be loaded: {first_line(e)}")
     missing = {"question", "answer"} - set(table.column_names)
     check(not missing, f"{name} has no column {' or '.join(missing)}, only {', '.join(table.column_names)}")
     columns = [c for c in ("question", "answer", "demonstration") if c in table.column_names]
@@ -203,7 +192,6 @@ def question_order(seed, start, count, n):
 NUMBER = re.compile(r"((?<![\w)\]}%])-)?(?:\$\s?(-)?)?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
                     r"(?:\s?/\s?(\d+))?")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)")
-LATEX = (("\u2212", "-"), ("{,}", ","), ("\\$", "$"), ("\\%", "%"), ("\\!", ""))
 
 def last_number(text):
     """The last number in a text as a Fraction, or None: '$1,450.' 1450, '-5' -5, '1/2' 1/2, '50%' 50."""
@@ -215,11 +203,9 @@ def last_number(text):
         return None
 
 def final_number(text):
-    """The final answer in a text as a Fraction, or None: the last number of the last <answer> that holds one
-    (nested, unclosed ones too); without such tags of the last \\boxed{}; else after ####; else of the text.
-    """
-    for latex, plain in LATEX:
-        text = text.replace(latex, plain)
+    """The final answer in a text as a Fraction, or None: the last number of the last <answer> that holds one,
+    nested, unclosed or not; without such tags of the last \\boxed{}; else after ####; else of the text."""
+    text = re.sub(r"\\(!|(?=[$%]))", "", text).replace("{,}", ",").replace("\u2212", "-")
     text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
     marked = (re.findall(r"<answer>(.*?)(?=<answer>|</answer>|\Z)", text, re.S) or BOXED.findall(text)
               or re.findall(r"####(.*)", text) or [text])
@@ -239,11 +225,8 @@ def formatted(question, reference, answer):
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 
 def score_answers(rows, answers, cut):
-    """-> [answers, 1 + functions]: solved, then each reward function's score; and {function: its faults}.
-
-    An answer that was cut is not an answer: it scores 0 everywhere. A function that raises, or returns no
-    finite number, scores 0 there and is counted.
-    """
+    """-> [answers, 1 + functions]: solved, then each function's score; {function: its faults}, which score 0.
+    An answer that was cut is not an answer: it scores 0 everywhere."""
     scores, faults = np.zeros((len(answers), 1 + len(REWARDS))), {}
     for i in np.flatnonzero(~np.asarray(cut)):
         case = rows[i]["question"], rows[i]["answer"], answers[i]
@@ -251,8 +234,7 @@ def score_answers(rows, answers, cut):
         for j, (function, _) in enumerate(REWARDS, 1):
             try:
                 value = float(function(*case))
-                if not math.isfinite(value):
-                    raise ValueError(f"returned {value}")
+                value.as_integer_ratio()  # raises for inf and nan
                 scores[i, j] = value
             except Exception as e:
                 faults.setdefault(function.__name__, []).append(f"{type(e).__name__}: {e}")
@@ -262,26 +244,23 @@ def score_answers(rows, answers, cut):
 def model_directory(cfg):
     """Where the model's files are: a directory, a hub id's local copy, or the tiny model, made here."""
     if cfg.model == "tiny":
-        return make_tiny(os.path.join(cfg.out, f"tiny-seed{cfg.seed}"), cfg.seed)
+        return make_tiny(f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}", cfg.seed)
     if os.path.isdir(cfg.model):
         return cfg.model
-    known = re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.model)
-    check(known, f"model {cfg.model} is not a directory, nor a hub id owner/name")
     from huggingface_hub import snapshot_download  # comes with tokenizers
     try:
         return snapshot_download(cfg.model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except Exception as e:
-        check(False, f"model {cfg.model} is not a directory here, and the hub does not give it: "
-                     f"{type(e).__name__}: {str(e).strip().splitlines()[0]}")
+        check(False, f"model {cfg.model} is not a directory here, nor had from the hub: {first_line(e)}")
 
 def make_tiny(directory, seed):
     """Write the tiny Qwen2 like any other: config, byte-level BPE with digits apart, random weights."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
     if os.path.isdir(directory):
         return directory
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]"), "isolated"),
+        pre_tokenizers.Split(tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=TINY_MODEL["vocab_size"], show_progress=False,
@@ -289,16 +268,13 @@ def make_tiny(directory, seed):
                                   special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     texts = [chat("", row["question"]) + row["answer"] for row in arith(False)[:500]]
     tokenizer.train_from_iterator(texts, trainer)
-    aside = f"{directory}.{os.getpid()}.tmp"
-    os.makedirs(aside)
+    aside = f"{directory}.tmp"
+    os.makedirs(aside, exist_ok=True)
     tokenizer.save(os.path.join(aside, "tokenizer.json"))
     write_file(os.path.join(aside, "tokenizer_config.json"), json.dumps(dict(
         tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>")))
     model.write_random(aside, TINY_MODEL, seed)
-    try:
-        os.rename(aside, directory)
-    except OSError:  # another process of this machine was first, with the same bytes
-        shutil.rmtree(aside)
+    os.rename(aside, directory)
     return directory
 
 def make_mesh(spec, devices):
@@ -310,21 +286,19 @@ def make_mesh(spec, devices):
     known = math.prod(int(p) for p in parts if p != "-1")
     check(n % known == 0 and ("-1" in parts or n == known), f"mesh {spec} needs "
           f"{'a multiple of ' * ('-1' in parts)}{known} devices; there are {n}; try --mesh auto")
-    devices = sorted(devices, key=lambda d: (d.process_index, d.id))
-    shape = [n // known if p == "-1" else int(p) for p in parts]
-    return Mesh(np.array(devices).reshape(shape), ("dp", "fsdp", "tp"))
+    devices = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
+    return Mesh(devices.reshape([n // known if p == "-1" else int(p) for p in parts]), ("dp", "fsdp", "tp"))
 
 def check_flags(cfg):
     """What the flags alone tell, before anything is opened or any device is touched."""
     least = dict.fromkeys("batch npq max_prompt max_answer ppo_epochs minibatches keep".split(), 1)
+    below = dict(b2=1, clip_low=1)
     for f in dataclasses.fields(cfg):
-        value, low = getattr(cfg, f.name), least.get(f.name, 0)
-        check(f.type not in (int, float) or low <= value < math.inf,
-              f"{f.name} = {value} is out of range; it must be a number >= {low}")
+        value, low, high = getattr(cfg, f.name), least.get(f.name, 0), below.get(f.name, math.inf)
+        check(f.type not in (int, float) or low <= value < high,
+              f"{f.name} = {value} is out of range; it must be a number >= {low} and < {high}")
     check(cfg.temperature > 0, "temperature = 0 gives npq equal answers; GRPO needs a --temperature above 0")
     check(0 < cfg.top_p <= 1, f"top_p = {cfg.top_p} is not a probability above 0; 1 keeps all tokens")
-    check(cfg.b2 < 1, f"b2 = {cfg.b2} must be below 1; try --b2 0.99")
-    check(cfg.clip_low < 1, f"clip_low = {cfg.clip_low} must be below 1: ratios are clipped at 1 - clip_low")
     check(cfg.npq >= 2 or cfg.steps == 0, f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8")
     check(cfg.steps + cfg.sft_steps or cfg.eval_data != "none", "no steps, no eval_data: nothing to do")
     check(cfg.eval_temperature > 0 or (cfg.top_k == 0 and cfg.top_p == 1), f"top_k = {cfg.top_k} and top_p = "
@@ -362,20 +336,19 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
 # ---------------------------------------------------------------- rollout, advantages, rows
 def sample_answers(params, prompts, key, cfg, run, temperature, top_k=0, top_p=1.0):
     """Answers to this host's prompts (lists of ids) -> what `model.generate` returns, as NumPy; the texts."""
-    put = partial(jax.make_array_from_process_local_data, NamedSharding(run.mesh, P(ROWS)))
+    put = partial(jax.make_array_from_process_local_data, NamedSharding(run.mesh, P(model.ROWS)))
     tokens = put(np.array([[0] * (run.prompt_width - len(p)) + p for p in prompts], np.int32))
     lengths = put(np.array([len(p) for p in prompts], np.int32))
     out = model.generate(params, run.shape, run.mesh, tokens, lengths, key, max_answer=cfg.max_answer, dtype=
                          jnp.dtype(cfg.dtype), temperature=temperature, top_k=top_k, top_p=top_p)
-    out = jax.device_get(multihost_utils.global_array_to_host_local_array(out, run.mesh, P(ROWS)))
+    out = jax.device_get(multihost_utils.global_array_to_host_local_array(out, run.mesh, P(model.ROWS)))
     return out, [run.tokenizer.decode(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"])]
 
 def group_advantages(rewards, npq, kind):
-    """[groups * npq] rewards -> advantages within each group; a group of equal rewards gets exactly 0.
+    """[groups * npq] rewards -> advantages within each group; exactly 0 where a group's rewards are equal.
 
-    grpo: (r - mean)/std, of the population (arXiv 2402.03300); drgrpo: r - mean (arXiv 2503.20783); rloo: r -
-    mean of the others (arXiv 2402.14740).
-    """
+    grpo: (r - mean)/std, of the population (arXiv 2402.03300); drgrpo: r - mean (2503.20783); rloo: r - mean
+    of the others (2402.14740)."""
     r = np.asarray(rewards, np.float64).reshape(-1, npq)
     flat = r.max(1, keepdims=True) == r.min(1, keepdims=True)  # std may round to more than 0
     a = r - r.mean(1, keepdims=True)
@@ -384,8 +357,7 @@ def group_advantages(rewards, npq, kind):
 
 def make_rows(prompts, answers, advantages, width, cfg, sampler=None):
     """Sequences -> NumPy rows of `width`, one each: what position t sees (tokens, positions, segments; 0 is
-    padding) and is to predict (targets; per target its weight, 0 = no loss, advantage, sampler's log-prob).
-    """
+    padding) and is to predict (targets; per target weight, 0 = no loss, advantage, sampler's log-prob)."""
     shape, floats = (len(prompts), width), ["weight", "advantage"] + ["sampler"] * (sampler is not None)
     rows = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segments", "targets")}
     rows |= {k: np.zeros(shape, np.float32) for k in floats}
@@ -403,17 +375,14 @@ def make_rows(prompts, answers, advantages, width, cfg, sampler=None):
     return rows
 
 def to_minibatches(rows, cfg, mesh):
-    """This host's rows -> `minibatches` dicts of global arrays [micro-batches, rows, width] over the devices.
-
-    Minibatch m takes every minibatches-th row from m on: the same rows together whatever the number of hosts.
-    The last micro-batch is filled up with rows of weight 0.
-    """
+    """This host's rows -> `minibatches` dicts of global arrays [micro-batches, rows, width]. Each takes every
+    minibatches-th row, so that the same rows go together on any number of hosts."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"] // jax.process_count()
 
     def split(a):
         height = shards * cfg.micro_batch or len(a)
-        a = np.pad(a, ((0, -len(a) % height), (0, 0))).reshape(-1, height, a.shape[1])
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, P(None, ROWS)), a)
+        a = np.pad(a, ((0, -len(a) % height), (0, 0))).reshape(-1, height, a.shape[1])  # weight 0: no loss
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, P(None, model.ROWS)), a)
     return [{k: split(a[m::cfg.minibatches]) for k, a in rows.items()} for m in range(cfg.minibatches)]
 
 # ---------------------------------------------------------------- the update
@@ -422,7 +391,7 @@ def optimizer(cfg):
     scale = {"adamw": optax.scale_by_adam(b2=cfg.b2), "lion": optax.scale_by_lion(b2=cfg.b2),
              "sgd": optax.identity()}[cfg.optimizer]
     clip = optax.clip_by_global_norm(cfg.grad_clip) if cfg.grad_clip else optax.identity()
-    decayed = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731  all but norms and biases
+    decayed = lambda params: jax.tree_util.tree_map_with_path(  # all but norms and biases
         lambda path, _: not re.search("norm|'b[qkv]_", jax.tree_util.keystr(path)), params)
     return optax.chain(clip, scale, optax.add_decayed_weights(cfg.weight_decay, decayed))
 
@@ -448,7 +417,7 @@ def score(params, batch, *, cfg, shape, mesh):
     def one(rows):
         inputs = loss_inputs(params, rows, cfg, shape, mesh)
         logp_N, _ = kernel.logp_entropy(mesh, cfg.temperature, kernel.CHUNK, *inputs)
-        return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, ROWS)
+        return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
     return jax.lax.map(one, batch)
 
 def loss_and_metrics(params, rows, cfg, shape, mesh):
@@ -462,11 +431,8 @@ def loss_and_metrics(params, rows, cfg, shape, mesh):
 
 @partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames=("params", "state"))
 def update(params, state, batch, lr, *, cfg, shape, mesh):
-    """One optimizer step on one minibatch -> (params, optimizer state, metrics).
-
-    The normaliser is taken over the whole minibatch, on all hosts, before the scan over its micro-batches:
-    any micro_batch and any mesh give the same gradient.
-    """
+    """One optimizer step on one minibatch -> (params, optimizer state, metrics). Normalised once, over all
+    its micro-batches and hosts, before the scan: any micro_batch and any mesh give the same gradient."""
     print(f"tracing update: {batch['tokens'].shape}, {', '.join(sorted(batch))}", flush=True)
     gradient = jax.value_and_grad(partial(loss_and_metrics, cfg=cfg, shape=shape, mesh=mesh), has_aux=True)
     shards = model.shardings(shape, mesh)
@@ -490,30 +456,20 @@ def update(params, state, batch, lr, *, cfg, shape, mesh):
     metrics |= {"grad_norm": optax.global_norm(grads), "valid_tokens": (weight > 0).sum()}
     return params, state, metrics
 
-@partial(jax.jit, static_argnames="dtype")
-def reference(params, dtype):
-    """A frozen copy of the policy in the compute dtype, sharded as it is."""
-    return jax.tree.map(lambda a: jnp.copy(a).astype(dtype), params)
-
 # ---------------------------------------------------------------- files and checkpoints
 def write_file(path, text):
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         f.write(text)
     os.replace(path + ".tmp", path)
 
-def as_jsonl(rows):
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-def append_jsonl(cfg, name, rows):
+def write_jsonl(cfg, name, rows, mode="a"):
     if jax.process_index() == 0:
-        with open(os.path.join(cfg.out, name), "a", encoding="utf-8") as f:
-            f.write(as_jsonl(rows))
+        with open(f"{cfg.out}/{name}", mode, encoding="utf-8") as f:
+            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 def read_jsonl(cfg, name):
-    path = os.path.join(cfg.out, name)
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8") as f:
+    with open(f"{cfg.out}/{name}", "a+", encoding="utf-8") as f:  # made where there is none
+        f.seek(0)
         return [json.loads(line) for line in f if line.endswith("\n")]  # a killed run may leave half a line
 
 def write_directory(directory, write):
@@ -531,14 +487,10 @@ def write_directory(directory, write):
 
 def checkpoint_steps(cfg):
     """Steps of the checkpoints in `out`, oldest first."""
-    names = os.listdir(cfg.out) if os.path.isdir(cfg.out) else []
-    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{6,}", name))
+    return sorted(int(path[-6:]) for path in glob.glob(f"{glob.escape(cfg.out)}/step_" + 6 * "[0-9]"))
 
 def save_checkpoint(cfg, step, state):
-    """Write `out`/step_NNNNNN, every process its own shards, and drop all but the newest `keep`.
-
-    All else that a run depends on (questions, sampling keys, learning rate) is a function of flags and step.
-    """
+    """Write `out`/step_NNNNNN; all else that a run depends on is a function of its flags and the step."""
     write_directory(f"{cfg.out}/step_{step:06}", partial(model.save_shards, state))
     for old in checkpoint_steps(cfg)[:-cfg.keep] if jax.process_index() == 0 else []:
         shutil.rmtree(f"{cfg.out}/step_{old:06}")
@@ -551,10 +503,10 @@ def open_run(cfg):
         try:
             with open(f"{cfg.out}/config.json") as f:
                 before = json.load(f)["config"]
-        except (OSError, ValueError, KeyError, TypeError):
+            changed = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in dataclasses.asdict(cfg).items()
+                       if k not in FREE and before.get(k) != v]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             check(False, f"{cfg.out} exists and is not a run of podgrpo; choose another --out")
-        changed = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in dataclasses.asdict(cfg).items()
-                   if k not in FREE and before.get(k) != v]
         check(not changed or cfg.resume == "force", f"{cfg.out} is another run: {'; '.join(changed[:3])}; "
               "choose another --out, or --resume force to go on with it")
     done = (checkpoint_steps(cfg) or [0])[-1]
@@ -565,10 +517,9 @@ def open_run(cfg):
 
 def write_final(cfg, run, params):
     """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
-    config = model.read_json(os.path.join(run.directory, "config.json"))
-    dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
-
     def write(aside):
+        config = model.read_json(f"{run.directory}/config.json")
+        dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
         model.save(aside, params, run.shape, run.mesh, dtype)
         for name in os.listdir(run.directory) if jax.process_index() == 0 else []:
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
@@ -600,6 +551,8 @@ def step_line(m, total, supervised):
 
 def report(cfg, seconds):
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
+    if jax.process_index():
+        return
     scores = [(m["step"], m["eval/solved"]) for m in read_jsonl(cfg, "metrics.jsonl") if "eval/solved" in m]
     told = [s for s in read_jsonl(cfg, "samples.jsonl") if s.get("eval")]
     say(f"\ndone: {cfg.sft_steps} supervised and {cfg.steps} GRPO steps, {seconds / 60:.1f} minutes")
@@ -613,16 +566,6 @@ def report(cfg, seconds):
     say(f"checkpoint: {cfg.out}/final (Hugging Face format); metrics: {cfg.out}/metrics.jsonl")
 
 # ---------------------------------------------------------------- set up: from flags to arrays
-def load_tokenizer(directory):
-    from tokenizers import Tokenizer
-    path = os.path.join(directory, "tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception as e:
-        check(False, f"{path} is not a readable tokenizer: {e}")
-    check(tokenizer.token_to_id("<|im_end|>") is not None, f"{path} has no <|im_end|>: not Qwen2's")
-    return tokenizer
-
 def with_prompts(rows, tokenizer, cfg, what):
     """Rows with the ids of `prompt` and of `told`, the text to imitate; too long prompts are left out."""
     encode = partial(tokenizer.encode_batch, add_special_tokens=False)
@@ -646,8 +589,7 @@ def start_wandb(cfg):
         return wandb.init(project=cfg.wandb, name=cfg.out, id=cfg.out.replace("/", "-"), resume="allow",
                           config=dataclasses.asdict(cfg))
     except Exception as e:
-        check(False, f"--wandb {cfg.wandb}: {str(e).strip().splitlines()[0]}; pip install wandb and set "
-              "WANDB_API_KEY, or drop the flag")
+        check(False, f"--wandb {cfg.wandb}: {first_line(e)}; install wandb and set WANDB_API_KEY, or drop it")
 
 def set_up(argv):
     """Command line -> (Config, run: what does not change, open model files); all mistakes are found here."""
@@ -659,16 +601,23 @@ def set_up(argv):
     done = open_run(cfg)
     directory = model_directory(cfg)
     try:
-        shape, tokenizer = model.read_config(directory), load_tokenizer(directory)
+        shape = model.read_config(directory)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
+        except Exception as e:  # tokenizers has no exception of its own
+            check(False, f"{directory}/tokenizer.json is not a readable tokenizer: {e}")
+        end = tokenizer.token_to_id("<|im_end|>")
+        check(end is not None, f"{directory}/tokenizer.json has no <|im_end|>: not the tokenizer of a Qwen2")
         check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
         checkpoint = model.Checkpoint(directory, shape)
     except model.CheckpointError as e:
         check(False, str(e))
-    stop_ids = {*shape.stop_ids, tokenizer.token_to_id("<|im_end|>")}
-    shape = dataclasses.replace(shape, stop_ids=tuple(sorted(stop_ids)))
+    shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
     rows, held_out = with_prompts(load_rows(cfg.data, False), tokenizer, cfg, cfg.data), []
     eval_data = cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
-    if eval_data != "none":
+    if eval_data == "none":
+        say("no evaluation: there is no --eval_data")
+    else:
         held_out = load_rows(eval_data, True)[:cfg.eval_n or None]
         held_out = with_prompts(held_out, tokenizer, cfg, f"held out ({eval_data})")
     longest = max(len(row["prompt"]) for row in rows + held_out)
@@ -676,12 +625,11 @@ def set_up(argv):
     os.makedirs(cfg.out, exist_ok=True)
     wandb_run = start_wandb(cfg)
     if jax.process_index() == 0:
-        where = os.path.dirname(os.path.abspath(__file__))
-        commit = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True, cwd=where,
-                                capture_output=True).stdout.strip() or "unknown"
-        versions = {m.__name__: m.__version__ for m in (jax, optax, np)}
-        write_file(f"{cfg.out}/config.json", json.dumps(
-            {"config": dataclasses.asdict(cfg), "commit": commit, "versions": versions}, indent=1))
+        git = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True,
+                             capture_output=True, cwd=os.path.dirname(__file__) or ".")
+        write_file(f"{cfg.out}/config.json", json.dumps({
+            "config": dataclasses.asdict(cfg), "commit": git.stdout.strip() or "unknown",
+            "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}}, indent=1))
     return cfg, SimpleNamespace(
         directory=directory, shape=shape, mesh=mesh, tokenizer=tokenizer, rows=rows, held_out=held_out,
         prompt_width=prompt_width, row_width=row_width, done=done, wandb=wandb_run), checkpoint
@@ -696,13 +644,14 @@ def load_state(cfg, run, checkpoint):
     places = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer(cfg).init, params))
     state = {"params": params, "opt": jax.jit(optimizer(cfg).init, out_shardings=places)(params)}
     if cfg.beta:
-        state["ref"] = reference(params, dtype=cfg.dtype)
+        state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), params)  # a copy, sharded alike
     if run.done:
         state = model.load_shards(f"{cfg.out}/step_{run.done:06}", state)
         for name in ("metrics.jsonl", "samples.jsonl"):  # what came after the checkpoint will come again
-            kept = [row for row in read_jsonl(cfg, name) if row["step"] <= run.done]
             if jax.process_index() == 0:
-                write_file(os.path.join(cfg.out, name), as_jsonl(kept))
+                kept = [row for row in read_jsonl(cfg, name) if row["step"] <= run.done]
+                write_jsonl(cfg, name + ".tmp", kept, "w")
+                os.replace(f"{cfg.out}/{name}.tmp", f"{cfg.out}/{name}")
         say(f"resuming {cfg.out} after step {run.done}")
     return state
 
@@ -717,11 +666,10 @@ def evaluate(params, step, cfg, run):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.seed), 0), start)
         out, answers = sample_answers(params, [row["prompt"] for row in rows], key, cfg, run,
                                       cfg.eval_temperature, cfg.top_k, cfg.top_p)
-        right = [correct(row["question"], row["answer"], a) * (not cut)
-                 for row, a, cut in zip(rows, answers, out["cut_B"])]
+        right = score_answers(rows, answers, out["cut_B"])[0][:, 0].tolist()
         solved += sum(r for r, i in zip(right, mine) if i < n)
         if start == 0:
-            append_jsonl(cfg, "samples.jsonl", [
+            write_jsonl(cfg, "samples.jsonl", [
                 {"step": step, "eval": True, "question": row["question"], "reference": row["answer"],
                  "answer": a, "solved": r} for row, a, r in list(zip(rows, answers, right))[:min(3, n)]])
         progress("evaluating", min(start + stride, n), n)
@@ -744,7 +692,7 @@ def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
         "len/answer_max": float(table[:, 2].max()),
         "group/zero_variance": float((groups.max(1) == groups.min(1)).mean())}
 
-def update_metrics(parts, rows, cfg, run):
+def update_metrics(parts, rows, batch, cfg, run):
     """Metrics of a step's updates -> means over tokens (loss, grad_norm: over updates), padding, memory."""
     parts = jax.device_get(parts)
     m = {k: float((max if k.endswith("/max") else sum)(part[k] for part in parts)) for k in parts[0]}
@@ -752,11 +700,11 @@ def update_metrics(parts, rows, cfg, run):
     for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
         m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / m["valid_tokens"]
     memory = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
-    shards = run.mesh.shape["dp"] * run.mesh.shape["fsdp"] // jax.process_count()
+    shards = run.mesh.shape["dp"] * run.mesh.shape["fsdp"]
     return {"kl": 0.0} | m | {
         "valid_tokens": m["valid_tokens"] / cfg.ppo_epochs,
         "padding_fraction": 1 - float(rows["segments"].mean()),
-        "micro_batch": cfg.micro_batch or len(rows["tokens"]) // cfg.minibatches // shards} | {
+        "micro_batch": batch["tokens"].shape[1] // shards} | {
         f"memory/train/{k}_max_gib": max((d[k] for d in memory if k in d), default=0) / 2 ** 30 or None
         for k in ("bytes_in_use", "peak_bytes_in_use")}
 
@@ -770,19 +718,17 @@ def train(argv=None):
     static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
     say(f"{hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
         f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
-        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in all, "
-        f"in rows of {run.row_width} tokens | {updates} updates a step")
+        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in "
+        f"all, in rows of {run.row_width} tokens | {updates} updates a step")
     examples = [row for row in run.rows if len(row["told"]) <= cfg.max_answer]
-    if cfg.sft_steps:
-        check(examples, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}; raise --max_answer")
-        say(f"supervised examples: {len(examples)} of {len(run.rows)} fit max_answer = {cfg.max_answer}")
+    check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
+    evaluations = {total, *range(cfg.sft_steps, total, cfg.eval_every or 10**9)} if run.held_out else set()
     state, key, recent = load_state(cfg, run, checkpoint), jax.random.key(cfg.seed), []
-    if run.held_out and run.done == cfg.sft_steps == 0:
-        append_jsonl(cfg, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
+    if run.done == 0 and 0 in evaluations:
+        write_jsonl(cfg, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
 
     for step in range(run.done + 1, total + 1):
         clock, supervised, metrics = [time.time()], step <= cfg.sft_steps, {"step": step}
-
         if supervised:  # advantage 1 on given answers, ratio 1: the gradient of the log-likelihood
             start = ((step - 1) * hosts + host) * sequences
             chosen = [examples[i] for i in question_order(cfg.seed, start, sequences, len(examples))]
@@ -805,7 +751,7 @@ def train(argv=None):
             advantages = group_advantages(rewards, cfg.npq, cfg.advantage)
             metrics |= rollout_metrics(rewards, prompts, out, scores, faults, cfg)
             rollout_tokens = metrics["len/answer"] * sequences * hosts
-            append_jsonl(cfg, "samples.jsonl", [
+            write_jsonl(cfg, "samples.jsonl", [
                 {"step": step, "question": asked[i]["question"], "reference": asked[i]["answer"],
                  "answer": answers[i], "reward": rewards[i], "cut": bool(out["cut_B"][i])} for i in range(2)])
             clock.append(time.time())
@@ -824,9 +770,9 @@ def train(argv=None):
         for batch in batches * cfg.ppo_epochs:
             state["params"], state["opt"], part = update(state["params"], state["opt"], batch, lr, **static)
             parts.append(part)
-        metrics |= update_metrics(parts, rows, cfg, run) | {"lr": lr}
+        metrics |= update_metrics(parts, rows, batch, cfg, run) | {"lr": lr}
         if cfg.beta and step == cfg.sft_steps:
-            state["ref"] = reference(state["params"], dtype=cfg.dtype)
+            state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), state["params"])
 
         # metrics, evaluation, checkpoint
         clock.append(time.time())
@@ -839,11 +785,9 @@ def train(argv=None):
             metrics |= {"time/rollout_s": clock[1] - clock[0], "time/reward_s": clock[2] - clock[1],
                         "rollout/tokens_per_s": rollout_tokens / (clock[1] - clock[0])}
         say(step_line(metrics, total, supervised))
-        after = step - cfg.sft_steps
-        due = step == total or after == 0 or after > 0 and cfg.eval_every and after % cfg.eval_every == 0
-        if run.held_out and due:
+        if step in evaluations:
             metrics |= evaluate(state["params"], step, cfg, run)
-        append_jsonl(cfg, "metrics.jsonl", [metrics])
+        write_jsonl(cfg, "metrics.jsonl", [metrics])
         if run.wandb:
             run.wandb.log(metrics, step=step)
         if step == total or cfg.save_every and step % cfg.save_every == 0:
