@@ -424,16 +424,17 @@ def draw(z_BV, u_B):
     mass = jnp.exp(z_BV - jnp.max(z_BV, -1, keepdims=True))
     mass = jnp.pad(mass, ((0, 0), (0, -V % block))).reshape(B, -1, block)
 
-    def invert(cdf_BX, target_B):
-        """First index where the CDF passes the target, and how far in. Rounding never picks an empty one."""
-        target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX[:, -1], 0.0))
+    def invert(mass_BX, target_B):
+        """First index where the CDF passes the target, and how far in. An empty one is never picked, though the
+        rounding of a parallel cumsum is not monotone."""
+        cdf_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, -1), -jnp.inf)
+        target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))
         index = jnp.argmax(cdf_BX > target_B[:, None], -1)
-        below = jnp.take_along_axis(jnp.pad(cdf_BX, ((0, 0), (1, 0))), index[:, None], 1)[:, 0]
-        return index, target_B - below
+        return index, target_B - jnp.take_along_axis(cdf_BX - mass_BX, index[:, None], 1)[:, 0]
 
-    blocks = jnp.cumsum(mass.sum(-1), -1)
-    which, rest = invert(blocks, u_B * blocks[:, -1])
-    inside, _ = invert(jnp.cumsum(mass[jnp.arange(B), which], -1), rest)
+    blocks = mass.sum(-1)
+    which, rest = invert(blocks, u_B * blocks.sum(-1))
+    inside, _ = invert(mass[jnp.arange(B), which], rest)
     return (which * block + inside).astype(jnp.int32)
 
 def sample(z_BV, key, temperature, top_k, top_p):
