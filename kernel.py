@@ -38,8 +38,8 @@ def grpo_terms(logp_N, vectors, *, clip_low, clip_high, beta, is_cap):
     """
     mask = vectors["weight"] > 0
 
-    def difference(a, b):  # masked before exp: inf or NaN on a masked token must not reach the loss
-        return jnp.where(mask, a, 0.0) - jnp.where(mask, b, 0.0)
+    def difference(a, b):  # masked before exp, and exp must not overflow: even times 0, inf and NaN are NaN
+        return jnp.minimum(jnp.where(mask, a, 0.0) - jnp.where(mask, b, 0.0), 60.0)
 
     old = vectors.get("old", jax.lax.stop_gradient(logp_N))
     advantage = jnp.where(mask, vectors["advantage"], 0.0)
@@ -75,8 +75,9 @@ def local_forward(temperature, chunk, h_ND, head_VD, targets_N):
         h_CD, y_C = args
         z_CV = chunk_logits(h_CD, head_VD, temperature)
         lse_C = jax.nn.logsumexp(z_CV, -1)
-        mean_C = jnp.sum(jnp.exp(z_CV - lse_C[:, None]) * z_CV, -1)
-        return jnp.take_along_axis(z_CV, y_C[:, None], 1)[:, 0] - lse_C, lse_C - mean_C, lse_C
+        log_p = z_CV - lse_C[:, None]
+        entropy_C = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        return jnp.take_along_axis(log_p, y_C[:, None], 1)[:, 0], entropy_C, lse_C
 
     out = jax.lax.map(one, chunked(chunk, h_ND, targets_N))
     return tuple(a.reshape(-1)[:h_ND.shape[0]] for a in out)

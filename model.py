@@ -68,11 +68,11 @@ def read_config(directory):
     c = read_json(path)
     generation = os.path.join(directory, "generation_config.json")
     try:
-        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 moved theta in here
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        rope = c.get("rope_parameters") or {}  # where transformers 5 has theta, and what was rope_scaling
+        ropes = [r.get("rope_type", r.get("type", "default")) for r in (rope, c.get("rope_scaling") or {})]
         for refused, what in (
                 (c.get("model_type") != "qwen2", f"model_type {c.get('model_type')!r}; only 'qwen2' is"),
-                (rope_type != "default", f"rope scaling {rope_type!r}; only plain rotary embedding is"),
+                (ropes != ["default"] * 2, f"rope scaling {' '.join(ropes)}; only plain rotary embedding is"),
                 (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
                 ("sliding_attention" in (c.get("layer_types") or []), "sliding layers; only full ones is"),
                 ("quantization_config" in c, "quantised weights; only float32, bfloat16 and float16 are"),
@@ -176,7 +176,7 @@ def place(shape, sharding, read):
     shards = []
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape))
-        shards.append(jax.device_put(read(index), device, may_alias=False).block_until_ready())
+        shards.append(jax.device_put(read(index), device).block_until_ready())
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
 class Checkpoint:
@@ -231,7 +231,7 @@ class Checkpoint:
         part = dict(zip(ours, index))
         slices = tuple(part[g] if len(g) == 1 else slice(part[g[0]].start * H, part[g[0]].stop * H)
                        for g in groups.split())
-        value = self.where[hf_name][0].get_slice(hf_name)[slices].astype(np.float32)
+        value = self.where[hf_name][0].get_slice(hf_name)[slices].astype(np.float32, copy=False)
         value = value.reshape([part[c].stop - part[c].start for c in theirs])
         return value.transpose([theirs.index(c) for c in ours])
 
@@ -292,8 +292,8 @@ def load_shards(directory, tree):
             pieces.setdefault(name, []).append(([int(n) for n in starts.split(",") if n], f, key))
 
     def read(name, dtype, index):
-        out = np.empty([s.stop - s.start for s in index], dtype)
-        for starts, f, key in pieces[name]:
+        out, filled = np.empty([s.stop - s.start for s in index], dtype), 0
+        for starts, f, key in pieces.get(name, []):
             piece = f.get_slice(key)
             ends = [a + n for a, n in zip(starts, piece.get_shape())]
             laps = [(max(s.start, a), min(s.stop, b)) for s, a, b in zip(index, starts, ends)]
@@ -301,6 +301,9 @@ def load_shards(directory, tree):
                 part = tuple(slice(low - a, high - a) for (low, high), a in zip(laps, starts))
                 here = tuple(slice(low - s.start, high - s.start) for (low, high), s in zip(laps, index))
                 out[here] = piece[part] if part else f.get_tensor(key)
+                filled += out[here].size
+        if filled != out.size:
+            raise CheckpointError(f"{directory} has {filled} of the {out.size} numbers wanted of {name}")
         return out
 
     placed = [place(a.shape, a.sharding, partial(read, name, a.dtype)) for name, a in flatten(tree).items()]
@@ -425,8 +428,8 @@ def draw(z_BV, u_B):
     mass = jnp.pad(mass, ((0, 0), (0, -V % block))).reshape(B, -1, block)
 
     def invert(mass_BX, target_B):
-        """First index where the CDF passes the target, and how far in. An empty one is never picked, though the
-        rounding of a parallel cumsum is not monotone."""
+        """First index where the CDF passes the target, and how far in. An empty one is never picked, though a
+        parallel cumsum rounds without being monotone."""
         cdf_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, -1), -jnp.inf)
         target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))
         index = jnp.argmax(cdf_BX > target_B[:, None], -1)

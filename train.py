@@ -77,8 +77,8 @@ class Config:
     wandb: str = ""              # project on wandb.ai; "" = none
 
 # What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
-TINY = dict(data="arith", system="", steps=80, sft_steps=50, batch=32, npq=8, max_prompt=32, max_answer=40,
-            lr=2e-4, sft_lr=2e-3, b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
+TINY = dict(data="arith", system="", steps=80, sft_steps=80, batch=32, npq=8, max_prompt=32, max_answer=40,
+            lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
 TINY_MODEL = dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=320, hidden_size=128, eos_token_id=2,
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
@@ -499,7 +499,7 @@ def open_run(cfg):
     """Claim `out` for this run -> the step it has reached. Refuses a directory that holds anything else."""
     check(not os.path.isfile(cfg.out), f"{cfg.out} is a file; --out names a directory")
     found = os.listdir(cfg.out) if os.path.isdir(cfg.out) else []
-    if any(not name.startswith("tiny-seed") for name in found):
+    if any(not name.startswith(("tiny-seed", "config.json")) for name in found):  # a run that began
         try:
             with open(f"{cfg.out}/config.json") as f:
                 before = json.load(f)["config"]
