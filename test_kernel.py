@@ -935,10 +935,11 @@ def test_train_end_to_end_and_resume():
     assert "is finished" in run_train(*flags, devices=8)
     tensors = load_file(os.path.join(out, "final", "model.safetensors"))
     final = lambda: load_file(os.path.join(out, "final", "model.safetensors"))
-    for mesh_flag, devices, exact in (("2,2,2", 8, True), ("auto", 4, False)):
-        for name in ("final", "step_000002", "step_000003"):  # as if killed after step 1
+    for kept, on, devices, exact in ((1, "2,2,2", 8, True), (2, "auto", 4, False), (0, "2,2,2", 8, True)):
+        for name in ["final"] + [f"step_00000{n}" for n in (1, 2, 3) if n > kept]:  # killed after so many
             shutil.rmtree(os.path.join(out, name))
-        assert "resuming" in run_train(*flags, "--mesh", mesh_flag, devices=devices)
+        text = run_train(*flags, "--mesh", on, devices=devices)
+        assert (f"resuming {out} after step {kept}" in text) == (kept > 0), text
         again = metrics_of(out)
         if exact:
             assert without_times(again) == without_times(whole)

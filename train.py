@@ -173,8 +173,10 @@ def load_rows(name, held_out):
         check(False, f"{name} cannot be loaded: {first_line(e)}")
     missing = {"question", "answer"} - set(table.column_names)
     check(not missing, f"{name} has no column {' or '.join(missing)}, only {', '.join(table.column_names)}")
-    columns = [c for c in ("question", "answer", "demonstration") if c in table.column_names]
-    return [{k: str(v) for k, v in row.items() if v is not None} for row in table.select_columns(columns)]
+    keys = ("question", "answer", "demonstration")
+    rows = [{k: str(row[k]) for k in keys if row.get(k) is not None} for row in table]
+    check(all({"question", "answer"} <= row.keys() for row in rows), f"{name}: rows lack question or answer")
+    return rows
 
 def chat(system, question):
     """Qwen's template, ChatML: system, user, and the opening of the answer."""
@@ -378,7 +380,6 @@ def to_minibatches(rows, cfg, mesh):
     """This host's rows -> `minibatches` dicts of global arrays [micro-batches, rows, width]. Each takes every
     minibatches-th row, so that the same rows go together on any number of hosts."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"] // jax.process_count()
-
     def split(a):
         height = shards * cfg.micro_batch or len(a)
         a = np.pad(a, ((0, -len(a) % height), (0, 0))).reshape(-1, height, a.shape[1])  # weight 0: no loss
@@ -563,7 +564,8 @@ def report(cfg, seconds):
             say(f"\n  {s['question']}" * (s["step"] == first)
                 + f"\n    step {s['step']:4} {'right' if s['solved'] else 'wrong'}  {s['answer']}", end="")
         say(f"\n\nheld-out questions solved: {before:.1%} at step {first} -> {after:.1%} at step {last}")
-    say(f"checkpoint: {cfg.out}/final (Hugging Face format); metrics: {cfg.out}/metrics.jsonl")
+    say(f"checkpoint: {cfg.out}/final (Hugging Face format); " * (cfg.steps + cfg.sft_steps > 0)
+        + f"metrics: {cfg.out}/metrics.jsonl")
 
 # ---------------------------------------------------------------- set up: from flags to arrays
 def with_prompts(rows, tokenizer, cfg, what):
@@ -613,15 +615,13 @@ def set_up(argv):
     except model.CheckpointError as e:
         check(False, str(e))
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
-    rows, held_out = with_prompts(load_rows(cfg.data, False), tokenizer, cfg, cfg.data), []
+    rows = with_prompts(load_rows(cfg.data, False), tokenizer, cfg, cfg.data)
     eval_data = cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
-    if eval_data == "none":
-        say("no evaluation: there is no --eval_data")
-    else:
-        held_out = load_rows(eval_data, True)[:cfg.eval_n or None]
-        held_out = with_prompts(held_out, tokenizer, cfg, f"held out ({eval_data})")
+    held_out = [] if eval_data == "none" else with_prompts(
+        load_rows(eval_data, True)[:cfg.eval_n or None], tokenizer, cfg, f"held out ({eval_data})")
     longest = max(len(row["prompt"]) for row in rows + held_out)
-    prompt_width, row_width = -(-longest // 8) * 8, -(-(longest + cfg.max_answer) // 8) * 8  # one shape each
+    step = 8 * mesh.shape["tp"]  # widths are rounded up: one shape each, and tp divides the tokens of a row
+    prompt_width, row_width = -(-longest // step) * step, -(-(longest + cfg.max_answer) // step) * step
     os.makedirs(cfg.out, exist_ok=True)
     wandb_run = start_wandb(cfg)
     if jax.process_index() == 0:
@@ -647,12 +647,11 @@ def load_state(cfg, run, checkpoint):
         state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), params)  # a copy, sharded alike
     if run.done:
         state = model.load_shards(f"{cfg.out}/step_{run.done:06}", state)
-        for name in ("metrics.jsonl", "samples.jsonl"):  # what came after the checkpoint will come again
-            if jax.process_index() == 0:
-                kept = [row for row in read_jsonl(cfg, name) if row["step"] <= run.done]
-                write_jsonl(cfg, name + ".tmp", kept, "w")
-                os.replace(f"{cfg.out}/{name}.tmp", f"{cfg.out}/{name}")
         say(f"resuming {cfg.out} after step {run.done}")
+    for name in ("metrics.jsonl", "samples.jsonl") if jax.process_index() == 0 else ():
+        kept = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= run.done]
+        write_jsonl(cfg, name + ".tmp", kept, "w")  # what came after the checkpoint will come again
+        os.replace(f"{cfg.out}/{name}.tmp", f"{cfg.out}/{name}")
     return state
 
 # ---------------------------------------------------------------- evaluation and metrics
@@ -719,14 +718,14 @@ def train(argv=None):
     say(f"{hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
         f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
         f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in "
-        f"all, in rows of {run.row_width} tokens | {updates} updates a step")
+        f"all, in rows of {run.row_width} tokens | {updates} updates a step"
+        + " | no evaluation: no --eval_data" * (not run.held_out))
     examples = [row for row in run.rows if len(row["told"]) <= cfg.max_answer]
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     evaluations = {total, *range(cfg.sft_steps, total, cfg.eval_every or 10**9)} if run.held_out else set()
     state, key, recent = load_state(cfg, run, checkpoint), jax.random.key(cfg.seed), []
     if run.done == 0 and 0 in evaluations:
         write_jsonl(cfg, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
-
     for step in range(run.done + 1, total + 1):
         clock, supervised, metrics = [time.time()], step <= cfg.sft_steps, {"step": step}
         if supervised:  # advantage 1 on given answers, ratio 1: the gradient of the log-likelihood
