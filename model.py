@@ -277,13 +277,13 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
 
 def save_shards(tree, directory):
     """Write this process's shards of a tree of arrays, each once, as 'name|start,start'."""
-    shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": np.asarray(shard.data)
+    shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": np.asarray(shard.data, order="C")
               for name, array in flatten(tree).items()
               for shard in array.addressable_shards if shard.replica_id == 0}
     save_file(shards, os.path.join(directory, f"shards-{jax.process_index():05}.safetensors"))
 
 def load_shards(directory, tree):
-    """The saved arrays, placed like those of `tree`; they may have been saved on any other mesh."""
+    """The saved arrays in place of those of `tree`, which go; they may have been saved on any mesh."""
     pieces = {}  # array name -> [(where the piece starts, its file, its key)]
     for file in sorted(name for name in os.listdir(directory) if name.endswith(".safetensors")):
         f = safe_open(os.path.join(directory, file), "np")
@@ -306,7 +306,10 @@ def load_shards(directory, tree):
             raise CheckpointError(f"{directory} has {filled} of the {out.size} numbers wanted of {name}")
         return out
 
-    placed = [place(a.shape, a.sharding, partial(read, name, a.dtype)) for name, a in flatten(tree).items()]
+    placed = []
+    for name, a in flatten(tree).items():
+        a.delete()  # or its place would be taken twice
+        placed.append(place(a.shape, a.sharding, partial(read, name, a.dtype)))
     return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
 # ---------------------------------------------------------------- the transformer
@@ -460,7 +463,8 @@ def generate(params, cfg, mesh, prompts_BP, lengths_B, key, *, max_answer, tempe
     logp_BT float32, each token's log-prob under what it was drawn from, temperature and truncation included.
     """
     B, prompt = prompts_BP.shape
-    print(f"tracing generate: {B} rows, {prompt} + {max_answer} tokens, temperature {temperature}")
+    if jax.process_index() == 0:
+        print(f"tracing generate: {B} rows, {prompt} + {max_answer} tokens, temperature {temperature}")
     rollout = jax.tree.map(lambda a, s: jax.lax.with_sharding_constraint(a.astype(dtype), s),
                            params, shardings(cfg, mesh, fsdp=False))  # gathered once, here, not in every step
     S = prompt + max_answer

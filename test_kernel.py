@@ -42,6 +42,7 @@ import optax
 import scipy.special
 import scipy.stats
 import tokenizers
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
@@ -469,6 +470,11 @@ def test_saved_shards_load_on_other_meshes():
         assert_same(got, tree)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(like)):
             assert (a.sharding, a.dtype) == (b.sharding, b.dtype)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # and as a TPU may lay them out: columns first
+    columns = jax.device_put(np.arange(6.0, dtype=np.float32).reshape(2, 3), Format(Layout((1, 0)), one))
+    assert np.asarray(columns).strides == (4, 8)
+    model.save_shards({"a": columns}, directory_of_columns := new_directory())
+    assert_array_equal(model.load_shards(directory_of_columns, {"a": jnp.zeros((2, 3))})["a"], columns)
     file = os.path.join(directory, "shards-00000.safetensors")
     shards = load_file(file)
     del shards[[k for k in shards if k.startswith("params/embed_VD")][3]]
@@ -814,7 +820,10 @@ EXTRACTION = [  # text, its final number
     ("\\boxed{x^{2} + {3}} 9", 3), ("\\boxed{5", 5), ("\\boxed{1{,}450}", 1450), ("\\$1,450", 1450),
     ("#### 1\n#### 5\nyes 7", 5), ("#### $5.00", 5), ("5/0", None), ("no number", None), ("", None),
     ("<answer>none</answer> 5", None), ("<answer></answer>", None), ("9" * 5000, None), ("1450.0", 1450),
-    ("007", 7)]
+    ("007", 7),
+    ("1.5/2.5", "3/5"), ("1,000/2,000", "1/2"), ("-\u20ac5", -5), ("-\u00a35", -5),
+    ("<answer>25 m^2</answer>", 25),
+    ("\\boxed{25\\text{ cm}^2}", 25), ("12\\,345", 12345), ("\\frac{1.5}{2}", "3/4"), ("10%-20%", 20)]
 
 def test_train_extraction():
     for text, number in EXTRACTION:
@@ -895,16 +904,16 @@ def test_train_rewards_that_fail_score_zero():
     def silly(question, reference, answer):
         return float("nan") if answer == "nan" else "much" if answer == "text" else 0.5
 
-    before = train.REWARDS[:]
+    before, correct = train.REWARDS[:], train.correct
     try:
-        train.REWARDS[:] = [(raises, 1.0), (silly, 2.0)]
+        train.REWARDS[:], train.correct = [(raises, 1.0), (silly, 2.0)], raises
         rows = [{"question": "q", "answer": "5"}] * 5
         scores, faults = train.score_answers(rows, ["5", "bad", "nan", "text", "5"], [False] * 4 + [True])
     finally:
-        train.REWARDS[:] = before
-    assert_array_equal(scores, [[1, 1, 0.5], [0, 0, 0.5], [0, 1, 0], [0, 1, 0], [0, 0, 0]])
+        train.REWARDS[:], train.correct = before, correct
+    assert_array_equal(scores, [[1, 1, 0.5], [0, 0, 0.5], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
     assert {k: len(v) for k, v in faults.items()} == {"raises": 1, "silly": 2}, faults
-    assert "ZeroDivisionError" in faults["raises"][0]
+    assert "ZeroDivisionError" in faults["raises"][1]
 
 def test_train_rows():
     cfg = train.Config(loss_agg="sequence", max_answer=4)
@@ -938,6 +947,8 @@ def test_train_end_to_end_and_resume():
     for kept, on, devices, exact in ((1, "2,2,2", 8, True), (2, "auto", 4, False), (0, "2,2,2", 8, True)):
         for name in ["final"] + [f"step_00000{n}" for n in (1, 2, 3) if n > kept]:  # killed after so many
             shutil.rmtree(os.path.join(out, name))
+        with open(os.path.join(out, "samples.jsonl"), "ab") as f:
+            f.write(b'{"step": 1, "answer": "\xe4\xb8')  # half a line, half a character
         text = run_train(*flags, "--mesh", on, devices=devices)
         assert (f"resuming {out} after step {kept}" in text) == (kept > 0), text
         again = metrics_of(out)
@@ -979,7 +990,7 @@ def refused(*flags):
     model.load = lambda *a, **k: (_ for _ in ()).throw(AssertionError("weights were loaded"))
     try:
         with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-            train.train([str(f) for f in flags])
+            train.main([str(f) for f in flags])
     except SystemExit as e:
         assert e.code == 2, (flags, e.code)
         text = err.getvalue().strip()
@@ -1021,6 +1032,7 @@ def test_train_refuses_bad_input():
     model_of = lambda change: ("--data", "arith", "--model", broken_model(change))
     data_of = lambda name, text: ("--data", file(name, text), "--eval_data", "none")
     os.makedirs(os.path.join(where, "other"))
+    os.makedirs(os.path.join(where, "model"))
     file("other/notes.txt", "not a run")
     table = [  # flags, what the message must say
         (("--bacth", 4), "did you mean --batch"), (("--batch", "four"), "invalid int value: 'four'"),
@@ -1061,12 +1073,28 @@ def test_train_refuses_bad_input():
         (("--max_answer", 1, "--eval_data", "none"), "max_answer = 1"),
         (("--steps", 0, "--sft_steps", 0, "--eval_data", "none"), "nothing to do"),
         (("--out", os.path.join(where, "other")), "is not a run of podgrpo"),
-        (("--out", file("plain", "")), "is a file"), (("--wandb", "project"), "--wandb project")]
+        (("--out", file("plain", "")), "cannot be made a directory"),
+        (("--out", file("plain", "") + "/run"), "cannot be made a directory"),
+        (("--out", os.path.dirname(file("model/config.json", '{"model_type": "qwen2"}'))), "not a run"),
+        (("--seed", 10 ** 20), "seed = 100000000000000000000"), (("--wandb", "project"), "--wandb project")]
     for number, (flags, wanted) in enumerate(table):
         out = () if "--out" in flags else ("--out", os.path.join(where, f"run{number}"))
         message = refused(*flags, *out)
         assert wanted in message, f"{flags}: {message!r} does not say {wanted!r}"
     figure(f"{len(table)} mistakes")
+
+def test_train_ignores_truncation_of_a_tokenizer():
+    def truncate(directory):
+        path = os.path.join(directory, "tokenizer.json")
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+        tokenizer.enable_truncation(20)
+        tokenizer.enable_padding(length=24)
+        tokenizer.save(path)
+
+    def prompts(directory):
+        flags = ["--model", directory, "--data", "arith", "--out", new_directory()]
+        return [row["prompt"] for row in train.set_up(flags)[1].held_out]
+    assert prompts(broken_model(truncate)) == prompts(tiny_directory())
 
 def test_train_refuses_with_exit_code_2():
     out = os.path.join(new_directory(), "run")
@@ -1111,8 +1139,8 @@ def test_train_launcher():
     code, text = launch("tpu-v99")
     assert code == 2 and text.count("\n") == 1 and "tpu-v99" in text
     code, text = launch("--dry-run", "cpu", "--system", "it's $HOME")
-    wanted = shlex.join([".venv/bin/python", "-u", "train.py", "--system", "it's $HOME"])
-    assert code == 0 and shlex.split(text.splitlines()[-1])[-5:] == shlex.split(wanted), text
+    wanted = [f"{HERE}/.venv/bin/python", "-u", f"{HERE}/train.py", "--system", "it's $HOME"]
+    assert code == 0 and shlex.split(text.splitlines()[-1])[-5:] == wanted, text
 
 def test_train_learns():
     """The embedded default, as committed: at most 45% after the supervised phase, at least 90% at the end."""

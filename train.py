@@ -83,8 +83,7 @@ TINY_MODEL = dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=320, hidden_size=128, eos_token_id=2,
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
-# Flags that may differ between a run and its continuation.
-FREE = set("out micro_batch mesh require_processes eval_every save_every keep resume wandb".split())
+FREE = set("out micro_batch mesh eval_every save_every keep resume wandb".split())  # may differ on resuming
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -101,7 +100,6 @@ def parse(argv):
         unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
         near = difflib.get_close_matches(unknown[1], [f.name for f in fields], 1) if unknown else []
         check(False, message + (f"; did you mean --{near[0]}?" if near else "; see --help"))
-
     fields = dataclasses.fields(Config)
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
     parser = argparse.ArgumentParser(
@@ -166,15 +164,14 @@ def load_rows(name, held_out):
     source = dict(path=path, name=part or None, split="test" if held_out else "train")
     if name.endswith(".jsonl"):
         check_jsonl(name)
-        source = dict(path="json", data_files=name, split="train")
+        source = dict(path="json", data_files=glob.escape(name), split="train")
     try:
         table = datasets.load_dataset(**source)
     except Exception as e:
         check(False, f"{name} cannot be loaded: {first_line(e)}")
     missing = {"question", "answer"} - set(table.column_names)
     check(not missing, f"{name} has no column {' or '.join(missing)}, only {', '.join(table.column_names)}")
-    keys = ("question", "answer", "demonstration")
-    rows = [{k: str(row[k]) for k in keys if row.get(k) is not None} for row in table]
+    rows = [{k: str(v) for k, v in row.items() if v is not None} for row in table]
     check(all({"question", "answer"} <= row.keys() for row in rows), f"{name}: rows lack question or answer")
     return rows
 
@@ -191,15 +188,15 @@ def question_order(seed, start, count, n):
 
 # ---------------------------------------------------------------- answers and rewards: made to be edited
 # minus (not of a subtraction), currency, digits with or without thousands separators, decimals, a denominator
-NUMBER = re.compile(r"((?<![\w)\]}%])-)?(?:\$\s?(-)?)?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-                    r"(?:\s?/\s?(\d+))?")
+D = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+NUMBER = re.compile(rf"((?<![\w)\]}}%])-)?(?:[$€£]\s?(-)?)?(?<![\^\d])({D})(?:\s?/\s?({D}))?")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)")
 
 def last_number(text):
     """The last number in a text as a Fraction, or None: '$1,450.' 1450, '-5' -5, '1/2' 1/2, '50%' 50."""
     try:
         minus, inner_minus, digits, below = NUMBER.findall(text)[-1]
-        value = fractions.Fraction(digits.replace(",", "")) / int(below or 1)
+        value = fractions.Fraction(digits.replace(",", "")) / fractions.Fraction(below.replace(",", "") or 1)
         return -value if minus or inner_minus else value
     except (IndexError, ZeroDivisionError, ValueError):  # none; x/0; more digits than Python converts
         return None
@@ -207,21 +204,19 @@ def last_number(text):
 def final_number(text):
     """The final answer in a text as a Fraction, or None: the last number of the last <answer> that holds one,
     nested, unclosed or not; without such tags of the last \\boxed{}; else after ####; else of the text."""
-    text = re.sub(r"\\(!|(?=[$%]))", "", text).replace("{,}", ",").replace("\u2212", "-")
-    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
+    text = re.sub(r"\\([!,]|(?=[$%]))", "", text).replace("{,}", ",").replace("\u2212", "-")
+    text = re.sub(r"\\[dt]?frac\{([\d.,]+)\}\{([\d.,]+)\}", r"\1/\2", text)
     marked = (re.findall(r"<answer>(.*?)(?=<answer>|</answer>|\Z)", text, re.S) or BOXED.findall(text)
               or re.findall(r"####(.*)", text) or [text])
     return next((number for number in map(last_number, reversed(marked)) if number is not None), None)
 
 def correct(question, reference, answer):
     """1 if the final numbers are equal."""
-    number = final_number(answer)
-    return float(number is not None and number == final_number(reference))
+    return float(final_number(answer) is not None and final_number(answer) == final_number(reference))
 
 def formatted(question, reference, answer):
     """1 if the answer ends with its one <answer>number</answer>."""
-    ending = re.search(r"<answer>[^<]*\d[^<]*</answer>\s*$", answer)
-    return float(answer.count("<answer>") == 1 and ending is not None)
+    return float(bool(re.fullmatch(r"((?!<answer>).)*<answer>[^<]*\d[^<]*</answer>\s*", answer, re.S)))
 
 # (function of (question, reference, answer) -> float, weight): the reward is the weighted sum
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
@@ -232,26 +227,25 @@ def score_answers(rows, answers, cut):
     scores, faults = np.zeros((len(answers), 1 + len(REWARDS))), {}
     for i in np.flatnonzero(~np.asarray(cut)):
         case = rows[i]["question"], rows[i]["answer"], answers[i]
-        scores[i, 0] = correct(*case)
-        for j, (function, _) in enumerate(REWARDS, 1):
+        for j, function in enumerate([correct] + [function for function, _ in REWARDS]):
             try:
                 value = float(function(*case))
                 value.as_integer_ratio()  # raises for inf and nan
                 scores[i, j] = value
             except Exception as e:
-                faults.setdefault(function.__name__, []).append(f"{type(e).__name__}: {e}")
+                faults.setdefault(function.__name__, {})[i] = first_line(e)
     return scores, faults
 
 # ---------------------------------------------------------------- model directory, mesh, sizes and checks
-def model_directory(cfg):
-    """Where the model's files are: a directory, a hub id's local copy, or the tiny model, made here."""
+def model_directory(cfg, *patterns):
+    """Where the model's files are: a directory, a hub id's copy of the patterns, or the tiny one, made."""
     if cfg.model == "tiny":
         return make_tiny(f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}", cfg.seed)
     if os.path.isdir(cfg.model):
         return cfg.model
     from huggingface_hub import snapshot_download  # comes with tokenizers
     try:
-        return snapshot_download(cfg.model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+        return snapshot_download(cfg.model, allow_patterns=patterns)
     except Exception as e:
         check(False, f"model {cfg.model} is not a directory here, nor had from the hub: {first_line(e)}")
 
@@ -268,10 +262,8 @@ def make_tiny(directory, seed):
     trainer = trainers.BpeTrainer(vocab_size=TINY_MODEL["vocab_size"], show_progress=False,
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
                                   special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    texts = [chat("", row["question"]) + row["answer"] for row in arith(False)[:500]]
-    tokenizer.train_from_iterator(texts, trainer)
-    aside = f"{directory}.tmp"
-    os.makedirs(aside, exist_ok=True)
+    tokenizer.train_from_iterator([chat("", r["question"]) + r["answer"] for r in arith(False)[:99]], trainer)
+    os.makedirs(aside := f"{directory}.tmp", exist_ok=True)
     tokenizer.save(os.path.join(aside, "tokenizer.json"))
     write_file(os.path.join(aside, "tokenizer_config.json"), json.dumps(dict(
         tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>")))
@@ -294,7 +286,7 @@ def make_mesh(spec, devices):
 def check_flags(cfg):
     """What the flags alone tell, before anything is opened or any device is touched."""
     least = dict.fromkeys("batch npq max_prompt max_answer ppo_epochs minibatches keep".split(), 1)
-    below = dict(b2=1, clip_low=1)
+    below = dict(b2=1, clip_low=1, seed=2**31)
     for f in dataclasses.fields(cfg):
         value, low, high = getattr(cfg, f.name), least.get(f.name, 0), below.get(f.name, math.inf)
         check(f.type not in (int, float) or low <= value < high,
@@ -347,10 +339,8 @@ def sample_answers(params, prompts, key, cfg, run, temperature, top_k=0, top_p=1
     return out, [run.tokenizer.decode(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"])]
 
 def group_advantages(rewards, npq, kind):
-    """[groups * npq] rewards -> advantages within each group; exactly 0 where a group's rewards are equal.
-
-    grpo: (r - mean)/std, of the population (arXiv 2402.03300); drgrpo: r - mean (2503.20783); rloo: r - mean
-    of the others (2402.14740)."""
+    """[groups * npq] rewards -> advantages in each group, exactly 0 where all are equal; std: population's.
+    Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740."""
     r = np.asarray(rewards, np.float64).reshape(-1, npq)
     flat = r.max(1, keepdims=True) == r.min(1, keepdims=True)  # std may round to more than 0
     a = r - r.mean(1, keepdims=True)
@@ -413,7 +403,7 @@ def loss_inputs(params, rows, cfg, shape, mesh):
 @partial(jax.jit, static_argnames=("cfg", "shape", "mesh"))
 def score(params, batch, *, cfg, shape, mesh):
     """Log-probs of a minibatch's targets under `params`, [micro-batches, rows, width]."""
-    print(f"tracing score: {batch['tokens'].shape}", flush=True)
+    say(f"tracing score: {batch['tokens'].shape}")
 
     def one(rows):
         inputs = loss_inputs(params, rows, cfg, shape, mesh)
@@ -434,19 +424,17 @@ def loss_and_metrics(params, rows, cfg, shape, mesh):
 def update(params, state, batch, lr, *, cfg, shape, mesh):
     """One optimizer step on one minibatch -> (params, optimizer state, metrics). Normalised once, over all
     its micro-batches and hosts, before the scan: any micro_batch and any mesh give the same gradient."""
-    print(f"tracing update: {batch['tokens'].shape}, {', '.join(sorted(batch))}", flush=True)
+    say(f"tracing update: {batch['tokens'].shape}, {', '.join(sorted(batch))}")
     gradient = jax.value_and_grad(partial(loss_and_metrics, cfg=cfg, shape=shape, mesh=mesh), has_aux=True)
     shards = model.shardings(shape, mesh)
     weight = batch["weight"]
     weight = weight / (weight.sum() if cfg.loss_agg == "token" else (weight > 0).any(-1).sum())
     batch = batch | {"weight": weight}
-
     def accumulate(total, rows):
         (_, metrics), grads = gradient(params, rows)
         grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, total[0], grads), shards)
         return (grads, {k: (jnp.maximum if k.endswith("/max") else jnp.add)(total[1][k], metrics[k])
                         for k in metrics}), None
-
     (_, metrics), grads = jax.eval_shape(gradient, params, jax.tree.map(lambda a: a[0], batch))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (grads, metrics))
     (grads, metrics), _ = jax.lax.scan(accumulate, zeros, batch)
@@ -469,7 +457,7 @@ def write_jsonl(cfg, name, rows, mode="a"):
             f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 def read_jsonl(cfg, name):
-    with open(f"{cfg.out}/{name}", "a+", encoding="utf-8") as f:  # made where there is none
+    with open(f"{cfg.out}/{name}", "a+", encoding="utf-8", errors="replace") as f:  # made if need be
         f.seek(0)
         return [json.loads(line) for line in f if line.endswith("\n")]  # a killed run may leave half a line
 
@@ -498,9 +486,12 @@ def save_checkpoint(cfg, step, state):
 
 def open_run(cfg):
     """Claim `out` for this run -> the step it has reached. Refuses a directory that holds anything else."""
-    check(not os.path.isfile(cfg.out), f"{cfg.out} is a file; --out names a directory")
-    found = os.listdir(cfg.out) if os.path.isdir(cfg.out) else []
-    if any(not name.startswith(("tiny-seed", "config.json")) for name in found):  # a run that began
+    try:
+        os.makedirs(cfg.out, exist_ok=True)
+    except OSError as e:
+        check(False, f"{cfg.out} cannot be made a directory ({e.strerror}); choose another --out")
+    found = {name for name in os.listdir(cfg.out) if not name.startswith("tiny-seed")}
+    if found:
         try:
             with open(f"{cfg.out}/config.json") as f:
                 before = json.load(f)["config"]
@@ -508,8 +499,8 @@ def open_run(cfg):
                        if k not in FREE and before.get(k) != v]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             check(False, f"{cfg.out} exists and is not a run of podgrpo; choose another --out")
-        check(not changed or cfg.resume == "force", f"{cfg.out} is another run: {'; '.join(changed[:3])}; "
-              "choose another --out, or --resume force to go on with it")
+        check(not changed or cfg.resume == "force" or found == {"config.json"}, f"{cfg.out} is another run: "
+              f"{'; '.join(changed[:3])}; choose another --out, or --resume force to go on with it")
     done = (checkpoint_steps(cfg) or [0])[-1]
     if os.path.isdir(f"{cfg.out}/final") and done >= cfg.sft_steps + cfg.steps:
         say(f"{cfg.out} is finished: {done} steps; see {cfg.out}/final and {cfg.out}/metrics.jsonl")
@@ -520,24 +511,28 @@ def write_final(cfg, run, params):
     """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
     def write(aside):
         config = model.read_json(f"{run.directory}/config.json")
-        dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
+        dtype = config.get("torch_dtype") or config.get("dtype")
+        dtype = dtype if dtype in ("bfloat16", "float16") else "float32"
         model.save(aside, params, run.shape, run.mesh, dtype)
         for name in os.listdir(run.directory) if jax.process_index() == 0 else []:
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(os.path.join(run.directory, name), aside)
-
     write_directory(f"{cfg.out}/final", write)
 
 # ---------------------------------------------------------------- what a person sees
 def say(text, end="\n"):
     if jax.process_index() == 0:
-        print(text, end=end, flush=True)
+        print("\r\033[K" * sys.stdout.isatty() + text, end=end, flush=True)
+
+def status(text):
+    """What is being done: on a terminal, a line that the next one replaces."""
+    if sys.stdout.isatty():
+        say(text, end="")
 
 def progress(what, done, total):
-    """How far a long phase is: one line that moves on a terminal, else a line at each quarter."""
-    if sys.stdout.isatty():
-        say(f"\r{what} {done}/{total}" if done < total else "\r\033[K", end="")
-    elif total > 1 and done * 4 // total > (done - 1) * 4 // total:
+    """How far a long phase is: that line on a terminal, else a line at each quarter."""
+    status(f"{what} {done}/{total}")
+    if not sys.stdout.isatty() and total > 1 and done * 4 // total > (done - 1) * 4 // total:
         say(f"{what} {done}/{total}")
 
 def step_line(m, total, supervised):
@@ -598,22 +593,20 @@ def set_up(argv):
     cfg = parse(argv)
     check_flags(cfg)
     mesh = make_mesh(cfg.mesh, jax.devices())
-    if cfg.dtype == "auto":
-        cfg = dataclasses.replace(cfg, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = {"auto": "float32" if jax.default_backend() == "cpu" else "bfloat16"}.get(cfg.dtype, cfg.dtype)
+    processes = cfg.require_processes or jax.process_count()  # which questions a step has depends on it
+    cfg = dataclasses.replace(cfg, dtype=dtype, require_processes=processes)
     done = open_run(cfg)
-    directory = model_directory(cfg)
+    directory = model_directory(cfg, "*.json", "*.txt", "*.jinja")
+    shape = model.read_config(directory)
     try:
-        shape = model.read_config(directory)
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
-        except Exception as e:  # tokenizers has no exception of its own
-            check(False, f"{directory}/tokenizer.json is not a readable tokenizer: {e}")
-        end = tokenizer.token_to_id("<|im_end|>")
-        check(end is not None, f"{directory}/tokenizer.json has no <|im_end|>: not the tokenizer of a Qwen2")
-        check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
-        checkpoint = model.Checkpoint(directory, shape)
-    except model.CheckpointError as e:
-        check(False, str(e))
+        tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
+    except Exception as e:  # tokenizers has no exception of its own
+        check(False, f"{directory}/tokenizer.json is not a readable tokenizer: {e}")
+    tokenizer.no_truncation(), tokenizer.no_padding()
+    end = tokenizer.token_to_id("<|im_end|>")
+    check(end is not None, f"{directory}/tokenizer.json has no <|im_end|>: not the tokenizer of a Qwen2")
+    check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
     rows = with_prompts(load_rows(cfg.data, False), tokenizer, cfg, cfg.data)
     eval_data = cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
@@ -622,7 +615,7 @@ def set_up(argv):
     longest = max(len(row["prompt"]) for row in rows + held_out)
     step = 8 * mesh.shape["tp"]  # widths are rounded up: one shape each, and tp divides the tokens of a row
     prompt_width, row_width = -(-longest // step) * step, -(-(longest + cfg.max_answer) // step) * step
-    os.makedirs(cfg.out, exist_ok=True)
+    checkpoint = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape)
     wandb_run = start_wandb(cfg)
     if jax.process_index() == 0:
         git = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True,
@@ -637,11 +630,9 @@ def set_up(argv):
 def load_state(cfg, run, checkpoint):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
     params = model.load(checkpoint, run.mesh, partial(progress, "loading weights"))
-
-    def sharding(path, a):  # moments lie as the parameters whose names they carry
-        return NamedSharding(run.mesh, model.spec(path[-1].key) if a.ndim else P())
-
-    places = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer(cfg).init, params))
+    places = jax.tree_util.tree_map_with_path(  # moments lie as the parameters whose names they carry
+        lambda path, a: NamedSharding(run.mesh, model.spec(path[-1].key) if a.ndim else P()),
+        jax.eval_shape(optimizer(cfg).init, params))
     state = {"params": params, "opt": jax.jit(optimizer(cfg).init, out_shardings=places)(params)}
     if cfg.beta:
         state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), params)  # a copy, sharded alike
@@ -679,7 +670,7 @@ def evaluate(params, step, cfg, run):
 def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
     """Reward and length metrics over the answers of all hosts; reward functions that failed are named."""
     for name, messages in faults.items():
-        print(f"reward {name} failed on {len(messages)} answers, scored 0: {messages[0]}", flush=True)
+        print(f"reward {name} failed on {len(messages)} answers, which score 0: {max(messages.values())}")
     failed = multihost_utils.process_allgather(np.int32(sum(map(len, faults.values()))))
     names = ["reward/mean", "len/prompt", "len/answer", "truncated", "solved"] + [
         f"reward/{function.__name__}" for function, _ in REWARDS]
@@ -699,15 +690,15 @@ def update_metrics(parts, rows, batch, cfg, run):
     for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
         m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / m["valid_tokens"]
     memory = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
-    shards = run.mesh.shape["dp"] * run.mesh.shape["fsdp"]
+    gib = [max(d.get(k, 0) for d in memory) / 2 ** 30 for k in ("bytes_in_use", "peak_bytes_in_use")]
+    hosts = multihost_utils.process_allgather(np.float32([1 - rows["segments"].mean(), *gib])).reshape(-1, 3)
     return {"kl": 0.0} | m | {
-        "valid_tokens": m["valid_tokens"] / cfg.ppo_epochs,
-        "padding_fraction": 1 - float(rows["segments"].mean()),
-        "micro_batch": batch["tokens"].shape[1] // shards} | {
-        f"memory/train/{k}_max_gib": max((d[k] for d in memory if k in d), default=0) / 2 ** 30 or None
-        for k in ("bytes_in_use", "peak_bytes_in_use")}
+        "valid_tokens": m["valid_tokens"] / cfg.ppo_epochs, "padding_fraction": float(hosts[:, 0].mean()),
+        "micro_batch": batch["tokens"].shape[1] // (run.mesh.shape["dp"] * run.mesh.shape["fsdp"]),
+        "memory/train/bytes_in_use_max_gib": float(hosts[:, 1].max()) or None,
+        "memory/train/peak_bytes_in_use_max_gib": float(hosts[:, 2].max()) or None}
 
-# ---------------------------------------------------------------- main: the loop
+# ---------------------------------------------------------------- the loop, and main
 def train(argv=None):
     """The whole run, from the command line to `out`/final."""
     began = time.time()
@@ -715,12 +706,13 @@ def train(argv=None):
     hosts, host, total = jax.process_count(), jax.process_index(), cfg.sft_steps + cfg.steps
     sequences, updates = cfg.batch * cfg.npq, cfg.minibatches * cfg.ppo_epochs
     static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
+    examples = [row for row in run.rows if len(row["told"]) <= cfg.max_answer]
     say(f"{hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
         f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
         f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in "
         f"all, in rows of {run.row_width} tokens | {updates} updates a step"
-        + " | no evaluation: no --eval_data" * (not run.held_out))
-    examples = [row for row in run.rows if len(row["told"]) <= cfg.max_answer]
+        + f" | {len(examples)} answers of at most {cfg.max_answer} tokens to imitate" * (cfg.sft_steps > 0)
+        + " | no --eval_data, no evaluation" * (not run.held_out))
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     evaluations = {total, *range(cfg.sft_steps, total, cfg.eval_every or 10**9)} if run.held_out else set()
     state, key, recent = load_state(cfg, run, checkpoint), jax.random.key(cfg.seed), []
@@ -740,6 +732,7 @@ def train(argv=None):
             order = question_order(cfg.seed, start, cfg.batch, len(run.rows))
             asked = [run.rows[i] for i in order for _ in range(cfg.npq)]
             prompts = [row["prompt"] for row in asked]
+            status(f"step {step}/{total}: sampling {sequences} answers a host")
             out, answers = sample_answers(state["params"], prompts, jax.random.fold_in(key, step), cfg, run,
                                           cfg.temperature)
             clock.append(time.time())
@@ -766,6 +759,7 @@ def train(argv=None):
 
         # update
         parts, lr = [], learning_rate(cfg, step)
+        status(f"step {step}/{total}: {updates} updates")
         for batch in batches * cfg.ppo_epochs:
             state["params"], state["opt"], part = update(state["params"], state["opt"], batch, lr, **static)
             parts.append(part)
@@ -796,5 +790,11 @@ def train(argv=None):
         write_final(cfg, run, state["params"])
     report(cfg, time.time() - began)
 
+def main(argv=None):
+    try:
+        train(argv)
+    except model.CheckpointError as e:
+        check(False, str(e))
+
 if __name__ == "__main__":
-    train()
+    main()
