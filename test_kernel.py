@@ -33,6 +33,7 @@ import tempfile
 import traceback
 import tracemalloc
 from collections import Counter
+from types import SimpleNamespace
 from unittest import SkipTest  # pytest knows it too
 
 import jax
@@ -699,9 +700,9 @@ def update_case():
 def placed(weights, on):
     return model.nest({k: jax.device_put(w, NamedSharding(on, model.spec(k))) for k, w in weights.items()})
 
-def gradient_of_update(where, rows=None, **flags):
+def gradient_of_update(where, rows=None, case=None, **flags):
     """The gradient that train.update applies, flat, and its metrics: sgd at a large rate, no clipping."""
-    shape, weights, prompts, answers, advantages, sampler = update_case()
+    shape, weights, prompts, answers, advantages, sampler = case or update_case()
     cfg = train.Config(optimizer="sgd", grad_clip=0, dtype="float32", max_answer=12, is_cap=1.5, **flags)
     params = placed(weights, where)
     if rows is None:
@@ -744,6 +745,42 @@ def test_train_gradient_is_the_same_on_any_mesh():
         assert n["valid_tokens"] == m["valid_tokens"]
     assert max(errors) < 1e-5, errors
     figure(f"1 device against 1,8,1 2,4,1 2,2,2 8,1,1: relative error {max(errors):.1e}")
+
+def test_train_update_equals_numpy_for_every_aggregation():
+    """Loss and gradient of an untied head, in float64 from the hidden states, weights written down here."""
+    shape, weights, prompts, answers, _, sampler = update_case()
+    rng = np.random.default_rng(6)
+    shape = dataclasses.replace(shape, tied=False)
+    weights = weights | {"head_VD": random_weight(rng, "head_VD", (shape.V, shape.D), shape.D)}
+    rewards = np.array([[1.1] * 4, [0, 0.1, 1.1, 0.1], [1, 0, 0, 0], [0.1, 0.1, 1.1, 1.1]])
+    advantages = train.group_advantages(rewards, 4, "grpo")
+    assert (advantages[:4] == 0).all() and (advantages[4:] != 0).all()
+    lengths, n, errors, seen = [len(a) for a in answers], 16, [], Counter()
+    for agg, each in (("token", [1 / sum(lengths)] * n), ("sequence", [1 / (n * k) for k in lengths]),
+                      ("constant", [1 / (n * 12)] * n)):
+        cfg = train.Config(max_answer=12, loss_agg=agg)
+        rows = train.make_rows(prompts, answers, advantages, 16, cfg, sampler)
+        params = placed(weights, mesh())
+        hidden = jax.jit(model.forward, static_argnums=(1, 2, 6))(
+            params, shape, mesh(), rows["tokens"], rows["positions"], rows["segments"], jnp.float32)
+        h, W = np.asarray(hidden).reshape(-1, shape.D), weights["head_VD"]
+        y, mask = rows["targets"].reshape(-1), rows["weight"].reshape(-1) > 0
+        logp = scipy.special.log_softmax(h.astype(np.float64) @ W.T / 0.7, -1)[np.arange(len(y)), y]
+        for k, spread in (("old", 0.5), ("ref", 1.0)):  # close enough that some ratios are within the clip
+            noisy = np.where(mask, logp + rng.uniform(-spread, spread, len(y)), 0)
+            rows[k] = noisy.astype(np.float32).reshape(rows["tokens"].shape)
+        got, (m,) = gradient_of_update(mesh(), rows, (shape, weights, *[None] * 4), loss_agg=agg, beta=0.1,
+                                       temperature=0.7, micro_batch=5)
+        v = {k: rows[k].reshape(-1) for k in ("advantage", "old", "ref", "sampler")}
+        v["weight"] = mask * np.repeat(each, 16)
+        knobs = dict(clip_low=0.2, clip_high=0.28, beta=0.1, is_cap=1.5)
+        loss, _, dW, _, cases = numpy_loss(h, W, y, v, 0.7, **knobs)
+        assert_allclose(m["loss"], loss, rtol=1e-5, atol=1e-6)  # a sum of terms of either sign
+        errors.append(relative(got["head_VD"], dW))
+        seen += cases
+    assert max(errors) < 1e-5, errors
+    assert seen["above", True] > 3 and seen["below", False] > 3 and seen["within", True] > 3, seen
+    figure(f"relative error {max(errors):.1e}")
 
 def test_train_supervised_update_is_maximum_likelihood():
     shape, weights, prompts, answers, _, _ = update_case()
@@ -890,6 +927,31 @@ def test_train_arithmetic_questions():
     assert 0.5 < wrong < 0.75, wrong
     assert train.worked_sum(159, 855) == "9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>"
     figure(f"{wrong:.1%} of the demonstrations are wrong")
+
+def test_train_reads_a_data_set_with_splits():
+    directory = new_directory()
+    for split, number in (("train", 3), ("test", 2)):
+        with open(os.path.join(directory, f"{split}.jsonl"), "w") as f:
+            f.writelines(json.dumps({"question": f"{split} {i}?", "answer": i}) + "\n" for i in range(number))
+    wanted = [{"question": f"train {i}?", "answer": str(i)} for i in range(3)]
+    assert train.load_rows(directory, False) == wanted
+    assert [row["question"] for row in train.load_rows(directory, True)] == ["test 0?", "test 1?"]
+
+def test_train_wandb():
+    """A login that fails is one line; metrics of every step arrive."""
+    def fails(**_):
+        raise ValueError("api_key not configured (no-tty)\nmore about it")
+
+    logged, out, before = {}, os.path.join(new_directory(), "run"), sys.modules.get("wandb")
+    try:
+        sys.modules["wandb"] = SimpleNamespace(init=fails)
+        assert "api_key not configured" in refused("--wandb", "project", "--out", out)
+        log = lambda metrics, step: logged.update({step: metrics})
+        sys.modules["wandb"] = SimpleNamespace(init=lambda **_: SimpleNamespace(log=log))
+        train.main([*TINY_FLAGS, "--batch", "8", "--out", out, "--wandb", "project"])
+    finally:
+        sys.modules.pop("wandb") if before is None else sys.modules.update(wandb=before)
+    assert list(logged) == [1, 2, 3] and "reward/mean" in logged[3] and "nll" in logged[1]
 
 def test_train_question_order():
     epochs = [train.question_order(3, e * 10, 10, 10) for e in range(3)]
