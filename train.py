@@ -527,7 +527,7 @@ def say(text, end="\n"):
 def status(text):
     """What is being done: on a terminal, a line that the next one replaces."""
     if sys.stdout.isatty():
-        say(text, end="")
+        say(text, end="\r")
 
 def progress(what, done, total):
     """How far a long phase is: that line on a terminal, else a line at each quarter."""
@@ -556,9 +556,9 @@ def report(cfg, seconds):
         (first, before), (last, after) = scores[0], scores[-1]
         told.sort(key=lambda s: s["question"])
         for s in (s for s in told if s["step"] in (first, last)):
-            say(f"\n  {s['question']}" * (s["step"] == first)
-                + f"\n    step {s['step']:4} {'right' if s['solved'] else 'wrong'}  {s['answer']}", end="")
-        say(f"\n\nheld-out questions solved: {before:.1%} at step {first} -> {after:.1%} at step {last}")
+            say(f"\n  {s['question']}\n" * (s["step"] == first)
+                + f"    step {s['step']:4} {'right' if s['solved'] else 'wrong'}  {s['answer']}")
+        say(f"\nheld-out questions solved: {before:.1%} at step {first} -> {after:.1%} at step {last}")
     say(f"checkpoint: {cfg.out}/final (Hugging Face format); " * (cfg.steps + cfg.sft_steps > 0)
         + f"metrics: {cfg.out}/metrics.jsonl")
 
