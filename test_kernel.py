@@ -966,13 +966,8 @@ def test_train_rewards_that_fail_score_zero():
     def silly(question, reference, answer):
         return float("nan") if answer == "nan" else "much" if answer == "text" else 0.5
 
-    before, correct = train.REWARDS[:], train.correct
-    try:
-        train.REWARDS[:], train.correct = [(raises, 1.0), (silly, 2.0)], raises
-        rows = [{"question": "q", "answer": "5"}] * 5
-        scores, faults = train.score_answers(rows, ["5", "bad", "nan", "text", "5"], [False] * 4 + [True])
-    finally:
-        train.REWARDS[:], train.correct = before, correct
+    rows, answers = [{"question": "q", "answer": "5"}] * 5, ["5", "bad", "nan", "text", "5"]
+    scores, faults = train.score_answers([raises, raises, silly], rows, answers, [False] * 4 + [True])
     assert_array_equal(scores, [[1, 1, 0.5], [0, 0, 0.5], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
     assert {k: len(v) for k, v in faults.items()} == {"raises": 1, "silly": 2}, faults
     assert "ZeroDivisionError" in faults["raises"][1]

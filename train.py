@@ -221,13 +221,13 @@ def formatted(question, reference, answer):
 # (function of (question, reference, answer) -> float, weight): the reward is the weighted sum
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 
-def score_answers(rows, answers, cut):
-    """-> [answers, 1 + functions]: solved, then each function's score; {function: its faults}, which score 0.
+def score_answers(functions, rows, answers, cut):
+    """-> [answers, functions] scores; {function name: {answer: its fault}}, which scores 0 there.
     An answer that was cut is not an answer: it scores 0 everywhere."""
-    scores, faults = np.zeros((len(answers), 1 + len(REWARDS))), {}
+    scores, faults = np.zeros((len(answers), len(functions))), {}
     for i in np.flatnonzero(~np.asarray(cut)):
         case = rows[i]["question"], rows[i]["answer"], answers[i]
-        for j, function in enumerate([correct] + [function for function, _ in REWARDS]):
+        for j, function in enumerate(functions):
             try:
                 value = float(function(*case))
                 value.as_integer_ratio()  # raises for inf and nan
@@ -656,7 +656,7 @@ def evaluate(params, step, cfg, run):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.seed), 0), start)
         out, answers = sample_answers(params, [row["prompt"] for row in rows], key, cfg, run,
                                       cfg.eval_temperature, cfg.top_k, cfg.top_p)
-        right = score_answers(rows, answers, out["cut_B"])[0][:, 0].tolist()
+        right = score_answers([correct], rows, answers, out["cut_B"])[0][:, 0].tolist()
         solved += sum(r for r, i in zip(right, mine) if i < n)
         if start == 0:
             write_jsonl(cfg, "samples.jsonl", [
@@ -738,7 +738,7 @@ def train(argv=None):
             clock.append(time.time())
 
             # rewards, and advantages within each group
-            scores, faults = score_answers(asked, answers, out["cut_B"])
+            scores, faults = score_answers([correct] + [f for f, _ in REWARDS], asked, answers, out["cut_B"])
             rewards = scores[:, 1:] @ [weight for _, weight in REWARDS]
             advantages = group_advantages(rewards, cfg.npq, cfg.advantage)
             metrics |= rollout_metrics(rewards, prompts, out, scores, faults, cfg)
