@@ -44,6 +44,7 @@ import scipy.special
 import scipy.stats
 import tokenizers
 from jax.experimental.layout import Format, Layout
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
@@ -299,7 +300,7 @@ def test_sampled_logps_equal_training_forward():
             chosen, upto = (a[np.arange(len(q)), tokens] for a in (q, q.cumsum(-1)))
             right = np.log(chosen)
             if not top_k:
-                right, _ = kernel.logp_entropy(mesh(), T, 64, hidden, model.head(params), tokens)
+                right, _ = kernel.score(hidden, model.head(params), tokens, mesh(), temperature=T)
             worst = np.maximum(worst, abs(out["logp_BT"][live] - right).max())  # unlike max, it keeps a NaN
             assert worst < 1e-4, (cfg, T, worst)
             u[seed][live] = upto - rng.random(len(q)) * chosen  # if tokens follow q, these are uniform
@@ -402,8 +403,10 @@ def test_gradients_equal_on_meshes():
 
         def value(params, shift, on):
             h = model.forward(params, cfg, on, tokens, positions, segments, jnp.float32).reshape(B * T, -1)
-            logp, entropy = kernel.logp_entropy(on, 0.8, 3, h + shift, model.head(params), targets.ravel())
-            return jnp.sum(g * logp + e * entropy)
+            vectors = {"weight": jnp.ones(B * T), "advantage": jnp.zeros(B * T)}
+            _, out = kernel.grpo_loss(h + shift, model.head(params), targets.ravel(), vectors, on,
+                                      temperature=0.8)
+            return jnp.sum(g * out["logp"] + e * out["entropy"])
 
         results = []
         for on in (mesh(), *(mesh(*shape) for shape in meshes)):
@@ -549,118 +552,274 @@ def test_refusals_name_the_cause():
 
 # ---------------------------------------------------------------- kernel.py
 
-def loss_inputs(N, T, have, seed, masked=0.4):
-    """Random hidden states, head, targets, token vectors; these hold NaN or infinities on masked tokens."""
-    rng = np.random.default_rng(seed)
-    h, W, y = rng.standard_normal((N, 16)), 0.4 * rng.standard_normal((300, 16)), rng.integers(0, 300, N)
-    logp = scipy.special.log_softmax(h @ W.T / T, -1)[np.arange(N), y]
-    v = {"weight": rng.uniform(0.2, 2, N) / N, "advantage": rng.standard_normal(N)}
-    v["old"], v["ref"] = logp + rng.uniform(-0.6, 0.6, N), logp + rng.uniform(-1, 1, N)
-    v["sampler"], out = v["old"] + rng.uniform(-1, 1, N), rng.random(N) < masked
-    for k, a in v.items():
-        a[out] = 0 if k == "weight" else rng.choice([np.nan, np.inf, -np.inf], out.sum())
-    v = {k: a for k, a in v.items() if k in ("weight", "advantage", *have)}
-    return jax.tree.map(lambda a: a.astype(np.int32 if a is y else np.float32), (h, W, y, v))
+IMPLS, VECTORS = ("jax", "pallas", "full"), ("weight", "advantage", "old", "sampler", "ref")
+KNOBS = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.3, "is_cap": 1.5, "entropy_bonus": 0.05}
+TOKENS = ("logp", "entropy", "clip_fraction", "ratio", "logprob_gap", "kl")
+EVERYTHING = "loss logp entropy"  # what a gradient can be of
 
-def numpy_loss(h, W, y, v, T, *, clip_low, clip_high, beta, is_cap):
-    """The formulas in float64, token by token -> (loss, dh, dW, stats, cases of clip and cap, counted)."""
-    h, W = h.astype(np.float64), W.astype(np.float64)
-    log_p, hit = scipy.special.log_softmax(h @ W.T / T, -1), np.eye(len(W))[y]
-    loss, g, seen = 0.0, np.zeros(len(y)), Counter()
-    stats = {k: np.zeros(len(y)) for k in ("clip_fraction", "ratio", "entropy", "nll", "logprob_gap", "kl")}
-    for i in np.flatnonzero(v["weight"]):
+@functools.cache
+def tiles(impl, cores=1):
+    """So small that every edge is met, as far as a TPU, which runs the kernels compiled, has such. To the
+    interpreter what nobody wrote is NaN; two cores can race, but are slow."""
+    if impl != "pallas":
+        return kernel.Blocks(128)
+    if jax.default_backend() == "tpu":
+        return kernel.Blocks(128, rows=128, vocab=32, hidden=128, vmem=8 << 20, step=16)
+    interpret = pltpu.InterpretParams(num_cores_or_threads=cores, detect_races=cores > 1,
+                                      uninitialized_memory="nan", out_of_bounds_reads="raise")
+    return kernel.Blocks(128, rows=64, vocab=32, hidden=16, vmem=8 << 20, step=16, interpret=interpret)
+
+def how(impl):
+    return impl + (" interpreted" if tiles(impl).interpret else " compiled") * (impl == "pallas")
+
+def finite(tree):
+    return all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(tree))
+
+def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.float32):
+    """Random hidden states, head, targets, token vectors, and cotangents of log-prob and entropy.
+
+    The largest logit of every third token is +-top. Ratios keep away from the bounds of the clip, so that
+    rounding does not decide. All that masked tokens hold is NaN or infinite, but for their targets.
+    """
+    rng = np.random.default_rng(seed)
+    h, W = rng.standard_normal((N, 24)), 0.3 * rng.standard_normal((V, 24)).astype(np.float32)
+    h[::3] *= top * T / abs(h[::3] @ W.T).max(-1, keepdims=True)
+    h, head = (np.asarray(jnp.asarray(a, dtype), np.float64) for a in (h, W))
+    z = h @ head.T / T
+    y = np.where(rng.random(N) < 0.3, z.argmax(-1), rng.integers(0, V, N))
+    logp = scipy.special.log_softmax(z, -1)[np.arange(N), y]
+    v = {"weight": rng.uniform(0.2, 2, N), "advantage": rng.standard_normal(N)}
+    v["old"] = logp + rng.choice([-3, -0.5, -0.1, 0.1, 0.5, 3], N) + rng.uniform(-0.05, 0.05, N)
+    v["ref"], v["sampler"] = logp + rng.uniform(-1, 1, N), v["old"] + rng.uniform(-1, 1, N)
+    out, cotangents = rng.random(N) < masked, rng.standard_normal((2, N)).astype(np.float32)
+    for k, a in (v | {"hidden": h}).items():
+        a[out] = 0 if k == "weight" else rng.choice([np.nan, np.inf, -np.inf], a[out].shape)
+    v = {k: v[k].astype(np.float32) for k in VECTORS if k in have}
+    return jnp.asarray(h, dtype), W, y.astype(np.int32), v, cotangents
+
+def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
+    """The formulas in float64, token by token -> (loss_N, tokens, dh, dW, cases of clip and cap, counted)."""
+    live, seen, knobs = v["weight"] > 0, Counter(), SimpleNamespace(**KNOBS | knobs)
+    low, high = 1 - knobs.clip_low, 1 + knobs.clip_high
+    W = np.asarray(jnp.asarray(W, h.dtype), np.float64)
+    h = np.where(live[:, None], np.asarray(h, np.float64), 0)
+    log_p, loss = scipy.special.log_softmax(h @ W.T / T, -1), np.zeros(len(y))
+    p, (g, e) = np.exp(log_p), (live * (k in of) * c for k, c in zip(("logp", "entropy"), cotangents))
+    absent = {k for k, needs in (("logprob_gap", "sampler"), ("kl", "ref")) if needs not in v}
+    tokens = {k: np.zeros(len(y)) for k in TOKENS if k not in absent}
+    for i in np.flatnonzero(live):
         w, A, logp = float(v["weight"][i]), float(v["advantage"][i]), log_p[i, y[i]]
         old = float(v["old"][i]) if "old" in v else logp
-        ratio, cap = np.exp(logp - old), 1.0
-        side = "above" if ratio > 1 + clip_high else "below" if ratio < 1 - clip_low else "within"
-        bound = {("above", True): 1 + clip_high, ("below", False): 1 - clip_low}.get((side, bool(A > 0)))
+        ratio, entropy, cap, kl, dkl = np.exp(logp - old), -p[i] @ log_p[i], 1.0, 0.0, 0.0
+        side = "above" if ratio > high else "below" if ratio < low else "within"
+        bound = {("above", True): high, ("below", False): low}.get((side, A > 0))
         if "sampler" in v:
             gap = old - float(v["sampler"][i])
-            cap, stats["logprob_gap"][i] = min(np.exp(gap), is_cap) if is_cap else 1.0, abs(gap)
-        loss -= w * cap * A * (bound or ratio)
-        g[i] -= 0 if bound else w * cap * A * ratio
+            cap, tokens["logprob_gap"][i] = min(np.exp(gap), knobs.is_cap) if knobs.is_cap else 1.0, abs(gap)
         if "ref" in v:
             d = float(v["ref"][i]) - logp
-            stats["kl"][i] = np.exp(d) - d - 1
-            loss, g[i] = loss + w * beta * stats["kl"][i], g[i] + w * beta * (1 - np.exp(d))
-        stats["clip_fraction"][i], stats["ratio"][i] = bound is not None, ratio
-        stats["entropy"][i], stats["nll"][i] = -np.exp(log_p[i]) @ log_p[i], -logp
-        seen.update([(side, bool(A > 0)), "capped" if cap == is_cap else "not capped"])
-    dz = g[:, None] * (hit - np.exp(log_p)) / T
-    return loss, dz @ W, dz.T @ h, stats, seen
+            kl, dkl = np.exp(d) - d - 1, 1 - np.exp(d)
+            tokens["kl"][i] = kl
+        loss[i] = w * (knobs.beta * kl - cap * A * (bound or ratio) - knobs.entropy_bonus * entropy)
+        if "loss" in of:
+            g[i] += w * (knobs.beta * dkl - (0 if bound else cap * A * ratio))
+            e[i] -= w * knobs.entropy_bonus
+        for k, x in zip(TOKENS, (logp, entropy, bound is not None, ratio)):
+            tokens[k][i] = x
+        seen.update([(side, A > 0), "capped" if cap == knobs.is_cap else "not capped"])
+    # d/dz_v of -sum p log p, where dp_u/dz_v = p_u (1[u=v] - p_v)
+    de = -p * (log_p + 1) + p * (p * (log_p + 1)).sum(-1, keepdims=True)
+    dz = (g[:, None] * (np.eye(len(W))[y] - p) + e[:, None] * de) / T
+    return loss, tokens, dz @ W, dz.T @ h, seen
 
-@functools.partial(jax.jit, static_argnames=("T", "clip_low", "clip_high", "beta", "is_cap", "chunk"))
-def loss_and_gradients(h, W, y, v, T, chunk, **knobs):
-    def loss(h, W):
-        return kernel.grpo_loss(h, W, y, v, mesh(), temperature=T, chunk=chunk, **knobs)
-    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(h, W)
+def objective(h, W, y, v, cotangents, impl, T, of, on, cores, **knobs):
+    loss, tokens = kernel.grpo_loss(h, W, y, v, on, temperature=T, impl=impl, blocks=tiles(impl, cores),
+                                    **knobs)
+    parts = {"loss": loss} | {k: jnp.sum(c * tokens[k]) for k, c in zip(("logp", "entropy"), cotangents)}
+    return sum(parts[k] for k in of.split()) / 2, (loss, tokens)
+
+@functools.partial(jax.jit, static_argnames=("impl", "T", "of", "on", "cores", *KNOBS))
+def gradients(h, W, *args, **settings):
+    (_, out), (dh, dW) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, W, *args, **settings)
+    return *out, 2 * dh, 2 * dW  # of a half, so that the loss does not come with a cotangent of 1
+
+score = jax.jit(kernel.score, static_argnames=("mesh", "temperature", "impl", "blocks"))
+
+def interpreted(f, *args, **settings):
+    """f's result. An interpreter that found a race says so, and one that failed must be told to forget it."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            out = jax.block_until_ready(f(*args, **settings))
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    assert "RACE DETECTED" not in said.getvalue(), said.getvalue()
+    return out
+
+def run_loss(impl, inputs, T, of="loss", on=None, cores=1, **knobs):
+    """-> (loss, tokens, dh, dW)"""
+    knobs = KNOBS | knobs
+    return interpreted(gradients, *inputs, impl=impl, T=T, of=of, on=on or mesh(), cores=cores, **knobs)
+
+def run_score(impl, inputs, T, on=None):
+    return interpreted(score, *inputs[:3], mesh=on or mesh(), temperature=T, impl=impl, blocks=tiles(impl))
 
 def test_grpo_loss_equals_numpy():
-    worst, seen = 0, Counter()
-    for i, have in enumerate(["old sampler ref", "old sampler", "old ref", "old", "sampler ref", "sampler",
-                              "ref", ""]):
-        T, N, chunk = (0.6, 45, 8) if i % 2 else (1.3, 53, 60)  # chunks: the last one part empty; one for all
-        knobs = dict(clip_low=0.2, clip_high=0.3, beta=0.0 if i == 2 else 0.3, is_cap=0.0 if i == 4 else 1.5)
-        inputs = loss_inputs(N, T, have.split(), seed=i)
-        (loss, stats), grads = loss_and_gradients(*inputs, T, chunk, **knobs)
-        want, dh, dW, right, cases = numpy_loss(*inputs, T, **knobs)
-        seen += cases
-        errors = abs(loss - want), relative(grads[0], dh), relative(grads[1], dW)
-        worst = np.max([worst, *errors])
-        assert worst < 1e-5, (have, errors)
-        absent = {k for k, needs in (("logprob_gap", "sampler"), ("kl", "ref")) if needs not in have}
-        assert set(stats) == set(right) - absent, (have, set(stats))
-        for k, a in stats.items():
-            assert_allclose(a, right[k], rtol=1e-4, atol=1e-5, err_msg=k)
+    """Chunks and tiles end in the middle of tokens, vocabulary and hidden states."""
+    single, half = np.float32, jnp.bfloat16
+    cases = [(296, 203, 0.6, single, 0.0, "loss"), (296, 203, 1.3, single, 0.05, EVERYTHING),
+             (1, 203, 1.3, single, 0.05, EVERYTHING), (77, 37, 0.6, single, 0.0, "logp"),
+             (296, 203, 1.3, half, 0.05, EVERYTHING), (77, 65, 0.6, half, 0.05, "loss")]
+    seen, said = Counter(), []
+    for impl in IMPLS:
+        worst = {single: [0.0] * 3, half: [0.0] * 3}
+        for i, (N, V, T, dtype, bonus, of) in enumerate(cases):
+            eps, top = (1e-5, 20) if dtype == single else (1e-2, 35)
+            inputs = loss_inputs(N, V, T, i, VECTORS, 0.4 * (N > 1), top, dtype)
+            loss, tokens, dh, dW = run_loss(impl, inputs, T, of, entropy_bonus=bonus)
+            want, right, *d, counted = numpy_loss(*inputs, T, of, entropy_bonus=bonus)
+            seen += counted
+            assert (dh.dtype, dW.dtype) == (dtype, np.float32) and set(tokens) == set(right), (impl, i)
+            loss_N, _ = kernel.grpo_terms(tokens["logp"], tokens["entropy"], inputs[3],
+                                          **KNOBS | {"entropy_bonus": bonus})
+            for k, a, b in (("loss", loss_N, want), *((k, tokens[k], right[k]) for k in right)):
+                assert_allclose(a, b, rtol=eps, atol=eps, err_msg=f"{how(impl)}, case {i}: {k}")
+            errors = abs(tokens["logp"] - right["logp"]).max(), relative(dh, d[0]), relative(dW, d[1])
+            assert np.max([*errors, abs(loss - want.sum()) / abs(want).sum()]) <= eps, (how(impl), i, errors)
+            worst[dtype] = np.maximum(worst[dtype], errors)
+        said.append(f"{how(impl)} " + ", ".join(f"{max(e):.0e}" for e in worst.values()))
     assert len(seen) == 8 and min(seen.values()) > 5, seen
-    figure(f"max error {worst:.1e}; clipped {seen['above', True]} tokens above, {seen['below', False]} below")
+    figure("max error in float32, bfloat16: " + "; ".join(said))
 
-def test_grpo_loss_of_masked_tokens_is_zero():
-    inputs = loss_inputs(21, 1.0, ("old", "sampler", "ref"), seed=9, masked=1.0)
-    knobs = dict(clip_low=0.2, clip_high=0.2, beta=0.1, is_cap=2.0)
-    (loss, stats), grads = loss_and_gradients(*inputs, 1.0, 8, **knobs)
-    for a in (loss, *grads, *stats.values()):
-        assert_array_equal(a, np.zeros(a.shape))
+def test_grpo_loss_of_absent_vectors():
+    """Each of old, sampler, ref absent or present, with and without KL and cap: algebra, the same for all."""
+    worst = 0
+    for i, have in enumerate(["old sampler", "old ref", "old", "sampler ref", "sampler", "ref", ""]):
+        knobs = {"clip_low": 0.1, "beta": 0.0 if i == 1 else 0.2, "is_cap": 0.0 if i == 3 else 1.2}
+        inputs = loss_inputs(45, 37, 1.3, i, ("weight", "advantage", *have.split()))
+        loss, tokens, *grads = run_loss("jax", inputs, 1.3, entropy_bonus=0.0, **knobs)
+        want, right, *d, _ = numpy_loss(*inputs, 1.3, entropy_bonus=0.0, **knobs)
+        errors = abs(loss - want.sum()) / abs(want).sum(), relative(grads[0], d[0]), relative(grads[1], d[1])
+        worst = np.max([worst, *errors])
+        assert worst < 1e-5 and set(tokens) == set(right), (have, errors, set(tokens))
+        for k, a in tokens.items():
+            assert_allclose(a, right[k], rtol=1e-5, atol=1e-5, err_msg=f"{have}: {k}")
+    figure(f"max error {worst:.1e}")
+
+def test_grpo_loss_of_masked_tokens():
+    """They are as if they were not there, whatever they hold; all masked, everything is 0."""
+    for impl in IMPLS:
+        run = functools.partial(run_loss, impl, T=1.3, of=EVERYTHING)
+        h, W, y, v, cotangents = inputs = loss_inputs(296, 203, 1.3, 9)
+        live = v["weight"] > 0
+        zeros = {k: np.where(live, a, 0) for k, a in v.items()}
+        dirty, clean = run(inputs), run((jnp.where(live[:, None], h, 0), W, y * live, zeros, cotangents))
+        assert finite(dirty), how(impl)
+        assert_same(dirty, clean)
+        for a in (dirty[2], *dirty[1].values()):
+            assert not np.asarray(a)[~live].any() and np.asarray(a)[live].any()
+        nothing = run(loss_inputs(296, 203, 1.3, 10, masked=1))
+        assert not any(np.asarray(a).any() for a in jax.tree.leaves(nothing)), how(impl)
 
 def test_grpo_loss_of_a_ratio_that_overflows():
     """A clipped token carries no gradient however far its ratio is out; another's stays finite."""
-    h, W, y, v = loss_inputs(21, 1.0, ("old",), seed=10, masked=0.0)
+    h, W, y, v, cotangents = loss_inputs(45, 37, 1.0, 10, VECTORS[:3], masked=0)
     v["advantage"] = np.abs(v["advantage"])
-    v["old"] = np.full(21, -300, np.float32)
-    knobs = dict(clip_low=0.2, clip_high=0.28, beta=0.0, is_cap=0.0)
-    (loss, stats), grads = loss_and_gradients(h, W, y, v, 1.0, 8, **knobs)
-    assert_allclose(loss, -1.28 * (v["weight"] * v["advantage"]).sum(), rtol=1e-5)
+    v["old"] = np.full(45, -300, np.float32)
+    loss, _, *grads = run_loss("jax", (h, W, y, v, cotangents), 1.0, entropy_bonus=0.0)
+    assert_allclose(loss, -1.3 * (v["weight"] * v["advantage"]).sum(), rtol=1e-5)
     for a in grads:
         assert_array_equal(a, np.zeros(a.shape))
-    (loss, stats), grads = loss_and_gradients(h, W, y, v | {"advantage": -v["advantage"]}, 1.0, 8, **knobs)
-    assert all(np.isfinite(a).all() for a in (loss, *grads))
+    v["advantage"] = -v["advantage"]
+    assert finite(run_loss("jax", (h, W, y, v, cotangents), 1.0, entropy_bonus=0.0))
 
-def test_logp_and_entropy_equal_numpy():
-    """And their gradients, of random multiples of both; in bfloat16 too, with float32 sums."""
-    (h, W, y, _), worst = loss_inputs(29, 1.0, (), seed=8), 0
-    g, e = np.random.default_rng(8).standard_normal((2, 29)).astype(np.float32)
+def test_grpo_loss_of_large_logits():
+    """Of 1e4: what exp makes of them must neither overflow nor cancel."""
+    said = []
+    for impl in IMPLS:
+        worst = 0
+        for dtype in (np.float32, jnp.bfloat16):
+            inputs = loss_inputs(296, 203, 1.3, 11, top=1e4, dtype=dtype)
+            out = run_loss(impl, inputs, 1.3, EVERYTHING)
+            assert finite(out), how(impl)
+            right = numpy_loss(*inputs, 1.3)[1]
+            worst = np.max([worst, *(abs(out[1][k] - right[k]).max() / 1e4 for k in ("logp", "entropy"))])
+        assert worst <= 2e-6, (how(impl), worst)
+        said.append(f"{how(impl)} {worst:.0e}")
+    figure("max error, a part of the largest: " + ", ".join(said))
 
-    @functools.partial(jax.jit, static_argnums=2)
-    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def value(h, W, T):
-        logp, entropy = kernel.logp_entropy(mesh(), T, 8, h, W, y)
-        return jnp.sum(g * logp + e * entropy), (logp, entropy)
+def test_score_equals_grpo_loss():
+    for impl in IMPLS:
+        for dtype in (np.float32, jnp.bfloat16):
+            inputs = loss_inputs(296, 203, 1.3, 12, masked=0, dtype=dtype)
+            tokens = run_loss(impl, inputs, 1.3, EVERYTHING)[1]
+            for k, a in zip(("logp", "entropy"), run_score(impl, inputs, 1.3)):
+                assert_allclose(a, tokens[k], rtol=1e-6, atol=1e-6, err_msg=f"{how(impl)}: {k}")
 
-    for T, dtype in ((0.6, jnp.float32), (1.3, jnp.float32), (1.0, jnp.bfloat16)):
-        h, W = jnp.asarray(h, dtype), jnp.asarray(W, dtype)
-        (_, (logp, entropy)), (dh, dW) = value(h, W, T)
-        z = np.asarray(h, np.float64) @ np.asarray(W, np.float64).T / T
-        log_p = scipy.special.log_softmax(z, -1)
-        p = np.exp(log_p)
-        assert_allclose(logp, log_p[np.arange(29), y], rtol=1e-5, atol=1e-5)
-        assert_allclose(entropy, -(p * log_p).sum(-1), rtol=1e-5, atol=1e-5)
-        # d/dz_v of -sum p log p, where dp_u/dz_v = p_u (1[u=v] - p_v)
-        de = -p * (log_p + 1) + p * (p * (log_p + 1)).sum(-1, keepdims=True)
-        dz = (g[:, None] * (np.eye(300)[y] - p) + e[:, None] * de) / T
-        errors = relative(dh, dz @ np.asarray(W, np.float64)), relative(dW, dz.T @ np.asarray(h, np.float64))
-        assert np.max(errors) < (1e-5 if dtype == jnp.float32 else 1e-2), errors
-        worst = np.max([worst, *errors]) if dtype == jnp.float32 else worst
-    figure(f"max relative error {worst:.1e}")
+def test_logits_never_exist():
+    """Not those of all tokens at once. A score takes one GEMM, loss and gradients three."""
+    inputs = loss_inputs(1200, 203, 1.3, 13)
+    for impl in IMPLS:
+        gradient = functools.partial(gradients, impl=impl, T=1.3, on=mesh(), cores=1, **KNOBS)
+        for gemms, f, args in (
+                (1, functools.partial(score, mesh=mesh(), impl=impl, blocks=tiles(impl)), inputs[:3]),
+                (3, functools.partial(gradient, of="loss"), inputs),
+                (3 if impl == "full" else 6, functools.partial(gradient, of=EVERYTHING), inputs)):
+            text = str(jax.make_jaxpr(f)(*args))
+            sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)]
+            assert (max(sizes) >= 1200 * 203) == (impl == "full"), (impl, gemms, max(sizes))
+            assert impl == "pallas" or text.count("dot_general[") == gemms, (impl, gemms)
+
+def test_grpo_loss_is_the_same_on_any_mesh():
+    """Scores too, and where the vocabulary does not divide over the devices, or gives some nothing."""
+    cases = [("jax", 203, (1, 8, 1)), ("jax", 203, (2, 4, 1)), ("jax", 203, (2, 2, 2)), ("jax", 5, (1, 8, 1)),
+             ("jax", 5003, (2, 2, 1)), ("full", 203, (2, 2, 2)), ("pallas", 203, (2, 2, 2)),
+             ("pallas", 300, (1, 8, 1))]
+    worst, close = 0, functools.partial(assert_allclose, rtol=1e-5, atol=1e-5)
+    for impl, V, dims in cases:
+        inputs, of = loss_inputs(296, V, 1.3, V), "loss" if impl == "pallas" else EVERYTHING
+        one, many = run_loss("jax", inputs, 1.3, of), run_loss(impl, inputs, 1.3, of, mesh(*dims))
+        jax.tree.map(close, many[:2], one[:2])
+        if dims == (2, 2, 2):
+            for k, a in zip(("logp", "entropy"), run_score(impl, inputs, 1.3, mesh(*dims))):
+                close(np.where(inputs[3]["weight"] > 0, a, 0), one[1][k])
+        errors = [relative(a, np.asarray(b, np.float64)) for a, b in zip(many[2:], one[2:])]
+        worst = np.max([worst, *errors])
+        assert worst <= 1e-5, (how(impl), V, dims, errors)
+    figure(f"{len(cases)} meshes: max relative error {worst:.1e}")
+
+def test_pallas_kernels_on_two_cores():
+    """Of a chip whose cores share out the parallel dimension of a grid: nothing races, nothing changes."""
+    if not tiles("pallas").interpret:
+        raise SkipTest("races are looked for where the kernels are interpreted")
+    inputs = loss_inputs(150, 100, 1.3, 14)
+    assert_same(*(run_loss("pallas", inputs, 1.3, cores=n) for n in (1, 2)))
+
+def test_grpo_loss_equals_liger():
+    """Three ways of another's to weigh answers, with KL and importance weights, off-policy."""
+    torch, liger = need("torch", "liger_kernel.chunked_loss")
+    B, T, rng, worst = 6, 20, np.random.default_rng(15), 0
+    h, W, y, v, cotangents = loss_inputs(B * T, 203, 0.7, 15, masked=0)
+    v["advantage"], lengths = np.repeat(v["advantage"][:B], T), rng.integers(1, T + 1, B)
+    mask = (np.arange(T) < lengths[:, None]).astype(np.float32)
+    rows = {k: torch.tensor(a.reshape(B, T)) for k, a in v.items()}
+    taken = torch.tensor(y.reshape(B, T).astype(np.int64))
+    for kind, each in (("grpo", 1 / lengths / B), ("bnpo", 1 / mask.sum()), ("dr_grpo", 1 / (B * T))):
+        theirs = liger.LigerFusedLinearGRPOLoss(beta=0.3, compiled=False, epsilon_low=0.2, epsilon_high=0.3,
+                                                loss_type=kind, max_completion_length=T, temperature=0.7)
+        primals = [torch.tensor(np.asarray(a), requires_grad=True) for a in (h, W)]
+        want, _ = theirs(primals[0].reshape(B, T, -1), primals[1], taken, torch.tensor(mask),
+                         rows["advantage"][:, 0], ref_per_token_logps=rows["ref"],
+                         old_per_token_logps=rows["old"],
+                         vllm_is_ratio=torch.exp(rows["old"] - rows["sampler"]).clamp(max=1.5))
+        want.backward()
+        v["weight"] = (mask * np.reshape(each, (-1, 1))).ravel().astype(np.float32)
+        for impl in IMPLS:
+            loss, _, *grads = run_loss(impl, (h, W, y, v, cotangents), 0.7, entropy_bonus=0.0)
+            errors = [relative(a, b.detach().numpy()) for a, b in zip(
+                (loss, *grads), (want, *(p.grad for p in primals)))]
+            worst = np.max([worst, *errors])
+            assert worst < 1e-4, (how(impl), kind, errors)
+    figure(f"grpo, bnpo, dr_grpo: max relative error {worst:.1e}")
 
 # ---------------------------------------------------------------- train.py
 

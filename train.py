@@ -3,9 +3,8 @@
     python train.py                                      the embedded default: a tiny model learns to add
     python train.py --model Qwen/Qwen2.5-0.5B-Instruct   any Qwen2 checkpoint, on GSM8K
 
-One step: take `batch` questions per host, sample `npq` answers to each, score them, turn each group's scores
-into advantages, move the policy towards the better ones. The same file runs on one CPU and on every host of a
-pod: each process takes its own questions, every process runs every jitted call, process 0 prints and writes.
+One step: sample `npq` answers to each of `batch` questions a host, score them, turn each group's scores into
+advantages, update. A process has its own questions, all run every jitted call, process 0 prints and writes.
 """
 
 import argparse, dataclasses, difflib, inspect  # the command line
@@ -22,8 +21,7 @@ import optax
 import tokenizers
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import kernel
-import model
+import kernel, model
 
 # ---------------------------------------------------------------- Config: every flag of the program
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +54,14 @@ class Config:
     clip_high: float = 0.28      # see clip_low
     beta: float = 0.0            # weight of the KL to the model as GRPO starts; 0 = none, and none is held
     is_cap: float = 2.0          # cap of the importance weight trainer/sampler; 0 = no such weight
+    entropy_bonus: float = 0.0   # weight of the policy's entropy in the loss of GRPO; 0 = none
     advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-mean of others
     loss_agg: Literal["token", "sequence", "constant"] = "token"  # mean | of answers' means | sum/max_answer
     ppo_epochs: int = 1          # passes over a step's answers
     minibatches: int = 1         # updates per pass
     micro_batch: int = 0         # rows per device in one forward/backward; 0 = all of a minibatch
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = bfloat16, on CPU float32
+    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPUs, else jax (chunks)
     # the devices
     mesh: str = "auto"           # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: int = 0   # stop unless so many JAX processes run; 0 = any number
@@ -83,7 +83,7 @@ TINY_MODEL = dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=320, hidden_size=128, eos_token_id=2,
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
-FREE = set("out micro_batch mesh eval_every save_every keep resume wandb".split())  # may differ on resuming
+FREE = set("out micro_batch loss_impl mesh eval_every save_every keep resume wandb".split())  # on resuming
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -305,6 +305,8 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
     dp, fsdp, tp = mesh.devices.shape
     check(cfg.require_processes in (0, processes), f"require_processes = {cfg.require_processes}, but "
           f"{processes} JAX processes run, with {local} devices each; start the same command on every host")
+    check(cfg.loss_impl != "pallas" or jax.default_backend() == "tpu", "loss_impl = pallas runs on TPUs, and "
+          f"these devices are {jax.default_backend()}s; try --loss_impl jax")
     near = sorted(range(2, 2 * cfg.npq + local), key=lambda n: abs(n - cfg.npq))
     tries = sorted(n for n in [n for n in near if cfg.batch * n % local == 0][:2])
     check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do "
@@ -404,10 +406,9 @@ def loss_inputs(params, rows, cfg, shape, mesh):
 def score(params, batch, *, cfg, shape, mesh):
     """Log-probs of a minibatch's targets under `params`, [micro-batches, rows, width]."""
     say(f"tracing score: {batch['tokens'].shape}")
-
     def one(rows):
         inputs = loss_inputs(params, rows, cfg, shape, mesh)
-        logp_N, _ = kernel.logp_entropy(mesh, cfg.temperature, kernel.CHUNK, *inputs)
+        logp_N, _ = kernel.score(*inputs, mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
         return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
     return jax.lax.map(one, batch)
 
@@ -416,7 +417,9 @@ def loss_and_metrics(params, rows, cfg, shape, mesh):
     vectors = {k: rows[k].reshape(-1) for k in ("weight", "advantage", "old", "sampler", "ref") if k in rows}
     loss, stats = kernel.grpo_loss(
         *loss_inputs(params, rows, cfg, shape, mesh), vectors, mesh, temperature=cfg.temperature,
-        clip_low=cfg.clip_low, clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap)
+        clip_low=cfg.clip_low, clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap,
+        entropy_bonus=cfg.entropy_bonus * ("sampler" in rows), impl=cfg.loss_impl)  # none when imitating
+    stats["nll"] = -stats.pop("logp")
     maxima = {k + "/max": stats[k].max() for k in ("ratio", "logprob_gap") if k in stats}
     return loss, {"loss": loss} | {k: v.sum() for k, v in stats.items()} | maxima
 
@@ -511,9 +514,8 @@ def write_final(cfg, run, params):
     """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
     def write(aside):
         config = model.read_json(f"{run.directory}/config.json")
-        dtype = config.get("torch_dtype") or config.get("dtype")
-        dtype = dtype if dtype in ("bfloat16", "float16") else "float32"
-        model.save(aside, params, run.shape, run.mesh, dtype)
+        kind = config.get("torch_dtype") or config.get("dtype")
+        model.save(aside, params, run.shape, run.mesh, kind if kind in ("bfloat16", "float16") else "float32")
         for name in os.listdir(run.directory) if jax.process_index() == 0 else []:
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(os.path.join(run.directory, name), aside)
@@ -547,8 +549,6 @@ def step_line(m, total, supervised):
 
 def report(cfg, seconds):
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
-    if jax.process_index():
-        return
     scores = [(m["step"], m["eval/solved"]) for m in read_jsonl(cfg, "metrics.jsonl") if "eval/solved" in m]
     told = [s for s in read_jsonl(cfg, "samples.jsonl") if s.get("eval")]
     say(f"\ndone: {cfg.sft_steps} supervised and {cfg.steps} GRPO steps, {seconds / 60:.1f} minutes")
@@ -593,9 +593,10 @@ def set_up(argv):
     cfg = parse(argv)
     check_flags(cfg)
     mesh = make_mesh(cfg.mesh, jax.devices())
-    dtype = {"auto": "float32" if jax.default_backend() == "cpu" else "bfloat16"}.get(cfg.dtype, cfg.dtype)
-    processes = cfg.require_processes or jax.process_count()  # which questions a step has depends on it
-    cfg = dataclasses.replace(cfg, dtype=dtype, require_processes=processes)
+    auto = {"dtype": "float32" if jax.default_backend() == "cpu" else "bfloat16",
+            "loss_impl": "pallas" if jax.default_backend() == "tpu" else "jax"}
+    cfg = dataclasses.replace(cfg, require_processes=cfg.require_processes or jax.process_count(), **{
+        k: v for k, v in auto.items() if getattr(cfg, k) == "auto"})
     done = open_run(cfg)
     directory = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     shape = model.read_config(directory)
@@ -684,7 +685,6 @@ def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
 
 def update_metrics(parts, rows, batch, cfg, run):
     """Metrics of a step's updates -> means over tokens (loss, grad_norm: over updates), padding, memory."""
-    parts = jax.device_get(parts)
     m = {k: float((max if k.endswith("/max") else sum)(part[k] for part in parts)) for k in parts[0]}
     m |= {k: m[k] / len(parts) for k in ("loss", "grad_norm")}
     for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
@@ -763,7 +763,7 @@ def train(argv=None):
         for batch in batches * cfg.ppo_epochs:
             state["params"], state["opt"], part = update(state["params"], state["opt"], batch, lr, **static)
             parts.append(part)
-        metrics |= update_metrics(parts, rows, batch, cfg, run) | {"lr": lr}
+        metrics |= update_metrics(jax.device_get(parts), rows, batch, cfg, run) | {"lr": lr}
         if cfg.beta and step == cfg.sft_steps:
             state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), state["params"])
 
@@ -785,10 +785,10 @@ def train(argv=None):
             run.wandb.log(metrics, step=step)
         if step == total or cfg.save_every and step % cfg.save_every == 0:
             save_checkpoint(cfg, step, state)
-
     if total:
         write_final(cfg, run, state["params"])
-    report(cfg, time.time() - began)
+    if host == 0:
+        report(cfg, time.time() - began)
 
 def main(argv=None):
     try:
