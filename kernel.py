@@ -8,8 +8,7 @@ For token i with hidden state h, target y, LM head W [V, D] and temperature T:
     policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
                                                 PPO (arXiv 1707.06347, eq. 7), bounds: DAPO, 2503.14476
     k3     = exp(ref - logp) - (ref - logp) - 1 KL to a frozen reference (GRPO, arXiv 2402.03300, eq. 4)
-    cap    = min(exp(old - sampler), is_cap)    truncated importance weight, constant: the sampler's numbers
-                                                are not exactly the trainer's
+    cap    = min(exp(old - sampler), is_cap)    truncated importance weight, a constant, for the sampler
     loss   = sum_i weight_i (beta k3 - cap policy - entropy_bonus H)
 
 `weight` carries mask, aggregation and normalisation, so that any split of the tokens sums to the same.
@@ -84,8 +83,8 @@ def grpo_terms(logp_N, entropy_N, vectors, *, clip_low=.2, clip_high=.2, beta=0,
 # forward -> what backward needs, max, sum of exp(z - max), sum of (z - max) exp(z - max), float32 [C]
 # backward -> dh [C, D], dW [V, D], float32, the latter added to what was there, but not if `first`
 def dot(a, b, contract):
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, ((contract[:1], contract[1:]), ((), ())), precision=exact,
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, ((contract[:1], contract[1:]), ((), ())), precision=precision,
                                preferred_element_type=jnp.float32)
 
 def jax_forward(h_CD, head_VD, rows, temperature):
@@ -228,8 +227,7 @@ def block_sizes(device_kind, D, impl="pallas", tokens=0):
 
 # ---------------------------------------------------------------- over a mesh
 def rows_to_columns(dW_VD, shards, piece=2048):
-    """This device's rows of dW -> its columns of all devices' rows, summed over dp; in pieces, as XLA copies
-    what goes through an all_to_all: the whole would be the most memory that the loss takes."""
+    """This device's rows of dW -> its columns of all's, summed over dp; in pieces, as XLA copies them."""
     if shards == 1:
         return jax.lax.psum(dW_VD, "dp")
     (V, D), piece = dW_VD.shape, min(piece, len(dW_VD))
@@ -375,7 +373,7 @@ FLAGS = dict(  # sizes are a device's, 0 = what suits it; impl, aot (slices such
 def tpu_devices(slice_type):
     """Of a slice such as v6e-8; v4 and v5p count cores, two a chip, and lie in three dimensions."""
     from jax.experimental import topologies
-    kind, size = re.fullmatch(r"(v4|v5p|v5litepod|v6e)-(\d+)", slice_type).groups()
+    kind, size = re.fullmatch(r"(v4|v5p|v5litepod|v6e)-(1|4|8|16|32|64|128|256)", slice_type).groups()
     dims = 3 if kind in ("v4", "v5p") else 2
     n = (int(size) // (dims - 1)).bit_length() - 1
     sides = sorted((1 << (n + i) // dims for i in range(dims)), key=lambda side: (side == 1, side))
@@ -437,9 +435,11 @@ def benchmark(argv=None):
     if args.aot:
         os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
                           TPU_WORKER_HOSTNAMES="localhost")
-    print(f"{args.batch * args.time} tokens a device, {args}")
     for name in args.aot.split(","):
-        devices = tpu_devices(name) if name else jax.devices()[:1]
+        try:
+            devices = tpu_devices(name) if name else jax.devices()[:1]
+        except Exception as e:  # of re for the name, of jax for what libtpu lacks, or that it lacks libtpu
+            parser.error(f"--aot {name} cannot be compiled for here ({e}); try v6e-8, pip install libtpu")
         mesh, took = Mesh(np.array(devices).reshape(1, -1, 1), TOKENS), {}
         for impl in args.impl.split(","):
             text, took[impl] = measure(args, impl, mesh)
