@@ -361,8 +361,8 @@ def grpo_loss(hidden_ND, head_VD, targets_N, vectors, mesh, *, temperature=1., i
 
 def score(hidden_ND, head_VD, targets_N, mesh, *, temperature=1., impl="jax", blocks=None):
     """-> (logp [N], entropy [N]) of the targets: one GEMM, no gradients. Arguments as in `grpo_loss`."""
-    return loss_and_gradients(Settings(mesh, None, False, temperature, impl, blocks), hidden_ND, head_VD,
-                              targets_N, {"weight": jnp.ones(len(targets_N))})
+    return loss_and_gradients(Settings(mesh, None, False, temperature, impl, blocks), *jax.lax.stop_gradient(
+        (hidden_ND, head_VD)), targets_N, {"weight": jnp.ones(len(targets_N))})
 
 # ---------------------------------------------------------------- benchmark
 FLAGS = dict(  # sizes are a device's, 0 = what suits it; impl, aot (slices such as v6e-8): one, or a,b,c

@@ -1341,7 +1341,7 @@ def test_train_uses_every_flag():
 def test_train_readme_names_what_exists():
     with open(os.path.join(HERE, "README.md"), encoding="utf-8") as f:
         text = f.read()
-    fields = {f.name for f in dataclasses.fields(train.Config)}
+    fields = {f.name for f in dataclasses.fields(train.Config)} | {*kernel.FLAGS}
     flags = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text)) - {"dry", "help"}  # launch.sh's and argparse's
     assert flags and flags <= fields, f"no such flags: {flags - fields}"
     files = set(re.findall(r"(?<![\w/.-])((?:assets/|\.ci/)?[\w.]+\.(?:py|sh|md|txt|svg|png))\b", text))
