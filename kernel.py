@@ -44,7 +44,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 TOKENS = ("dp", "fsdp", "tp")  # outside a chunk, tokens are shared out over every device
 SHARDS = ("fsdp", "tp")        # and the head over these
-DIM = ("parallel", "arbitrary")  # the two cores of a chip, where it has two, share the first dimension
+DIM = ("parallel", "arbitrary")  # of a grid: the two cores of a chip, where it has two, share the first
 LOG2E = math.log2(math.e)
 NOTHING = -1e30                # the logit of what is not in the vocabulary
 

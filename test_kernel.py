@@ -1267,7 +1267,7 @@ def test_train_refuses_bad_input():
         (("--batch", 1, "--npq", 6), "batch*npq = 1*6 = 6 sequences per host do not divide over 8"),
         (("--batch", 3, "--npq", 8, "--minibatches", 2), "do not divide into minibatches = 2"),
         (("--batch", 8, "--npq", 8, "--minibatches", 1, "--micro_batch", 9), "micro_batch = 9 is more"),
-        (("--loss_impl", "pallas"), "loss_impl = pallas runs on TPUs"),
+        (("--loss_impl", "pallas"), "not cpu, float32; try --loss_impl jax"),
         (("--mesh", "3,-1,1"), "a multiple of 3 devices; there are 8"),
         (("--mesh", "1,4,1"), "needs 4 devices; there are 8"), (("--mesh", "fast"), "mesh fast"),
         (("--mesh", "-1,-1,1"), "mesh -1,-1,1"), (("--mesh", "0,8,1"), "mesh 0,8,1"),

@@ -61,7 +61,7 @@ class Config:
     minibatches: int = 1         # updates per pass
     micro_batch: int = 0         # rows per device in one forward/backward; 0 = all of a minibatch
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = bfloat16, on CPU float32
-    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPUs, else jax (chunks)
+    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPUs in bfloat16
     # the devices
     mesh: str = "auto"           # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: int = 0   # stop unless so many JAX processes run; 0 = any number
@@ -305,8 +305,8 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
     dp, fsdp, tp = mesh.devices.shape
     check(cfg.require_processes in (0, processes), f"require_processes = {cfg.require_processes}, but "
           f"{processes} JAX processes run, with {local} devices each; start the same command on every host")
-    check(cfg.loss_impl != "pallas" or jax.default_backend() == "tpu", "loss_impl = pallas runs on TPUs, and "
-          f"these devices are {jax.default_backend()}s; try --loss_impl jax")
+    check(cfg.loss_impl != "pallas" or (jax.default_backend(), cfg.dtype) == ("tpu", "bfloat16"),
+          f"pallas is for tpu, bfloat16, not {jax.default_backend()}, {cfg.dtype}; try --loss_impl jax")
     near = sorted(range(2, 2 * cfg.npq + local), key=lambda n: abs(n - cfg.npq))
     tries = sorted(n for n in [n for n in near if cfg.batch * n % local == 0][:2])
     check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do "
@@ -594,7 +594,7 @@ def set_up(argv):
     check_flags(cfg)
     mesh = make_mesh(cfg.mesh, jax.devices())
     auto = {"dtype": "float32" if jax.default_backend() == "cpu" else "bfloat16",
-            "loss_impl": "pallas" if jax.default_backend() == "tpu" else "jax"}
+            "loss_impl": "pallas" if jax.default_backend() == "tpu" and cfg.dtype != "float32" else "jax"}
     cfg = dataclasses.replace(cfg, require_processes=cfg.require_processes or jax.process_count(), **{
         k: v for k, v in auto.items() if getattr(cfg, k) == "auto"})
     done = open_run(cfg)
