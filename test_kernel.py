@@ -567,7 +567,7 @@ def tiles(impl, cores=1):
         return kernel.Blocks(128, rows=128, vocab=32, hidden=128, vmem=8 << 20, step=16)
     interpret = pltpu.InterpretParams(num_cores_or_threads=cores, detect_races=cores > 1,
                                       uninitialized_memory="nan", out_of_bounds_reads="raise")
-    return kernel.Blocks(128, rows=64, vocab=32, hidden=16, vmem=8 << 20, step=16, interpret=interpret)
+    return kernel.Blocks(128, rows=64, vocab=32, hidden=16, vmem=8 << 20, step=8, interpret=interpret)
 
 def how(impl):
     return impl + (" interpreted" if tiles(impl).interpret else " compiled") * (impl == "pallas")
