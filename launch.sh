@@ -1,92 +1,362 @@
 #!/usr/bin/env bash
-# Run podgrpo. Everything it needs is installed into .venv beside this file, once per requirements.txt.
+# Run podgrpo: here, on Slurm, or on all workers of a TPU slice in Google Cloud.
 #
-#   bash launch.sh cpu [train flags]     train on this machine's CPU; without flags: the embedded default
-#   bash launch.sh test [names]          run the tests: all, or those whose name contains one of the names
-#   bash launch.sh setup                 only make .venv
-#   bash launch.sh --dry-run COMMAND ..  print the commands instead of running them
+#   bash launch.sh cpu [--processes N] [flags]  train on this CPU; without flags: the embedded default
+#   bash launch.sh gpu [flags]                  train on this machine's NVIDIA GPUs
+#   bash launch.sh slurm [options] [flags]      submit a job and follow it; requeued, it resumes
+#     --nodes N  --ntasks-per-node K  --gpus-per-node G  --partition P  --time T  --account A  --qos Q
+#   bash launch.sh TYPE [options] [flags]       train on a TPU slice, v4-16, v5litepod-16, v5p-16, v6e-16 and
+#                                               the like: up, setup and run in one; Ctrl-C detaches
+#   bash launch.sh TYPE up|setup|run|logs|status|stop|down|test [options]
+#     up: find or make the TPU VM; setup: send this tree and .env to all workers, install; run [flags]: start
+#     train.py on all, follow; logs: follow again; stop: SIGTERM; down: delete; test [names]: on worker 0
+#     --name NAME  of the VM                      --zone A,B  to try in turn     --yes  delete without asking
+#     --spot  cheaper; made again when preempted  --queued  through a queued resource
+#   bash launch.sh test [names]                 every test here, or those whose name contains one of the names
+#   bash launch.sh setup                        only make .venv, with requirements.txt in it
+#   bash launch.sh --dry-run ...                print the commands instead of running them
 #
-# PYTHON=... picks the interpreter that makes .venv: 3.11 or newer; default: the first of python3.12,
-# python3.11, python3 that is. Exit code: 0, 2 for a mistake in the call, else that of what was run.
+# Flags are train.py's. gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K unless they say otherwise;
+# --out gs://bucket/run keeps checkpoints there. .env beside this file holds WANDB_API_KEY=.. and HF_TOKEN=..
+# PYTHON=.. makes .venv: 3.11 or newer; else python3.12, python3.11 or python3; else uv brings 3.12.
+# Exit code: 0, 2 for a mistake in the call, else that of what was run.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"  # paths in flags stay relative to where you are
-venv="$here/.venv"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to where you are
+venv="$here/.venv" dry_run=''
+job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --eval_data gsm8k --max_prompt 1024 --max_answer 1024)
 
-die() {
-  printf 'launch.sh: %s\n' "$1" >&2
-  exit 2
-}
-
-usage() {
-  sed -n '2,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"
-}
+say() { printf 'launch.sh: %s\n' "$1" >&2; }
+die() { say "$1" && exit "${2:-2}"; }
+label() { while IFS= read -r line || [ -n "$line" ]; do printf '[%s] %s\n' "$1" "$line"; done; }
 
 # run a command, or print it, quoted for a shell, under --dry-run
-run() {
-  if [ "$dry_run" = 1 ]; then
-    printf '%q ' "$@"
-    printf '\n'
-  else
-    "$@"
-  fi
-}
+run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3; fi; }
 
-new_enough() {
-  command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
-}
-
-find_python() {
-  if [ -n "${PYTHON:-}" ]; then
-    new_enough "$PYTHON" || die "PYTHON=$PYTHON is not Python 3.11 or newer"
-    printf '%s\n' "$PYTHON"
-    return
-  fi
-  local candidate
-  for candidate in python3.12 python3.11 python3; do
-    if new_enough "$candidate"; then
-      printf '%s\n' "$candidate"
-      return
-    fi
-  done
-  die "no Python 3.11 or newer is here; install one, or name it: PYTHON=/path/to/python bash launch.sh ..."
-}
-
-# .venv with requirements.txt in it; a mark there remembers which requirements.txt it was
+# ---------------------------------------------------------------- this machine, and Slurm
+# .venv with requirements.txt and jax[$1] in it; .venv/installed remembers with which
 setup() {
-  local mark python
-  mark="$(cksum <"$here/requirements.txt")"
-  if [ "$(cat "$venv/installed" 2>/dev/null)" = "$mark" ]; then
-    return
-  fi
+  local python mark extra="${1:-}" old='import sys; sys.exit(sys.version_info < (3, 11))'
+  mark="$(cksum <"$here/requirements.txt") $extra"
+  if grep -qxF "$mark" "$venv/installed" 2>/dev/null; then return; fi
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none, or one that was cut short
-    python="$(find_python)"
-    run "$python" -m venv --clear "$venv"
+    for python in ${PYTHON:-python3.12 python3.11 python3} uv; do
+      [ "$python" != uv ] && "$python" -c "$old" >/dev/null 2>&1 && break
+    done
+    case "${PYTHON:-}:$python" in
+      :uv) run python3 -m pip install -q --user uv && run python3 -m uv venv -q --clear --seed -p 3.12 "$venv" ;;
+      *:uv) die "PYTHON=$PYTHON is not Python 3.11 or newer" ;;
+      *) run "$python" -m venv --clear "$venv" ;;
+    esac
   fi
-  run "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt"
-  [ "$dry_run" = 1 ] || printf '%s\n' "$mark" >"$venv/installed"
+  run "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt" \
+    ${extra:+"jax[$extra]"}
+  [ -n "$dry_run" ] || printf '%s\n' "$mark" >>"$venv/installed"
 }
 
-dry_run=0
-if [ "${1:-}" = --dry-run ]; then
-  dry_run=1
-  shift
-fi
-command="${1:-}"
-[ $# -eq 0 ] || shift
+# train.py, with .env in its environment, where no ps and no log shows it
+train() {
+  local key value
+  [ ! -f "$here/.env" ] || while IFS='=' read -r key value || [ -n "$key" ]; do
+    value="${value%$'\r'}" && value="${value#[\"\']}"
+    case "$key" in [A-Z]*) export "$key=${value%[\"\']}" ;; esac
+  done <"$here/.env"
+  run exec env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$here/train.py" "$@"
+}
+
+# $1 processes that train together; the exit code is that of the first to fail
+several() {
+  local i codes="$scratch/codes" port=$((20000 + RANDOM % 10000))
+  for ((i = 0; i < $1; i++)); do
+    { (train --coordinator "127.0.0.1:$port" --processes "$1" --process_id "$i" "${@:2}") 2>&1 ||
+      echo $? >>"$codes"; } | label "p$i" &
+  done
+  wait
+  [ ! -f "$codes" ] || exit "$(head -n 1 "$codes")"
+}
+
+slurm() {
+  local id log
+  set -- --wrap "srun --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")"
+  set -- --job-name=podgrpo --requeue --open-mode=append --output=slurm-%j.log ${options[@]+"${options[@]}"} "$@"
+  id="$(run sbatch --parsable "$@")"
+  [ -z "$dry_run" ] || exit 0
+  id="${id%%;*}" && log="slurm-$id.log" && touch "$log"
+  say "job $id; its log: $log; end it: scancel $id"
+  tail -n +1 -F "$log" 2>/dev/null &
+  trap 'kill %1; say "detached; the job goes on: tail -F $log"; exit 130' INT
+  while [ -n "$(squeue --noheader --jobs="$id" 2>/dev/null)" ]; do sleep 2; done
+  sleep 2 && kill %1
+  exit $(($(scontrol show job "$id" | sed -n 's/.* ExitCode=\([0-9]*\):\([0-9]*\).*/\1 + (\2 ? 128 + \2 : 0)/p')))
+}
+
+# ---------------------------------------------------------------- Google Cloud
+# TYPE -> its devices and hosts (v4 and v5p count cores, two a device), the image of its VMs, its zones:
+# cloud.google.com/tpu/docs/runtimes, cloud.google.com/tpu/docs/regions-zones
+slice() {
+  local cores=1 alone=8 all
+  case "$type" in
+    v4-*) cores=2 alone=4 image=tpu-ubuntu2204-base all=us-central2-b ;;
+    v5p-*) cores=2 alone=4 image=v2-alpha-tpuv5 all=us-east5-a,us-central1-a ;;
+    v5lite*) image=v2-alpha-tpuv5-lite all=us-west4-a,us-central1-a,us-west1-c,us-south1-a ;;
+    v6e-*) image=v2-alpha-tpuv6e all=us-east5-b,us-east5-a,us-east1-d,us-central1-b,europe-west4-a ;;
+  esac
+  devices=$((${type#*-} / cores)) name="${name:-podgrpo-$type}" zones="${zones:-$all}"
+  hosts=$((devices > alone ? devices / 4 : 1))
+}
+
+# every call of gcloud; what it complains of goes to a file, for `why`
+cloud() {
+  [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud: see cloud.google.com/sdk/docs/install'
+  run gcloud "$@" --quiet 2>"$errors"
+}
+tpu() { cloud compute tpus "$1" "$2" "$name" --zone="$zone" "${@:3}"; }
+must() { "$@" || { why && exit 1; }; }
+
+# what gcloud complained of, and what to do about it
+why() {
+  local advice="look at it: bash launch.sh $same status"
+  case "$(cat "$errors")" in
+    *'active account'* | *'auth login'*) advice='log in: gcloud auth login' ;;
+    *'[project]'*) advice='choose a project: gcloud config set project PROJECT' ;;
+    *SERVICE_DISABLED* | *'has not been used'*) advice='run: gcloud services enable tpu.googleapis.com' ;;
+    *PERMISSION_DENIED*) advice="ask for the role TPU Admin, or try another --zone than $zone" ;;
+    *[Qq]uota*) advice='ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type' ;;
+    *[Rr]eserv*) advice="the reservation is not in $zone, or full: try another --zone, or --spot" ;;
+    *apacity*) advice="$zone has no $type left" ;;
+    *'be found in the zonal'* | *'not found in zone'*) advice="$zone offers no $type: try another --zone" ;;
+    *'SSH Key is not'*) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
+  esac
+  say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
+}
+
+# of the VM in $zone; nothing where there is none
+state() { tpu tpu-vm describe --format='value(state)' || grep -q NOT_FOUND "$errors" || { why && return 1; }; }
+
+# sets $zone to where the VM is and $state, or both to nothing
+find_vm() {
+  for zone in ${zones//,/ } ''; do
+    if [ -n "$zone" ]; then state="$(state)"; fi
+    [ -z "$state" ] || return 0
+  done
+}
+
+create() {
+  say "creating $name, $hosts hosts with $devices devices, in $zone"
+  set -- --accelerator-type="$type" ${spot:+--spot}
+  case "$made_by" in
+    tpu-vm) tpu tpu-vm create --version="$image" "$@" >&2 || return ;;
+    *) tpu queued-resources create --node-id="$name" --runtime-version="$image" "$@" >&2 || return ;;
+  esac
+  until [ -n "$dry_run" ] || [ "$(state)" = READY ]; do
+    [ "$made_by" = tpu-vm ] || case "$(tpu "$made_by" describe --format='value(state.state)')" in
+      FAILED | SUSPENDED) delete && say 'the queued resource failed' && return 1 ;;
+    esac
+    sleep 10
+  done
+}
+
+delete() { must tpu "$made_by" delete ${queued:+--force} >&2; }
+
+# a READY VM: the one that is there, or a new one in the first zone that has room
+up() {
+  local scarce=''
+  find_vm
+  case "$state" in
+    PREEMPTED | TERMINATED) say "$name was preempted" && delete && zone='' ;;
+    STOP*) die "$name is stopped; delete it: bash launch.sh $same down" ;;
+  esac
+  [ -z "$zone" ] || return 0
+  for zone in ${zones//,/ }; do
+    if create; then return; fi
+    why
+    ! grep -q apacity "$errors" || scarce=1
+  done
+  [ -n "$scarce" ] || exit 1
+  say 'trying again in a minute' && sleep 60 && up
+}
+
+# a command in ~/podgrpo of worker $1, or of all; it must bear being run again, as gcloud does when ssh breaks
+workers() { tpu tpu-vm ssh --worker="$1" --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"; }
+
+# this tree as git sees it, and .env, to all workers; then the install there
+send() {
+  local files=("$scratch/tree.tgz" "$scratch/sent")
+  must workers all 'rm -f .env; flock -n run.lock true || echo busy' >"${files[1]}"
+  [ ! -s "${files[1]}" ] || die "a run is going on there: bash launch.sh $same logs, or stop"
+  git -C "$here" rev-parse 2>/dev/null || die "$here is no git checkout; what git knows is what is sent"
+  (cd "$here" && git ls-files -coz --exclude-standard | while IFS= read -r -d '' file; do
+    [ ! -e "$file" ] || printf '%s\0' "$file"
+  done) >"${files[1]}"
+  COPYFILE_DISABLE=1 tar -C "$here" --null -T "${files[1]}" -czf "${files[0]}"
+  if [ -f "$here/.env" ]; then files+=("$here/.env"); else say 'no .env: no WANDB_API_KEY, no HF_TOKEN'; fi
+  must cloud compute tpus tpu-vm scp "${files[@]}" "$name:podgrpo/" --zone="$zone" --worker=all >&2
+  # what was sent before and is no more, goes
+  must workers all '[ ! -f .env ] || chmod 600 .env; [ ! -f .sent ] || xargs -0 rm -f <.sent
+    tar -xzf tree.tgz && cp sent .sent && bash launch.sh worker setup'
+}
+
+# all workers' logs until all have ended -> the code of the first to fail; 75 if the VM is gone
+follow() {
+  local line worker code ended="$scratch/ended"
+  trap 'say "detached; the run goes on: bash launch.sh $same logs, or stop"; exit 130' INT
+  while :; do
+    : >"$ended"
+    workers all 'bash launch.sh worker follow' | while IFS= read -r line; do
+      printf '%s\n' "$line"
+      case "$line" in '[w'[0-9]*'] exit '*) printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
+      if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc 0)" = 1 ]; then # the first to fail: the others only wait
+        (errors="$ended.stop" && workers all 'sleep 5; bash launch.sh worker stop') >/dev/null 2>&1 &
+      fi
+    done || :
+    [ -z "$dry_run" ] || return 0
+    [ "$(sort -u "$ended" | wc -l)" -ne "$hosts" ] || break
+    until state="$(state)"; do sleep 30; done
+    [ "$state" = READY ] || return 75
+    say 'the connection broke; following again' && sleep 5
+  done
+  trap - INT
+  read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
+  [ -n "$worker" ] || return 0
+  if [ "$spot$code" = --spot143 ] && sleep 60 && [ "$(state)" != READY ]; then return 75; fi # SIGTERM came first
+  say "$worker failed first, with exit code $code; its last lines:"
+  workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
+  return "$code"
+}
+
+# start train.py on all workers and follow it; a preempted VM is made again
+train_there() {
+  local code
+  set -- "$(git -C "$here" describe --always --dirty --abbrev=40)" --require_processes "$hosts" \
+    --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
+  while :; do
+    must workers all "bash launch.sh worker start $(printf '%q ' "$$.$(date +%s)" "$@")"
+    code=0 && follow || code=$?
+    [ "$code" = 75 ] || break
+    [ -n "$spot" ] || die "$name is gone; only with --spot is it made again" 1
+    up
+    send
+  done
+  [ "$code" != 0 ] || say "results: gcloud compute tpus tpu-vm scp --recurse $name:podgrpo/out . --zone=$zone"
+  say "the VM is still there, and paid for; delete it: bash launch.sh $same down"
+  exit "$code"
+}
+
+# a worker's part, in ~/podgrpo: setup | start ID COMMIT FLAGS of train.py | follow | status | stop
+worker() {
+  local lock=/tmp/libtpu_lockfile sudo='sudo -n' i
+  case "$1" in
+    setup) setup tpu ;;
+    start)
+      if ! flock -n run.lock true; then
+        [ "$(cat run.id)" = "$2" ] && return # the same call again, as a connection broke
+        die 'a run is going on here' 1
+      fi
+      [ "$(id -u)" != 0 ] || sudo=''
+      $sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null | grep -q . || $sudo rm -f "$lock"
+      rm -f run.exit
+      printf '%s\n' "$2" >run.id
+      # shellcheck disable=SC2016 # that shell expands it
+      PODGRPO_COMMIT="$3" setsid bash -c 'exec 9>run.lock && flock -n 9 || exit; trap : TERM
+        bash launch.sh task "$@" >run.log 2>&1 9>&-; echo "$? $(date +%s.%N)" >run.exit' run "${@:4}" \
+        </dev/null >/dev/null 2>&1 &
+      echo $! >run.pid
+      ;;
+    follow) tail -n $((me ? 20 : 999999999)) --pid="$(cat run.pid)" -F run.log 2>/dev/null ;;
+    status) flock -n run.lock cat run.exit || echo running && tail -n 1 run.log ;;
+    stop)
+      for ((i = 0; i < 40; i++)); do
+        if flock -n run.lock true; then return; fi
+        case $i in 0 | 30) kill -$((i ? 9 : 15)) -- "-$(cat run.pid)" ;; esac
+        sleep 1
+      done
+      ;;
+  esac
+}
+
+# that, each line with the worker's number; at a run's end its exit code and the time
+numbered() {
+  local me code url="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
+  me="$(curl -sf -H 'Metadata-Flavor: Google' "$url/agent-worker-number")"
+  set +e
+  (set -e && worker "$@") 2>&1 | label "w$me"
+  code="${PIPESTATUS[0]}"
+  [ "$1" != follow ] || { code="$(cat run.exit 2>/dev/null || echo 137 0)" && echo "[w$me] exit $code"; }
+  exit "${code%% *}"
+}
+
+# ---------------------------------------------------------------- the call
+if [ "${1:-}" = --dry-run ]; then dry_run=1 && shift && exec 3>&1; fi
+command="${1:-help}" same="${1:-}" action='' flags=() options=() processes=1 platform=''
+name='' zones='' zone='' state='' spot='' made_by=tpu-vm queued='' yes=''
+shift $(($# > 0))
 case "$command" in
-  cpu)
-    setup
-    run env JAX_PLATFORMS=cpu "$venv/bin/python" -u "$here/train.py" "$@"
+  task) train "$@" ;; # of a worker or of Slurm; like the next it does not return
+  worker) numbered "$@" ;;
+  v4-[1-9]* | v5litepod-[1-9]* | v5p-[1-9]* | v6e-[1-9]*)
+    type="$command" command=tpu
+    case "${1:-}" in up | setup | run | logs | status | stop | down | test) action="$1" && shift ;; esac
     ;;
-  test)
-    setup
-    run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}"
+esac
+while [ $# -gt 0 ]; do # this launcher's options; all else is train.py's
+  case "$command $1" in tpu\ --*=* | cpu\ --*=* | slurm\ --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
+  case "$command $1" in
+    'tpu --spot') spot=--spot ;;
+    'tpu --queued') made_by=queued-resources queued=1 ;;
+    'tpu --yes') yes=y ;;
+    'tpu --name' | 'tpu --zone' | 'cpu --processes' | 'slurm --nodes' | 'slurm --ntasks-per-node' | \
+      'slurm --gpus-per-node' | 'slurm --partition' | 'slurm --time' | 'slurm --account' | 'slurm --qos')
+      [ $# -gt 1 ] || die "$1 needs a value"
+      case "$1" in --name) name="$2" ;; --zone) zones="$2" ;; --processes) processes="$2" ;; esac
+      options+=("$1=$2") && same="$same $1 $2" && shift 2 && continue
+      ;;
+    *) flags+=("$1") && shift && continue ;;
+  esac
+  same="$same $1" && shift
+done
+set -- ${flags[@]+"${flags[@]}"}
+scratch="$(mktemp -d)" && errors="$scratch/errors" && : >"$errors"
+trap 'rm -rf "$scratch"' EXIT
+
+case "$command $action" in
+  cpu*)
+    platform=cpu && setup
+    if [ "$processes" = 1 ]; then (train "$@"); else several "$processes" "$@"; fi
     ;;
-  setup) setup ;;
-  help | -h | --help) usage ;;
-  '')
-    usage >&2
-    exit 2
+  gpu*)
+    [ -n "$dry_run" ] || command -v nvidia-smi >/dev/null || die 'no NVIDIA GPU is here; try: bash launch.sh cpu'
+    setup cuda13
+    (train "${job[@]}" "$@")
     ;;
-  *) die "unknown command $command; it is one of cpu, test, setup; see: bash launch.sh --help" ;;
+  slurm*)
+    if [ "${JAX_PLATFORMS:-}" = cpu ]; then setup; else setup cuda13; fi
+    slurm "${job[@]}" "$@"
+    ;;
+  'test ') setup && run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}" ;;
+  'setup ') setup ;;
+  tpu*)
+    slice
+    case "$action" in
+      '' | up | setup | test) up ;;
+      *) find_vm ;;
+    esac
+    [ -n "$dry_run$zone" ] || die "there is no $name in $zones; make it: bash launch.sh $same up"
+    case "$action" in '' | setup | test) send ;; esac
+    case "$action" in
+      '' | run) train_there "$@" ;;
+      logs) follow ;;
+      stop) must workers all 'bash launch.sh worker stop' ;;
+      status) say "$name in $zone is $state" && must workers all 'bash launch.sh worker status' ;;
+      test) workers 0 ".venv/bin/python -u test_kernel.py $([ $# -eq 0 ] || printf '%q ' "$@")" ;;
+      down)
+        [ -n "$yes" ] || read -r -p "delete $name in $zone? [y/N] " yes || :
+        [ "$yes" = y ] || die 'nothing is deleted; --yes does it without asking'
+        delete
+        ;;
+    esac
+    ;;
+  help* | -h* | --help*)
+    sed -n '2,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"
+    [ -n "$same" ] || exit 2
+    ;;
+  *) die "unknown command $command; it is cpu, gpu, slurm, test, setup or a TPU type; see: bash launch.sh help" ;;
 esac

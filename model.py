@@ -276,24 +276,28 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
             json.dump({"metadata": {}, "weight_map": weight_map}, f, indent=1)
 
 def save_shards(tree, directory):
-    """Write this process's shards of a tree of arrays, each once, as 'name|start,start'."""
-    shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": np.asarray(shard.data, order="C")
-              for name, array in flatten(tree).items()
-              for shard in array.addressable_shards if shard.replica_id == 0}
-    save_file(shards, os.path.join(directory, f"shards-{jax.process_index():05}.safetensors"))
+    """Write this process's shards of a tree of arrays, each once, as 'name|start,start': all that it holds, for
+    its disk may be its own. The file is there whole or not at all."""
+    shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": shard.data
+              for name, array in flatten(tree).items() for shard in array.addressable_shards}
+    name = f"shards-{jax.process_index():05}-of-{jax.process_count():05}.safetensors"
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, name)
+    save_file({key: np.asarray(data, order="C") for key, data in shards.items()}, path + ".tmp")
+    os.replace(path + ".tmp", path)
 
 def load_shards(directory, tree):
     """The saved arrays in place of those of `tree`, which go; they may have been saved on any mesh."""
-    pieces = {}  # array name -> [(where the piece starts, its file, its key)]
+    pieces = {}  # array name -> {its key: (where the piece starts, its file, its key)}
     for file in sorted(name for name in os.listdir(directory) if name.endswith(".safetensors")):
         f = safe_open(os.path.join(directory, file), "np")
-        for key in f.keys():
+        for key in f.keys():  # several processes may hold the same
             name, _, starts = key.partition("|")
-            pieces.setdefault(name, []).append(([int(n) for n in starts.split(",") if n], f, key))
+            pieces.setdefault(name, {})[key] = [int(n) for n in starts.split(",") if n], f, key
 
     def read(name, dtype, index):
         out, filled = np.empty([s.stop - s.start for s in index], dtype), 0
-        for starts, f, key in pieces.get(name, []):
+        for starts, f, key in pieces.get(name, {}).values():
             piece = f.get_slice(key)
             ends = [a + n for a, n in zip(starts, piece.get_shape())]
             laps = [(max(s.start, a), min(s.stop, b)) for s, a, b in zip(index, starts, ends)]

@@ -9,7 +9,8 @@ advantages, update. A process has its own questions, all run every jitted call, 
 
 import argparse, dataclasses, difflib, inspect  # the command line
 import fractions, math, random, re  # questions and answers
-import glob, json, os, shutil, subprocess, sys, time  # files and processes
+import glob, json, os, shutil, subprocess, sys, time, traceback  # files and processes
+import contextlib, hashlib, socket, urllib.request  # the other processes of a run
 from functools import partial
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -31,7 +32,7 @@ class Config:
     data: str = "gsm8k"          # arith | gsm8k | a hub id[:config] | file.jsonl with `question` and `answer`
     eval_data: str = ""          # held-out questions, likewise; "" = the held-out part of data | none
     system: str = "Think step by step, then give the final number as <answer>number</answer>."  # prompt
-    out: str = ""                # directory of the run; "" = out/<data>-<model>
+    out: str = ""                # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: int = 1                # of the order of questions, of sampling, and of the tiny model's weights
     steps: int = 200             # GRPO steps
     sft_steps: int = 0           # supervised steps on the reference answers, before GRPO
@@ -65,6 +66,11 @@ class Config:
     # the devices
     mesh: str = "auto"           # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: int = 0   # stop unless so many JAX processes run; 0 = any number
+    require_devices: int = 0     # stop unless they have so many devices together; 0 = any number
+    coordinator: str = ""        # host:port of process 0; "" = as Slurm or the TPU slice have it, else alone
+    processes: int = 1           # JAX processes of the run, where there is a coordinator
+    process_id: int = 0          # which of them this is: 0, 1, ...
+    start_timeout: int = 20      # seconds to wait for the others to start; launch.sh, which starts all: 900
     # evaluation, and what the run leaves behind
     eval_every: int = 50         # GRPO steps between evaluations; 0 = only before and after
     eval_n: int = 0              # held-out questions to evaluate; 0 = all
@@ -76,6 +82,11 @@ class Config:
     resume: Literal["auto", "force"] = "auto"  # force = go on even if flags changed the meaning of the run
     wandb: str = ""              # project on wandb.ai; "" = none
 
+    @property
+    def bucket(self):
+        """gs://bucket/run, of which `out` is the copy on this disk; or nothing."""
+        return "gs://" + self.out[7:] if self.out.startswith("out/gs/") else ""
+
 # What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
 TINY = dict(data="arith", system="", steps=80, sft_steps=80, batch=32, npq=8, max_prompt=32, max_answer=40,
             lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
@@ -83,7 +94,8 @@ TINY_MODEL = dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=320, hidden_size=128, eos_token_id=2,
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
-FREE = set("out micro_batch loss_impl mesh eval_every save_every keep resume wandb".split())  # on resuming
+OWN = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
+FREE = OWN | set("out micro_batch loss_impl mesh eval_every save_every keep resume wandb".split())  # on resuming
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -118,7 +130,8 @@ def parse(argv):
         parser.set_defaults(**TINY)
     cfg = Config(**vars(parser.parse_args(argv)))
     names = [os.path.basename(name.rstrip("/")).removesuffix(".jsonl") for name in (cfg.data, cfg.model)]
-    return dataclasses.replace(cfg, out=cfg.out or os.path.join("out", "-".join(names).replace(":", "-")))
+    out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/")) or f"out/{'-'.join(names).replace(':', '-')}"
+    return dataclasses.replace(cfg, out=out)
 
 # ---------------------------------------------------------------- questions
 def worked_sum(a, b, carry=True):
@@ -141,36 +154,37 @@ def arith(held_out):
              "demonstration": worked_sum(a, b, carry=i % 4 == 0)}
             for i, (a, b) in enumerate(pairs[:2000] if held_out else pairs[2000:22000])]
 
-def check_jsonl(path):
-    """Name the first line that is not an object with a question and an answer."""
+def read_questions(path):
+    """Rows of a .jsonl file; names the first line that is not an object with a question and an answer."""
     check(os.path.isfile(path), f"{path} does not exist")
+    rows = []
     with open(path, encoding="utf-8", errors="replace") as f:
-        lines = [(number, line.strip()) for number, line in enumerate(f, 1) if line.strip()]
-    check(lines, f"{path} is empty")
-    for number, line in lines:
-        try:
-            good = all(json.loads(line).get(key) not in (None, "") for key in ("question", "answer"))
-        except (ValueError, AttributeError):
-            good = False
-        check(good, f"{path} line {number}: no JSON object with `question` and `answer`: {line[:50]}")
+        for number, line in ((n, line) for n, line in enumerate(f, 1) if line.strip()):
+            try:
+                rows.append(json.loads(line))
+                good = all(rows[-1].get(key) not in (None, "") for key in ("question", "answer"))
+            except (ValueError, AttributeError):
+                good = False
+            check(good, f"{path} line {number}: no JSON object with `question` and `answer`: {line[:50]}")
+    check(rows, f"{path} is empty")
+    return rows
 
 def load_rows(name, held_out):
     """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate instead."""
     if name == "arith":
         return arith(held_out)
-    import datasets  # slow to import, and not needed for arith
-    datasets.disable_progress_bars()
-    path, _, part = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
-    source = dict(path=path, name=part or None, split="test" if held_out else "train")
     if name.endswith(".jsonl"):
-        check_jsonl(name)
-        source = dict(path="json", data_files=glob.escape(name), split="train")
-    try:
-        table = datasets.load_dataset(**source)
-    except Exception as e:
-        check(False, f"{name} cannot be loaded: {first_line(e)}")
-    missing = {"question", "answer"} - set(table.column_names)
-    check(not missing, f"{name} has no column {' or '.join(missing)}, only {', '.join(table.column_names)}")
+        table = read_questions(name)
+    else:
+        import datasets  # slow to import, and not needed for the others
+        datasets.disable_progress_bars()
+        path, _, part = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
+        try:
+            table = datasets.load_dataset(path, part or None, split="test" if held_out else "train")
+        except Exception as e:
+            check(False, f"{name} cannot be loaded: {first_line(e)}")
+        lacks = {"question", "answer"} - set(table.column_names)
+        check(not lacks, f"{name} has no column {' or '.join(lacks)}, only {', '.join(table.column_names)}")
     rows = [{k: str(v) for k, v in row.items() if v is not None} for row in table]
     check(all({"question", "answer"} <= row.keys() for row in rows), f"{name}: rows lack question or answer")
     return rows
@@ -235,6 +249,98 @@ def score_answers(functions, rows, answers, cut):
             except Exception as e:
                 faults.setdefault(function.__name__, {})[i] = first_line(e)
     return scores, faults
+
+# ---------------------------------------------------------------- the processes of a run
+def find_processes(cfg):
+    """-> (host:port of process 0, the host of each process, this one's number, the GPUs that are its own)"""
+    env = os.environ
+    if cfg.coordinator:
+        return cfg.coordinator, [""] * cfg.processes, cfg.process_id, None
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        nodes = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], text=True,
+                               stdout=subprocess.PIPE, check=True).stdout.split()
+        tasks, job = int(env["SLURM_STEP_NUM_TASKS"]) // len(nodes), int(env["SLURM_JOB_ID"])
+        shared = tasks > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")  # the node's GPUs, by all its tasks
+        return (f"{nodes[0]}:{12000 + job % 20000}", [node for node in nodes for _ in range(tasks)],
+                int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]) if shared else None)
+    hosts, me = [""], 0
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "GCE_METADATA_HOST" in env:  # a TPU VM
+        where = env.get("GCE_METADATA_HOST", "metadata.google.internal") + "/computeMetadata/v1/instance/"
+        ask = lambda key: urllib.request.urlopen(urllib.request.Request(
+            f"http://{where}attributes/{key}", headers={"Metadata-Flavor": "Google"}), timeout=9).read().decode()
+        try:
+            hosts = [host.split(":")[-1] for host in ask("worker-network-endpoints").split(",")]
+            me = int(ask("agent-worker-number"))
+        except (OSError, ValueError) as e:
+            print(f"train.py: not a slice of Cloud TPUs, so one process ({first_line(e)})", flush=True)
+    return f"{hosts[0]}:8476", hosts, me, None  # JAX's own choice, 8482, is closed in Google's firewall
+
+def roll_call(address, hosts, me, mine, seconds):
+    """Every process tells process 0 what it runs -> "", or what is wrong: who is absent, who runs another
+    program. (JAX's own wait ends in an abort that names nobody.)"""
+    (server, port), end = address.rsplit(":", 1), time.time() + seconds
+    names = [f"process {i}" + f" ({host})" * bool(host) for i, host in enumerate(hosts)]
+    while me and time.time() < end:
+        try:
+            with socket.create_connection((server, int(port)), 5) as s, s.makefile("rw") as f:
+                s.settimeout(seconds + 5)
+                print(json.dumps([me, mine]), file=f, flush=True)
+                return json.loads(f.readline())
+        except (OSError, ValueError):  # process 0 is not there yet
+            time.sleep(0.5)
+    if me:
+        return f"{names[me]} of {len(hosts)} heard nothing from process 0 at {address} for {seconds} s"
+    told, files = {0: mine}, []
+    with socket.create_server(("", int(port)), backlog=len(hosts)) as s:
+        while (absent := [n for i, n in enumerate(names) if i not in told]) and time.time() < end:
+            s.settimeout(max(0.1, min(10, end - time.time())))
+            try:
+                connection, _ = s.accept()
+                connection.settimeout(5)
+                files.append(connection.makefile("rw"))
+                told.update([json.loads(files[-1].readline())])
+            except TimeoutError:
+                print(f"waiting for {', '.join(absent)}", flush=True)
+            except (OSError, ValueError, TypeError):  # who came is none of us
+                pass
+    fault = (f"{len(hosts)} processes are expected, {len(told)} started within {seconds} s; absent: "
+             f"{', '.join(absent)}. Was only worker 0 started? `bash launch.sh TYPE` starts all" if absent else
+             next((f"{names[i]} has {k} = {told[i].get(k)!r}, process 0 has {v!r}; give all the same command "
+                   "and the same files" for i in sorted(told) for k, v in mine.items()
+                   if told[i].get(k) != v), ""))
+    for f in files:
+        with contextlib.suppress(OSError):  # a caller that gave up
+            print(json.dumps(fault), file=f, flush=True)
+    return fault
+
+def connect(cfg):
+    """Join the run's other processes, if it has any, once all are there and run the same."""
+    address, hosts, me, gpus = find_processes(cfg)
+    check(0 <= me < len(hosts), f"process_id = {me} is not one of {len(hosts)} processes: 0 to {len(hosts) - 1}")
+    if len(hosts) > 1:
+        code = b"".join(open(m.__file__, "rb").read() for m in (sys.modules["__main__"], model, kernel))
+        mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OWN} | {
+            "commit": commit(), "code": hashlib.sha256(code).hexdigest()[:12], "jax": jax.__version__}
+        try:
+            fault = roll_call(address, hosts, me, mine, cfg.start_timeout)
+        except OSError as e:  # the port is taken, or no such host
+            check(False, f"{address} cannot be listened on ({e.strerror}): does another run use it?")
+        check(not fault, fault)
+        jax.distributed.initialize(address, len(hosts), me, gpus, "deactivate", heartbeat_timeout_seconds=30)
+    processes, devices = jax.process_count(), jax.device_count()
+    check(cfg.require_processes in (0, processes) and cfg.require_devices in (0, devices), "jax.process_count() "
+          f"= {processes} with {devices} devices, expected {cfg.require_processes or processes} with "
+          f"{cfg.require_devices or devices}: was only worker 0 started? `bash launch.sh TYPE` starts all")
+
+def everywhere(value):
+    """What each process has, stacked: [processes, ...]; every process must call."""
+    return np.asarray(multihost_utils.process_allgather(np.asarray(value))).reshape(-1, *np.shape(value))
+
+def commit():
+    """The commit this is, and whether files differ from it; launch.sh tells it where it sent the files."""
+    git = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True,
+                         capture_output=True, cwd=os.path.dirname(__file__) or ".")
+    return os.environ.get("PODGRPO_COMMIT") or git.stdout.strip() or "unknown"
 
 # ---------------------------------------------------------------- model directory, mesh, sizes and checks
 def model_directory(cfg, *patterns):
@@ -303,8 +409,6 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
     """Every divisibility of the run, in one place, before weights load."""
     processes, local, sequences = jax.process_count(), jax.local_device_count(), cfg.batch * cfg.npq
     dp, fsdp, tp = mesh.devices.shape
-    check(cfg.require_processes in (0, processes), f"require_processes = {cfg.require_processes}, but "
-          f"{processes} JAX processes run, with {local} devices each; start the same command on every host")
     check(cfg.loss_impl != "pallas" or (jax.default_backend(), cfg.dtype) == ("tpu", "bfloat16"),
           f"pallas is for tpu, bfloat16, not {jax.default_backend()}, {cfg.dtype}; try --loss_impl jax")
     near = sorted(range(2, 2 * cfg.npq + local), key=lambda n: abs(n - cfg.npq))
@@ -450,9 +554,10 @@ def update(params, state, batch, lr, *, cfg, shape, mesh):
 
 # ---------------------------------------------------------------- files and checkpoints
 def write_file(path, text):
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    aside = f"{path}.{os.getpid()}.tmp"
+    with open(aside, "w", encoding="utf-8") as f:
         f.write(text)
-    os.replace(path + ".tmp", path)
+    os.replace(aside, path)
 
 def write_jsonl(cfg, name, rows, mode="a"):
     if jax.process_index() == 0:
@@ -464,28 +569,41 @@ def read_jsonl(cfg, name):
         f.seek(0)
         return [json.loads(line) for line in f if line.endswith("\n")]  # a killed run may leave half a line
 
-def write_directory(directory, write):
-    """Every process calls write(aside), then the directory gets its name: it is there whole or not at all."""
-    aside, first = directory + ".tmp", jax.process_index() == 0
-    if first:
-        shutil.rmtree(aside, ignore_errors=True)
-    multihost_utils.sync_global_devices(f"cleared {aside}")
-    os.makedirs(aside, exist_ok=True)
-    write(aside)
-    multihost_utils.sync_global_devices(f"wrote {aside}")
-    if first:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(aside, directory)
-
 def checkpoint_steps(cfg):
-    """Steps of the checkpoints in `out`, oldest first."""
-    return sorted(int(path[-6:]) for path in glob.glob(f"{glob.escape(cfg.out)}/step_" + 6 * "[0-9]"))
+    """Steps of the checkpoints that this process can load, oldest first: its own part, all that it needs on a
+    disk of its own, or all parts, that as many other processes wrote."""
+    found, own = [], f"{jax.process_index():05}-of-{jax.process_count():05}"
+    for path in sorted(glob.glob(f"{glob.escape(cfg.out)}/step_" + 6 * "[0-9]")):
+        parts = re.findall(r"shards-(\d+-of-(\d+))\.safetensors ", " ".join(os.listdir(path)) + " ")
+        if own in dict(parts) or parts and len(parts) == int(parts[0][1]):
+            found.append(int(path[-6:]))
+    return found
 
 def save_checkpoint(cfg, step, state):
     """Write `out`/step_NNNNNN; all else that a run depends on is a function of its flags and the step."""
-    write_directory(f"{cfg.out}/step_{step:06}", partial(model.save_shards, state))
-    for old in checkpoint_steps(cfg)[:-cfg.keep] if jax.process_index() == 0 else []:
-        shutil.rmtree(f"{cfg.out}/step_{old:06}")
+    model.save_shards(state, f"{cfg.out}/step_{step:06}")
+    if everywhere(mirror(cfg)).all():  # now that it is whole for all, older ones may go
+        for old in checkpoint_steps(cfg)[:-cfg.keep]:
+            shutil.rmtree(f"{cfg.out}/step_{old:06}", ignore_errors=True)
+
+def mirror(cfg, back=False):
+    """Make the bucket of the run equal to `out`, or the reverse: of checkpoints each process its own part, of
+    the rest process 0. -> whether it worked"""
+    if not cfg.bucket:
+        return True
+    me, ends = jax.process_index(), [cfg.bucket, cfg.out] if back else [cfg.out, cfg.bucket]
+    others = [rf".*shards-(?!{me:05})", r".*\.tmp", ".*tiny-seed"] + ["(?!.*shards-)"] * (me > 0 and not back)
+    try:
+        done = subprocess.run(
+            ["gcloud", "storage", "rsync", "--recursive", "--exclude", "|".join(others), *ends]
+            + ["--delete-unmatched-destination-objects"] * (not back), capture_output=True, text=True)
+        fault = "" if done.returncode == 0 else (done.stderr.strip() or "failed").splitlines()[-1]
+    except OSError as e:
+        fault = f"gcloud, which {cfg.bucket} needs: {e.strerror}"
+    if fault and not (back and "matched no objects" in fault):  # it is new
+        print(f"train.py: {ends[0]} could not be copied to {ends[1]}: {fault}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 def open_run(cfg):
     """Claim `out` for this run -> the step it has reached. Refuses a directory that holds anything else."""
@@ -493,6 +611,7 @@ def open_run(cfg):
         os.makedirs(cfg.out, exist_ok=True)
     except OSError as e:
         check(False, f"{cfg.out} cannot be made a directory ({e.strerror}); choose another --out")
+    check(mirror(cfg, back=True), f"--out {cfg.bucket} cannot be used; see above")
     found = {name for name in os.listdir(cfg.out) if not name.startswith("tiny-seed")}
     if found:
         try:
@@ -504,7 +623,8 @@ def open_run(cfg):
             check(False, f"{cfg.out} exists and is not a run of podgrpo; choose another --out")
         check(not changed or cfg.resume == "force" or found == {"config.json"}, f"{cfg.out} is another run: "
               f"{'; '.join(changed[:3])}; choose another --out, or --resume force to go on with it")
-    done = (checkpoint_steps(cfg) or [0])[-1]
+    steps = everywhere(np.array([0] * 99 + checkpoint_steps(cfg))[-99:]).tolist()
+    done = max(set.intersection(*map(set, steps)), default=0)  # the newest that every process can load
     if os.path.isdir(f"{cfg.out}/final") and done >= cfg.sft_steps + cfg.steps:
         say(f"{cfg.out} is finished: {done} steps; see {cfg.out}/final and {cfg.out}/metrics.jsonl")
         raise SystemExit(0)
@@ -512,14 +632,20 @@ def open_run(cfg):
 
 def write_final(cfg, run, params):
     """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
-    def write(aside):
-        config = model.read_json(f"{run.directory}/config.json")
-        kind = config.get("torch_dtype") or config.get("dtype")
-        model.save(aside, params, run.shape, run.mesh, kind if kind in ("bfloat16", "float16") else "float32")
-        for name in os.listdir(run.directory) if jax.process_index() == 0 else []:
+    config, final = model.read_json(f"{run.directory}/config.json"), f"{cfg.out}/final"
+    kind = config.get("torch_dtype") or config.get("dtype")
+    if jax.process_index() == 0:
+        shutil.rmtree(final + ".tmp", ignore_errors=True)
+        os.makedirs(final + ".tmp")
+    model.save(final + ".tmp", params, run.shape, run.mesh,
+               kind if kind in ("bfloat16", "float16") else "float32")
+    if jax.process_index() == 0:
+        for name in os.listdir(run.directory):
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
-                shutil.copy(os.path.join(run.directory, name), aside)
-    write_directory(f"{cfg.out}/final", write)
+                shutil.copy(os.path.join(run.directory, name), final + ".tmp")
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(final + ".tmp", final)
+    mirror(cfg)
 
 # ---------------------------------------------------------------- what a person sees
 def say(text, end="\n"):
@@ -592,6 +718,7 @@ def set_up(argv):
     """Command line -> (Config, run: what does not change, open model files); all mistakes are found here."""
     cfg = parse(argv)
     check_flags(cfg)
+    connect(cfg)
     mesh = make_mesh(cfg.mesh, jax.devices())
     auto = {"dtype": "float32" if jax.default_backend() == "cpu" else "bfloat16",
             "loss_impl": "pallas" if jax.default_backend() == "tpu" and cfg.dtype != "float32" else "jax"}
@@ -618,12 +745,9 @@ def set_up(argv):
     prompt_width, row_width = -(-longest // step) * step, -(-(longest + cfg.max_answer) // step) * step
     checkpoint = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape)
     wandb_run = start_wandb(cfg)
-    if jax.process_index() == 0:
-        git = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True,
-                             capture_output=True, cwd=os.path.dirname(__file__) or ".")
-        write_file(f"{cfg.out}/config.json", json.dumps({
-            "config": dataclasses.asdict(cfg), "commit": git.stdout.strip() or "unknown",
-            "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}}, indent=1))
+    write_file(f"{cfg.out}/config.json", json.dumps({  # by every process: its disk may be its own
+        "config": dataclasses.asdict(cfg), "commit": commit(),
+        "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}}, indent=1))
     return cfg, SimpleNamespace(
         directory=directory, shape=shape, mesh=mesh, tokenizer=tokenizer, rows=rows, held_out=held_out,
         prompt_width=prompt_width, row_width=row_width, done=done, wandb=wandb_run), checkpoint
@@ -664,7 +788,7 @@ def evaluate(params, step, cfg, run):
                 {"step": step, "eval": True, "question": row["question"], "reference": row["answer"],
                  "answer": a, "solved": r} for row, a, r in list(zip(rows, answers, right))[:min(3, n)]])
         progress("evaluating", min(start + stride, n), n)
-    solved = float(np.sum(multihost_utils.process_allgather(np.float64(solved)))) / n
+    solved = float(everywhere(solved).sum()) / n
     say(f"eval at step {step} | solved {solved:.4f} of {n} | {time.time() - began:.1f}s")
     return {"eval/solved": solved}
 
@@ -672,11 +796,11 @@ def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
     """Reward and length metrics over the answers of all hosts; reward functions that failed are named."""
     for name, messages in faults.items():
         print(f"reward {name} failed on {len(messages)} answers, which score 0: {max(messages.values())}")
-    failed = multihost_utils.process_allgather(np.int32(sum(map(len, faults.values()))))
+    failed = everywhere(sum(map(len, faults.values())))
     names = ["reward/mean", "len/prompt", "len/answer", "truncated", "solved"] + [
         f"reward/{function.__name__}" for function, _ in REWARDS]
     table = np.column_stack([rewards, [len(p) for p in prompts], out["lengths_B"], out["cut_B"], scores])
-    table = np.asarray(multihost_utils.process_allgather(table)).reshape(-1, len(names))
+    table = everywhere(table).reshape(-1, len(names))
     groups = table[:, 0].reshape(-1, cfg.npq)
     return dict(zip(names, table.mean(0).tolist())) | {
         "reward/std": float(groups.std()), "reward/faults": int(np.sum(failed)),
@@ -691,7 +815,7 @@ def update_metrics(parts, rows, batch, cfg, run):
         m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / m["valid_tokens"]
     memory = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
     gib = [max(d.get(k, 0) for d in memory) / 2 ** 30 for k in ("bytes_in_use", "peak_bytes_in_use")]
-    hosts = multihost_utils.process_allgather(np.float32([1 - rows["segments"].mean(), *gib])).reshape(-1, 3)
+    hosts = everywhere(np.array([1 - rows["segments"].mean(), *gib]))
     return {"kl": 0.0} | m | {
         "valid_tokens": m["valid_tokens"] / cfg.ppo_epochs, "padding_fraction": float(hosts[:, 0].mean()),
         "micro_batch": batch["tokens"].shape[1] // (run.mesh.shape["dp"] * run.mesh.shape["fsdp"]),
@@ -713,6 +837,11 @@ def train(argv=None):
         f"all, in rows of {run.row_width} tokens | {updates} updates a step"
         + f" | {len(examples)} answers of at most {cfg.max_answer} tokens to imitate" * (cfg.sft_steps > 0)
         + " | no --eval_data, no evaluation" * (not run.held_out))
+    spans = len({device.process_index for device in run.mesh.devices[0].flat})
+    if spans > 1:
+        say(f"fsdp*tp = {run.mesh.devices[0].size} spans {spans} hosts: each pass over the weights brings "
+            f"{run.shape.n_params * 2 * (1 - 1 / spans) / 2 ** 30:.2g} GiB into every host; --mesh host_local "
+            f"keeps that inside a host, and takes {spans} times the memory for parameters and optimizer")
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     evaluations = {total, *range(cfg.sft_steps, total, cfg.eval_every or 10**9)} if run.held_out else set()
     state, key, recent = load_state(cfg, run, checkpoint), jax.random.key(cfg.seed), []
@@ -797,4 +926,13 @@ def main(argv=None):
         check(False, str(e))
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException as e:  # at an orderly exit JAX would wait for the other processes, which wait for this
+        code = e.code if isinstance(e, SystemExit) else 1
+        if not jax.distributed.is_initialized() or code == 0:
+            raise
+        if code == 1:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
