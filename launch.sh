@@ -5,17 +5,14 @@
 #   bash launch.sh gpu [flags]                  train on this machine's NVIDIA GPUs
 #   bash launch.sh slurm [options] [flags]      submit a job and follow it; requeued, it resumes
 #     --nodes N  --ntasks-per-node K  --gpus-per-node G  --partition P  --time T  --account A  --qos Q
-#   bash launch.sh TYPE [options] [flags]       train on a TPU slice, v4-16, v5litepod-16, v5p-16, v6e-16 and
-#                                               the like: up, setup and run in one; Ctrl-C detaches
+#   bash launch.sh TYPE [options] [flags]       train on a TPU slice, v4-16, v5litepod-16, v5p-16, v6e-16 or
+#                                               such: up, setup and run in one; Ctrl-C detaches
 #   bash launch.sh TYPE up|setup|run|logs|status|stop|down|test [options]
 #     up: find or make the TPU VM; setup: send this tree and .env to all workers, install; run [flags]: start
 #     train.py on all, follow; logs: follow again; stop: SIGTERM; down: delete; test [names]: on worker 0
-#     --name NAME  of the VM                      --zone A,B  to try in turn     --yes  delete without asking
-#     --spot  cheaper; made again when preempted  --queued  through a queued resource
-#   bash launch.sh test [names]                 every test here, or those whose name contains one of the names
-#   bash launch.sh setup                        only make .venv, with requirements.txt in it
+#     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued  --yes (to down)
+#   bash launch.sh test [names] | setup         every test here, or those with a name in theirs | only make .venv
 #   bash launch.sh --dry-run ...                print the commands instead of running them
-#
 # Flags are train.py's. gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K unless they say otherwise;
 # --out gs://bucket/run keeps checkpoints there. .env beside this file holds WANDB_API_KEY=.. and HF_TOKEN=..
 # PYTHON=.. makes .venv: 3.11 or newer; else python3.12, python3.11 or python3; else uv brings 3.12.
@@ -40,19 +37,21 @@ setup() {
   if grep -qxF "$mark" "$venv/installed" 2>/dev/null; then return; fi
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none, or one that was cut short
     for python in ${PYTHON:-python3.12 python3.11 python3} uv; do
-      [ "$python" != uv ] && "$python" -c "$old" >/dev/null 2>&1 && break
+      if [ "$python" != uv ] && "$python" -c "$old" >/dev/null 2>&1; then break; fi
     done
     case "${PYTHON:-}:$python" in
-      :uv) run python3 -m pip install -q --user uv && run python3 -m uv venv -q --clear --seed -p 3.12 "$venv" ;;
+      :uv)
+        run python3 -m pip install -q --user uv
+        run python3 -m uv venv -q --clear --seed --python 3.12 "$venv"
+        ;;
       *:uv) die "PYTHON=$PYTHON is not Python 3.11 or newer" ;;
       *) run "$python" -m venv --clear "$venv" ;;
     esac
   fi
   run "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt" \
-    ${extra:+"jax[$extra]"}
+    ${extra:+"jax[$extra]"} || exit
   [ -n "$dry_run" ] || printf '%s\n' "$mark" >>"$venv/installed"
 }
-
 # train.py, with .env in its environment, where no ps and no log shows it
 train() {
   local key value
@@ -62,10 +61,10 @@ train() {
   done <"$here/.env"
   run exec env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$here/train.py" "$@"
 }
-
 # $1 processes that train together; the exit code is that of the first to fail
 several() {
   local i codes="$scratch/codes" port=$((20000 + RANDOM % 10000))
+  [ "$1" != 1 ] || { (train "${@:2}") && exit; }
   for ((i = 0; i < $1; i++)); do
     { (train --coordinator "127.0.0.1:$port" --processes "$1" --process_id "$i" "${@:2}") 2>&1 ||
       echo $? >>"$codes"; } | label "p$i" &
@@ -73,25 +72,24 @@ several() {
   wait
   [ ! -f "$codes" ] || exit "$(head -n 1 "$codes")"
 }
-
+# submit, follow; scontrol forgets a job some minutes after its end, so that also is an end
 slurm() {
-  local id log
-  set -- --wrap "srun --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")"
-  set -- --job-name=podgrpo --requeue --open-mode=append --output=slurm-%j.log ${options[@]+"${options[@]}"} "$@"
-  id="$(run sbatch --parsable "$@")"
+  local id log now='' code ended='JobState=(COMPLETED|FAILED|CANCEL|TIMEOUT|PREEMPTED|NODE_F|OUT_|DEADLINE|BOOT)'
+  id="$(run sbatch --parsable --job-name=podgrpo --requeue --open-mode=append --output=slurm-%j.log \
+    ${options[@]+"${options[@]}"} --wrap "srun --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")")"
   [ -z "$dry_run" ] || exit 0
   id="${id%%;*}" && log="slurm-$id.log" && touch "$log"
   say "job $id; its log: $log; end it: scancel $id"
   tail -n +1 -F "$log" 2>/dev/null &
   trap 'kill %1; say "detached; the job goes on: tail -F $log"; exit 130' INT
-  while [ -n "$(squeue --noheader --jobs="$id" 2>/dev/null)" ]; do sleep 2; done
-  sleep 2 && kill %1
-  exit $(($(scontrol show job "$id" | sed -n 's/.* ExitCode=\([0-9]*\):\([0-9]*\).*/\1 + (\2 ? 128 + \2 : 0)/p')))
+  until grep -qE "$ended|Invalid job" <<<"$now"; do sleep 2 && now="$(scontrol show job -o "$id" 2>&1 || :)"; done
+  kill %1
+  code="$(sed -n 's/.* ExitCode=\([0-9]*\):\([0-9]*\).*/\1 + (\2 ? 128 + \2 : 0)/p' <<<"$now")"
+  case "$now" in *JobState=COMPLETED*) exit 0 ;; *) exit $((${code:-0} ? code : 1)) ;; esac
 }
 
 # ---------------------------------------------------------------- Google Cloud
-# TYPE -> its devices and hosts (v4 and v5p count cores, two a device), the image of its VMs, its zones:
-# cloud.google.com/tpu/docs/runtimes, cloud.google.com/tpu/docs/regions-zones
+# TYPE -> devices, hosts, image, zones (cloud.google.com/tpu/docs: runtimes, regions-zones); v4, v5p count cores
 slice() {
   local cores=1 alone=8 all
   case "$type" in
@@ -103,7 +101,6 @@ slice() {
   devices=$((${type#*-} / cores)) name="${name:-podgrpo-$type}" zones="${zones:-$all}"
   hosts=$((devices > alone ? devices / 4 : 1))
 }
-
 # every call of gcloud; what it complains of goes to a file, for `why`
 cloud() {
   [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud: see cloud.google.com/sdk/docs/install'
@@ -119,19 +116,19 @@ why() {
     *'active account'* | *'auth login'*) advice='log in: gcloud auth login' ;;
     *'[project]'*) advice='choose a project: gcloud config set project PROJECT' ;;
     *SERVICE_DISABLED* | *'has not been used'*) advice='run: gcloud services enable tpu.googleapis.com' ;;
-    *PERMISSION_DENIED*) advice="ask for the role TPU Admin, or try another --zone than $zone" ;;
+    *PERMISSION_DENIED*) advice="ask for the role TPU Admin, or try another --zone" ;;
     *[Qq]uota*) advice='ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type' ;;
-    *[Rr]eserv*) advice="the reservation is not in $zone, or full: try another --zone, or --spot" ;;
+    *[Rr]eserv*) advice="the reservation is elsewhere, or full: try another --zone, or --spot" ;;
     *apacity*) advice="$zone has no $type left" ;;
     *'be found in the zonal'* | *'not found in zone'*) advice="$zone offers no $type: try another --zone" ;;
     *'SSH Key is not'*) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
   esac
   say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
 }
-
 # of the VM in $zone; nothing where there is none
-state() { tpu tpu-vm describe --format='value(state)' || grep -q NOT_FOUND "$errors" || { why && return 1; }; }
-
+state() {
+  tpu tpu-vm describe --format='value(state)' || grep -q NOT_FOUND "$errors" || { why && return 1; }
+}
 # sets $zone to where the VM is and $state, or both to nothing
 find_vm() {
   for zone in ${zones//,/ } ''; do
@@ -139,49 +136,47 @@ find_vm() {
     [ -z "$state" ] || return 0
   done
 }
-
+delete() { must tpu "$made_by" delete ${queued:+--force} >&2; }
 create() {
+  set -- "$name" --accelerator-type="$type" --zone="$zone" ${spot:+--spot}
   say "creating $name, $hosts hosts with $devices devices, in $zone"
-  set -- --accelerator-type="$type" ${spot:+--spot}
   case "$made_by" in
-    tpu-vm) tpu tpu-vm create --version="$image" "$@" >&2 || return ;;
-    *) tpu queued-resources create --node-id="$name" --runtime-version="$image" "$@" >&2 || return ;;
+    tpu-vm) cloud compute tpus tpu-vm create --version="$image" "$@" >&2 ;;
+    *) cloud compute tpus "$made_by" create --node-id="$name" --runtime-version="$image" "$@" >&2 ;;
   esac
+}
+ready() {
   until [ -n "$dry_run" ] || [ "$(state)" = READY ]; do
-    [ "$made_by" = tpu-vm ] || case "$(tpu "$made_by" describe --format='value(state.state)')" in
+    sleep 10
+    [ -z "$queued" ] || case "$(tpu "$made_by" describe --format='value(state.state)')" in
       FAILED | SUSPENDED) delete && say 'the queued resource failed' && return 1 ;;
     esac
-    sleep 10
   done
 }
-
-delete() { must tpu "$made_by" delete ${queued:+--force} >&2; }
-
 # a READY VM: the one that is there, or a new one in the first zone that has room
 up() {
   local scarce=''
   find_vm
   case "$state" in
-    PREEMPTED | TERMINATED) say "$name was preempted" && delete && zone='' ;;
+    PREEMPTED | TERMINATED) say "$name was preempted" && delete ;;
     STOP*) die "$name is stopped; delete it: bash launch.sh $same down" ;;
+    ?*) ready && return ;;
   esac
-  [ -z "$zone" ] || return 0
   for zone in ${zones//,/ }; do
-    if create; then return; fi
+    if create && ready; then return; fi
     why
     ! grep -q apacity "$errors" || scarce=1
   done
   [ -n "$scarce" ] || exit 1
   say 'trying again in a minute' && sleep 60 && up
 }
-
 # a command in ~/podgrpo of worker $1, or of all; it must bear being run again, as gcloud does when ssh breaks
 workers() { tpu tpu-vm ssh --worker="$1" --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"; }
 
 # this tree as git sees it, and .env, to all workers; then the install there
 send() {
   local files=("$scratch/tree.tgz" "$scratch/sent")
-  must workers all 'rm -f .env; flock -n run.lock true || echo busy' >"${files[1]}"
+  must workers all 'flock -n run.lock rm -f .env || echo busy' >"${files[1]}"
   [ ! -s "${files[1]}" ] || die "a run is going on there: bash launch.sh $same logs, or stop"
   git -C "$here" rev-parse 2>/dev/null || die "$here is no git checkout; what git knows is what is sent"
   (cd "$here" && git ls-files -coz --exclude-standard | while IFS= read -r -d '' file; do
@@ -194,7 +189,6 @@ send() {
   must workers all '[ ! -f .env ] || chmod 600 .env; [ ! -f .sent ] || xargs -0 rm -f <.sent
     tar -xzf tree.tgz && cp sent .sent && bash launch.sh worker setup'
 }
-
 # all workers' logs until all have ended -> the code of the first to fail; 75 if the VM is gone
 follow() {
   local line worker code ended="$scratch/ended"
@@ -205,7 +199,8 @@ follow() {
       printf '%s\n' "$line"
       case "$line" in '[w'[0-9]*'] exit '*) printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
       if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc 0)" = 1 ]; then # the first to fail: the others only wait
-        (errors="$ended.stop" && workers all 'sleep 5; bash launch.sh worker stop') >/dev/null 2>&1 &
+        (errors="$ended.stop" && workers all 'id="$(cat run.id)"; sleep 5
+          [ "$id" != "$(cat run.id)" ] || bash launch.sh worker stop') >/dev/null 2>&1 &
       fi
     done || :
     [ -z "$dry_run" ] || return 0
@@ -217,12 +212,11 @@ follow() {
   trap - INT
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
   [ -n "$worker" ] || return 0
-  if [ "$spot$code" = --spot143 ] && sleep 60 && [ "$(state)" != READY ]; then return 75; fi # SIGTERM came first
+  if [ "$spot$code" = --spot143 ] && sleep 60 && [ "$(state)" != READY ]; then return 75; fi # SIGTERM comes first
   say "$worker failed first, with exit code $code; its last lines:"
   workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
   return "$code"
 }
-
 # start train.py on all workers and follow it; a preempted VM is made again
 train_there() {
   local code
@@ -240,7 +234,6 @@ train_there() {
   say "the VM is still there, and paid for; delete it: bash launch.sh $same down"
   exit "$code"
 }
-
 # a worker's part, in ~/podgrpo: setup | start ID COMMIT FLAGS of train.py | follow | status | stop
 worker() {
   local lock=/tmp/libtpu_lockfile sudo='sudo -n' i
@@ -252,7 +245,7 @@ worker() {
         die 'a run is going on here' 1
       fi
       [ "$(id -u)" != 0 ] || sudo=''
-      $sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null | grep -q . || $sudo rm -f "$lock"
+      [ -n "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ] || $sudo rm -f "$lock"
       rm -f run.exit
       printf '%s\n' "$2" >run.id
       # shellcheck disable=SC2016 # that shell expands it
@@ -272,16 +265,16 @@ worker() {
       ;;
   esac
 }
-
-# that, each line with the worker's number; at a run's end its exit code and the time
+# that, each line with the worker's number; after following, the run's exit code and its end
 numbered() {
-  local me code url="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
-  me="$(curl -sf -H 'Metadata-Flavor: Google' "$url/agent-worker-number")"
+  local me code where="${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
+  me="$(curl -sf -H 'Metadata-Flavor: Google' "http://$where/agent-worker-number")"
   set +e
   (set -e && worker "$@") 2>&1 | label "w$me"
   code="${PIPESTATUS[0]}"
-  [ "$1" != follow ] || { code="$(cat run.exit 2>/dev/null || echo 137 0)" && echo "[w$me] exit $code"; }
-  exit "${code%% *}"
+  [ "$1" = follow ] || exit "$code"
+  echo "[w$me] exit $(cat run.exit 2>/dev/null || echo 137 0)"
+  exit 0
 }
 
 # ---------------------------------------------------------------- the call
@@ -298,13 +291,13 @@ case "$command" in
     ;;
 esac
 while [ $# -gt 0 ]; do # this launcher's options; all else is train.py's
-  case "$command $1" in tpu\ --*=* | cpu\ --*=* | slurm\ --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
+  case "$1" in --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
   case "$command $1" in
     'tpu --spot') spot=--spot ;;
     'tpu --queued') made_by=queued-resources queued=1 ;;
     'tpu --yes') yes=y ;;
-    'tpu --name' | 'tpu --zone' | 'cpu --processes' | 'slurm --nodes' | 'slurm --ntasks-per-node' | \
-      'slurm --gpus-per-node' | 'slurm --partition' | 'slurm --time' | 'slurm --account' | 'slurm --qos')
+    'tpu --name' | 'tpu --zone' | 'cpu --processes' | slurm\ --nodes | slurm\ --*-per-node | \
+      'slurm --partition' | 'slurm --time' | 'slurm --account' | 'slurm --qos')
       [ $# -gt 1 ] || die "$1 needs a value"
       case "$1" in --name) name="$2" ;; --zone) zones="$2" ;; --processes) processes="$2" ;; esac
       options+=("$1=$2") && same="$same $1 $2" && shift 2 && continue
@@ -317,28 +310,18 @@ set -- ${flags[@]+"${flags[@]}"}
 scratch="$(mktemp -d)" && errors="$scratch/errors" && : >"$errors"
 trap 'rm -rf "$scratch"' EXIT
 
-case "$command $action" in
-  cpu*)
-    platform=cpu && setup
-    if [ "$processes" = 1 ]; then (train "$@"); else several "$processes" "$@"; fi
+case "$command" in
+  cpu) setup; platform=cpu; several "$processes" "$@" ;;
+  gpu)
+    [ -n "$dry_run" ] || command -v nvidia-smi >/dev/null || die 'no NVIDIA GPU is here; try cpu'
+    setup cuda13; several 1 "${job[@]}" "$@"
     ;;
-  gpu*)
-    [ -n "$dry_run" ] || command -v nvidia-smi >/dev/null || die 'no NVIDIA GPU is here; try: bash launch.sh cpu'
-    setup cuda13
-    (train "${job[@]}" "$@")
-    ;;
-  slurm*)
-    if [ "${JAX_PLATFORMS:-}" = cpu ]; then setup; else setup cuda13; fi
-    slurm "${job[@]}" "$@"
-    ;;
-  'test ') setup && run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}" ;;
-  'setup ') setup ;;
-  tpu*)
+  slurm) if [ "${JAX_PLATFORMS:-}" = cpu ]; then setup; else setup cuda13; fi; slurm "${job[@]}" "$@" ;;
+  test) setup; run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}" ;;
+  setup) setup ;;
+  tpu)
     slice
-    case "$action" in
-      '' | up | setup | test) up ;;
-      *) find_vm ;;
-    esac
+    case "$action" in '' | up | setup | test) up ;; *) find_vm ;; esac
     [ -n "$dry_run$zone" ] || die "there is no $name in $zones; make it: bash launch.sh $same up"
     case "$action" in '' | setup | test) send ;; esac
     case "$action" in
@@ -349,14 +332,13 @@ case "$command $action" in
       test) workers 0 ".venv/bin/python -u test_kernel.py $([ $# -eq 0 ] || printf '%q ' "$@")" ;;
       down)
         [ -n "$yes" ] || read -r -p "delete $name in $zone? [y/N] " yes || :
-        [ "$yes" = y ] || die 'nothing is deleted; --yes does it without asking'
-        delete
+        if [ "$yes" = y ]; then delete; else die 'nothing is deleted; --yes does it without asking'; fi
         ;;
     esac
     ;;
-  help* | -h* | --help*)
+  help | -h | --help)
     sed -n '2,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"
     [ -n "$same" ] || exit 2
     ;;
-  *) die "unknown command $command; it is cpu, gpu, slurm, test, setup or a TPU type; see: bash launch.sh help" ;;
+  *) die "unknown command $command: not cpu, gpu, slurm, test, setup nor a TPU type; see launch.sh help" ;;
 esac

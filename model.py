@@ -9,10 +9,7 @@ axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumula
 norms and softmax in float32. Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
-import dataclasses
-import json
-import math
-import os
+import dataclasses, json, math, os, re
 from functools import partial
 
 import jax
@@ -61,6 +58,12 @@ def read_json(path):
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
     return value
+
+def write_json(path, value):
+    """Write a JSON file, which is there whole or not at all."""
+    with open(aside := f"{path}.{os.getpid()}.tmp", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1)
+    os.replace(aside, path)
 
 def read_config(directory):
     """ModelConfig of a Hugging Face directory. Raises CheckpointError, by name, for all but a dense Qwen2."""
@@ -135,9 +138,7 @@ def hf_tensors(cfg):
 
 def spec(name, fsdp=True):
     """PartitionSpec of a parameter: matrices split D over fsdp, heads and F over tp; to decode, fsdp=False.
-
-    Embedding and head split D over both axes, so that V may be any number; vectors without heads stay whole.
-    """
+    Embedding and head split D over both axes, so V may be any number; vectors without heads stay whole."""
     dims = letters(name)
     axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp" if fsdp else None}
     if "V" in dims:
@@ -162,8 +163,7 @@ def shardings(cfg, mesh, fsdp=True):
 
 def write_random(directory, config, seed):
     """Write config.json and random weights (normal, of `initializer_range`) as a Hugging Face directory."""
-    with open(os.path.join(directory, "config.json"), "w") as f:
-        json.dump(config, f, indent=1)
+    write_json(os.path.join(directory, "config.json"), config)
     rng = np.random.default_rng(seed)
     save_file({name: (np.ones(shape) if "norm" in name else np.zeros(shape) if "bias" in name
                       else rng.standard_normal(shape) * config["initializer_range"]).astype(np.float32)
@@ -245,10 +245,8 @@ def load(checkpoint, mesh, progress=lambda done, total: None):
 
 def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
     """Write `params` as safetensors that transformers loads; process 0 writes, every process must call.
-
     `dtype` is a NumPy type name ("float32", "bfloat16"). Tensors are gathered one layer at a time; a file
-    holds at most `file_bytes`, and an index names several. The caller adds config.json and the tokenizer.
-    """
+    holds at most `file_bytes`, and an index names several. The caller adds config.json and the tokenizer."""
     dtype, flat = np.dtype(getattr(ml_dtypes, dtype, dtype)), flatten(params)
     gather = jax.jit(lambda a, i: a if i is None else a[i], out_shardings=NamedSharding(mesh, P()))
     files, filled = [[]], 0
@@ -261,30 +259,40 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
     weight_map = {}
     for number, tensors in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        weight_map |= {hf_name: file for hf_name, *_ in tensors}
         out = {}
         for hf_name, shape, name, i in tensors:
             value = gather(flat[name], i)
-            ours, theirs = letters(name).lstrip("L"), TENSORS[name][1].replace(" ", "")
-            weight_map[hf_name] = file
             if jax.process_index() == 0:
+                ours, theirs = letters(name).lstrip("L"), TENSORS[name][1].replace(" ", "")
                 value = np.asarray(value).transpose([ours.index(c) for c in theirs]).reshape(shape)
                 out[hf_name] = np.ascontiguousarray(value.astype(dtype))
         if jax.process_index() == 0:
             save_file(out, os.path.join(directory, file), metadata={"format": "pt"})
     if jax.process_index() == 0 and len(files) > 1:
-        with open(os.path.join(directory, "model.safetensors.index.json"), "w") as f:
-            json.dump({"metadata": {}, "weight_map": weight_map}, f, indent=1)
+        index = os.path.join(directory, "model.safetensors.index.json")
+        write_json(index, {"metadata": {}, "weight_map": weight_map})
 
 def save_shards(tree, directory):
-    """Write this process's shards of a tree of arrays, each once, as 'name|start,start': all that it holds, for
-    its disk may be its own. The file is there whole or not at all."""
+    """Write this process's shards of a tree of arrays, each once, as 'name|start,start': all that it holds,
+    for its disk may be its own. The file is there whole or not at all."""
     shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": shard.data
               for name, array in flatten(tree).items() for shard in array.addressable_shards}
-    name = f"shards-{jax.process_index():05}-of-{jax.process_count():05}.safetensors"
     os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, name)
+    path = f"{directory}/shards-{jax.process_index():05}-of-{jax.process_count():05}.safetensors"
     save_file({key: np.asarray(data, order="C") for key, data in shards.items()}, path + ".tmp")
     os.replace(path + ".tmp", path)
+
+def saved_steps(out):
+    """Steps of the checkpoints `out`/step_NNNNNN that this process can load, oldest first: with its own part,
+    all that it needs on a disk of its own, or with all parts, that as many other processes wrote."""
+    found, own = [], f"{jax.process_index():05}-of-{jax.process_count():05}"
+    for name in sorted(name for name in os.listdir(out) if re.fullmatch(r"step_\d{6}", name)):
+        files = " ".join(os.listdir(f"{out}/{name}"))
+        parts = re.findall(r"shards-(\d+-of-(\d+))\.safetensors(?!\S)", files)
+        if own in dict(parts) or parts and len(parts) == int(parts[0][1]):
+            found.append(int(name[5:]))
+    return found
 
 def load_shards(directory, tree):
     """The saved arrays in place of those of `tree`, which go; they may have been saved on any mesh."""
@@ -294,7 +302,6 @@ def load_shards(directory, tree):
         for key in f.keys():  # several processes may hold the same
             name, _, starts = key.partition("|")
             pieces.setdefault(name, {})[key] = [int(n) for n in starts.split(",") if n], f, key
-
     def read(name, dtype, index):
         out, filled = np.empty([s.stop - s.start for s in index], dtype), 0
         for starts, f, key in pieces.get(name, {}).values():
@@ -309,7 +316,6 @@ def load_shards(directory, tree):
         if filled != out.size:
             raise CheckpointError(f"{directory} has {filled} of the {out.size} numbers wanted of {name}")
         return out
-
     placed = []
     for name, a in flatten(tree).items():
         a.delete()  # or its place would be taken twice
@@ -368,10 +374,8 @@ def head(params):
 
 def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
     """The training forward: hidden states after the last norm, [B, T, D] in `dtype`; times `head`: logits.
-
     A token sees the tokens at or before it in its row that have its segment id. Each layer is recomputed in
-    the backward (remat): what stays in memory is [L, B, T, D].
-    """
+    the backward (remat): what stays in memory is [L, B, T, D]."""
     with jax.named_scope("embed"):  # each device looks up its slice of D for all rows: no table is gathered
         tokens = constrain(tokens_BT, mesh, "dp", None)
         x = constrain(params["embed_VD"][tokens], mesh, "dp", None, ("fsdp", "tp"))
@@ -379,13 +383,11 @@ def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
     rope = rope_tables(positions_BT, cfg)
     T = tokens_BT.shape[1]
     mask = (segments_BT[:, :, None] == segments_BT[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))
-
     @jax.checkpoint
     def body(x, w):  # FSDP: a layer's weights are cast, then gathered over fsdp, as it runs
         w = {name: constrain(a.astype(dtype), mesh, *spec(name, fsdp=False)[1:]) for name, a in w.items()}
         x, _ = layer(cfg, x, w, rope, lambda q, k, v: (attention(q, k, v, mask), None))
         return constrain(x, mesh, ROWS), None
-
     with jax.named_scope("layers"):
         x, _ = jax.lax.scan(body, x, params["layers"])
     return constrain(rms_norm(x, params["norm_D"].astype(dtype), cfg.rms_eps), mesh, ROWS)
@@ -393,24 +395,18 @@ def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
 # ---------------------------------------------------------------- generation
 def cached_forward(params, cfg, tokens_BT, positions_BT, mask_BTS, cache, slot, dtype):
     """Forward for T new tokens whose keys and values go to cache slots slot.. -> (last hidden [B, D], cache).
-
     The cache is a pair [L, B, K, S, H], carried through the scan and updated in place: as a scan's xs and ys
-    it would be copied whole.
-    """
+    it would be copied whole."""
     rope = rope_tables(positions_BT, cfg)
-
     def body(carry, xs):
         x, cache = carry
         w, number = xs
-
         def attend(q, *new):
             full = tuple(jax.lax.dynamic_update_slice(c, n[None], (number, 0, 0, slot, 0))
                          for c, n in zip(cache, new))
             k, v = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in full)
             return attention(q, k, v, mask_BTS), full
-
         return layer(cfg, x, w, rope, attend), None
-
     x = params["embed_VD"][tokens_BT].astype(dtype)
     (x, cache), _ = jax.lax.scan(body, (x, cache), (params["layers"], jnp.arange(cfg.L)))
     return rms_norm(x[:, -1], params["norm_D"], cfg.rms_eps), cache
@@ -433,7 +429,6 @@ def draw(z_BV, u_B):
     block = 256
     mass = jnp.exp(z_BV - jnp.max(z_BV, -1, keepdims=True))
     mass = jnp.pad(mass, ((0, 0), (0, -V % block))).reshape(B, -1, block)
-
     def invert(mass_BX, target_B):
         """First index where the CDF passes the target, and how far in. An empty one is never picked, though a
         parallel cumsum rounds without being monotone."""
@@ -441,7 +436,6 @@ def draw(z_BV, u_B):
         target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))
         index = jnp.argmax(cdf_BX > target_B[:, None], -1)
         return index, target_B - jnp.take_along_axis(cdf_BX - mass_BX, index[:, None], 1)[:, 0]
-
     blocks = mass.sum(-1)
     which, rest = invert(blocks, u_B * blocks.sum(-1))
     inside, _ = invert(mass[jnp.arange(B), which], rest)
@@ -461,11 +455,9 @@ def sample(z_BV, key, temperature, top_k, top_p):
 def generate(params, cfg, mesh, prompts_BP, lengths_B, key, *, max_answer, temperature=1.0, top_k=0,
              top_p=1.0, dtype=jnp.float32):
     """Answers for left-padded prompts, until every row has produced one of cfg.stop_ids or max_answer tokens.
-
     prompts_BP int32, the last lengths_B[b] of each row count; key a PRNG key. Returns a dict: tokens_BT int32
     [B, max_answer], the stop token last, then 0; lengths_B, stop token included; cut_B, no stop token came;
-    logp_BT float32, each token's log-prob under what it was drawn from, temperature and truncation included.
-    """
+    logp_BT float32, each token's log-prob under what it was drawn from, temperature, truncation included."""
     B, prompt = prompts_BP.shape
     if jax.process_index() == 0:
         print(f"tracing generate: {B} rows, {prompt} + {max_answer} tokens, temperature {temperature}")
@@ -478,7 +470,6 @@ def generate(params, cfg, mesh, prompts_BP, lengths_B, key, *, max_answer, tempe
     mask = visible_BS[:, None] & (jnp.arange(S) <= jnp.arange(prompt)[:, None])
     with jax.named_scope("prefill"):
         hidden_BD, cache = cached_forward(rollout, cfg, prompts_BP, positions, mask, cache, 0, dtype)
-
     def step(state):
         t, hidden_BD, cache, out = state
         z_BV = constrain(matmul("BD,VD->BV", hidden_BD, head(rollout)), mesh, ROWS)
@@ -493,7 +484,6 @@ def generate(params, cfg, mesh, prompts_BP, lengths_B, key, *, max_answer, tempe
         hidden_BD, cache = cached_forward(rollout, cfg, token[:, None], (lengths_B + t)[:, None], mask, cache,
                                           prompt + t, dtype)
         return t + 1, hidden_BD, cache, out
-
     rows = {"tokens_BT": jnp.zeros((B, max_answer), jnp.int32), "logp_BT": jnp.zeros((B, max_answer)),
             "lengths_B": jnp.zeros(B, jnp.int32), "cut_B": jnp.ones(B, bool)}
     rows = jax.tree.map(lambda a: constrain(a, mesh, ROWS), rows)

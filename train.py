@@ -7,10 +7,8 @@ One step: sample `npq` answers to each of `batch` questions a host, score them, 
 advantages, update. A process has its own questions, all run every jitted call, process 0 prints and writes.
 """
 
-import argparse, dataclasses, difflib, inspect  # the command line
-import fractions, math, random, re  # questions and answers
-import glob, json, os, shutil, subprocess, sys, time, traceback  # files and processes
-import contextlib, hashlib, socket, urllib.request  # the other processes of a run
+import argparse, contextlib, dataclasses, difflib, fractions, glob, hashlib, inspect, itertools, json, math
+import os, random, re, shlex, shutil, socket, subprocess, sys, time, traceback, urllib.request
 from functools import partial
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -82,11 +80,6 @@ class Config:
     resume: Literal["auto", "force"] = "auto"  # force = go on even if flags changed the meaning of the run
     wandb: str = ""              # project on wandb.ai; "" = none
 
-    @property
-    def bucket(self):
-        """gs://bucket/run, of which `out` is the copy on this disk; or nothing."""
-        return "gs://" + self.out[7:] if self.out.startswith("out/gs/") else ""
-
 # What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
 TINY = dict(data="arith", system="", steps=80, sft_steps=80, batch=32, npq=8, max_prompt=32, max_answer=40,
             lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
@@ -95,7 +88,7 @@ TINY_MODEL = dict(
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
 OWN = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
-FREE = OWN | set("out micro_batch loss_impl mesh eval_every save_every keep resume wandb".split())  # on resuming
+FREE = OWN | {*"out micro_batch loss_impl mesh eval_every save_every keep resume wandb".split()}  # on resume
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -103,32 +96,51 @@ def check(condition, message):
         print(f"train.py: {message}", file=sys.stderr, flush=True)
         raise SystemExit(2)
 
+@contextlib.contextmanager
+def stop_on(errors, message):
+    """Stop likewise on such errors inside, with the message and the error's first line."""
+    try:
+        yield
+    except errors as e:
+        check(False, f"{message}: {first_line(e)}")
+
 def first_line(error):
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 def parse(argv):
-    """Command line -> Config. Flags, types, choices and help are the dataclass's own."""
+    """Command line -> Config, whose fields are the flags, with their types, choices and help."""
     def error(message):
         unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
-        near = difflib.get_close_matches(unknown[1], [f.name for f in fields], 1) if unknown else []
+        near = difflib.get_close_matches(unknown[1], comments, 1) if unknown else []
         check(False, message + (f"; did you mean --{near[0]}?" if near else "; see --help"))
-    fields = dataclasses.fields(Config)
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
     parser = argparse.ArgumentParser(
-        usage="python train.py [--flag value ...]", epilog=f"--model tiny starts from: {TINY}",
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
+        description=f"{__doc__}\n--model tiny sets first: {TINY}", usage="python train.py [--flag value ...]",
+        formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = error
-    for f in fields:
+    for f in dataclasses.fields(Config):
         choices = get_args(f.type) or None
         parser.add_argument(f"--{f.name}", type=str if choices else f.type, choices=choices,
-                            default=f.default, help=f"{comments[f.name]} (default {f.default!r})")
-    argv = list(sys.argv[1:] if argv is None else argv)
+                            help=f"{comments[f.name]} (default {f.default!r})")
+    argv = list(argv)
     for i in reversed(range(1, len(argv))):
         if re.match(r"-\d", argv[i]):  # argparse would take the value in `--mesh -1,8,1` for a flag
             argv[i - 1:i + 1] = [f"{argv[i - 1]}={argv[i]}"]
-    if parser.parse_known_args(argv)[0].model == "tiny":
-        parser.set_defaults(**TINY)
-    cfg = Config(**vars(parser.parse_args(argv)))
+    flags = vars(parser.parse_args(argv))
+    cfg = Config(**(TINY if flags.get("model", "tiny") == "tiny" else {}) | flags)
+    least = dict.fromkeys("batch npq max_prompt max_answer ppo_epochs minibatches keep processes".split(), 1)
+    below = dict(b2=1, clip_low=1, seed=2**31, process_id=cfg.processes)
+    for f in dataclasses.fields(cfg):
+        value, low, high = getattr(cfg, f.name), least.get(f.name, 0), below.get(f.name, math.inf)
+        check(f.type not in (int, float) or low <= value < high,
+              f"{f.name} = {value} is out of range; it must be a number >= {low} and < {high}")
+    check(cfg.temperature > 0, "temperature = 0 gives npq equal answers; GRPO needs a --temperature above 0")
+    check(0 < cfg.top_p <= 1, f"top_p = {cfg.top_p} is not a probability above 0; 1 keeps all tokens")
+    check(cfg.npq >= 2 or cfg.steps == 0, f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8")
+    check(cfg.steps + cfg.sft_steps or cfg.eval_data != "none", "no steps, no eval_data: nothing to do")
+    check(cfg.eval_temperature or (cfg.top_k, cfg.top_p) == (0, 1), f"top_k = {cfg.top_k} and top_p = "
+          f"{cfg.top_p} are for sampled evaluation: add --eval_temperature 1, or drop them; rollouts sample "
+          "the whole distribution, whose log-probs the loss computes")
     names = [os.path.basename(name.rstrip("/")).removesuffix(".jsonl") for name in (cfg.data, cfg.model)]
     out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/")) or f"out/{'-'.join(names).replace(':', '-')}"
     return dataclasses.replace(cfg, out=out)
@@ -154,39 +166,30 @@ def arith(held_out):
              "demonstration": worked_sum(a, b, carry=i % 4 == 0)}
             for i, (a, b) in enumerate(pairs[:2000] if held_out else pairs[2000:22000])]
 
-def read_questions(path):
-    """Rows of a .jsonl file; names the first line that is not an object with a question and an answer."""
-    check(os.path.isfile(path), f"{path} does not exist")
-    rows = []
-    with open(path, encoding="utf-8", errors="replace") as f:
-        for number, line in ((n, line) for n, line in enumerate(f, 1) if line.strip()):
-            try:
-                rows.append(json.loads(line))
-                good = all(rows[-1].get(key) not in (None, "") for key in ("question", "answer"))
-            except (ValueError, AttributeError):
-                good = False
-            check(good, f"{path} line {number}: no JSON object with `question` and `answer`: {line[:50]}")
-    check(rows, f"{path} is empty")
-    return rows
-
 def load_rows(name, held_out):
     """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate instead."""
     if name == "arith":
         return arith(held_out)
+    table, wanted = [], ("question", "answer")
     if name.endswith(".jsonl"):
-        table = read_questions(name)
+        check(os.path.isfile(name), f"{name} does not exist")
+        with open(name, encoding="utf-8", errors="replace") as f:
+            lines = {number: line.strip() for number, line in enumerate(f, 1) if line.strip()}
+        for number, line in lines.items():
+            fault = f"{name} line {number}: no JSON object with `question` and `answer`: {line[:50]}"
+            with stop_on(Exception, fault):
+                table.append(json.loads(line))
+                check(all(table[-1].get(k) not in (None, "") for k in wanted), fault)
     else:
         import datasets  # slow to import, and not needed for the others
         datasets.disable_progress_bars()
         path, _, part = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
-        try:
+        with stop_on(Exception, f"{name} cannot be loaded"):
             table = datasets.load_dataset(path, part or None, split="test" if held_out else "train")
-        except Exception as e:
-            check(False, f"{name} cannot be loaded: {first_line(e)}")
-        lacks = {"question", "answer"} - set(table.column_names)
-        check(not lacks, f"{name} has no column {' or '.join(lacks)}, only {', '.join(table.column_names)}")
     rows = [{k: str(v) for k, v in row.items() if v is not None} for row in table]
-    check(all({"question", "answer"} <= row.keys() for row in rows), f"{name}: rows lack question or answer")
+    check(rows, f"{name} is empty")
+    check(all(k in row for row in rows for k in wanted), f"{name} needs question and answer in every row, "
+          f"and has {', '.join(sorted(set().union(*rows)))}")
     return rows
 
 def chat(system, question):
@@ -236,53 +239,49 @@ def formatted(question, reference, answer):
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 
 def score_answers(functions, rows, answers, cut):
-    """-> [answers, functions] scores; {function name: {answer: its fault}}, which scores 0 there.
-    An answer that was cut is not an answer: it scores 0 everywhere."""
+    """-> [answers, functions] scores, 0 of a cut answer; {function name: {answer: its fault}}, also 0."""
     scores, faults = np.zeros((len(answers), len(functions))), {}
-    for i in np.flatnonzero(~np.asarray(cut)):
-        case = rows[i]["question"], rows[i]["answer"], answers[i]
-        for j, function in enumerate(functions):
-            try:
-                value = float(function(*case))
-                value.as_integer_ratio()  # raises for inf and nan
-                scores[i, j] = value
-            except Exception as e:
-                faults.setdefault(function.__name__, {})[i] = first_line(e)
+    for i, (j, function) in itertools.product(np.flatnonzero(~np.asarray(cut)), enumerate(functions)):
+        try:
+            value = float(function(rows[i]["question"], rows[i]["answer"], answers[i]))
+            value.as_integer_ratio()  # raises for inf and nan
+            scores[i, j] = value
+        except Exception as e:
+            faults.setdefault(function.__name__, {})[i] = first_line(e)
     return scores, faults
 
 # ---------------------------------------------------------------- the processes of a run
 def find_processes(cfg):
     """-> (host:port of process 0, the host of each process, this one's number, the GPUs that are its own)"""
-    env = os.environ
+    env, hosts, me = os.environ, [""], 0
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     if cfg.coordinator:
-        return cfg.coordinator, [""] * cfg.processes, cfg.process_id, None
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        nodes = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], text=True,
-                               stdout=subprocess.PIPE, check=True).stdout.split()
-        tasks, job = int(env["SLURM_STEP_NUM_TASKS"]) // len(nodes), int(env["SLURM_JOB_ID"])
-        shared = tasks > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")  # the node's GPUs, by all its tasks
-        return (f"{nodes[0]}:{12000 + job % 20000}", [node for node in nodes for _ in range(tasks)],
-                int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]) if shared else None)
-    hosts, me = [""], 0
+        return cfg.coordinator, hosts * cfg.processes, cfg.process_id, None
+    if tasks > 1:
+        list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST"'
+        nodes = subprocess.check_output(list_nodes, shell=True, text=True).split()
+        each, address = tasks // len(nodes), f"{nodes[0]}:{12000 + int(env['SLURM_JOB_ID']) % 20000}"
+        shared = each > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")  # the node's GPUs, by all its tasks
+        return (address, [node for node in nodes for _ in range(each)], int(env["SLURM_PROCID"]),
+                int(env["SLURM_LOCALID"]) if shared else None)
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "GCE_METADATA_HOST" in env:  # a TPU VM
-        where = env.get("GCE_METADATA_HOST", "metadata.google.internal") + "/computeMetadata/v1/instance/"
-        ask = lambda key: urllib.request.urlopen(urllib.request.Request(
-            f"http://{where}attributes/{key}", headers={"Metadata-Flavor": "Google"}), timeout=9).read().decode()
+        where = env.get("GCE_METADATA_HOST", "metadata.google.internal") + "/computeMetadata/v1/instance"
+        asked = [urllib.request.Request(f"http://{where}/attributes/{k}", None, {"Metadata-Flavor": "Google"})
+                 for k in ("worker-network-endpoints", "agent-worker-number")]
         try:
-            hosts = [host.split(":")[-1] for host in ask("worker-network-endpoints").split(",")]
-            me = int(ask("agent-worker-number"))
+            ends, number = (urllib.request.urlopen(a, timeout=9).read().decode() for a in asked)
+            hosts, me = [end.split(":")[-1] for end in ends.split(",")], int(number)
         except (OSError, ValueError) as e:
             print(f"train.py: not a slice of Cloud TPUs, so one process ({first_line(e)})", flush=True)
     return f"{hosts[0]}:8476", hosts, me, None  # JAX's own choice, 8482, is closed in Google's firewall
 
 def roll_call(address, hosts, me, mine, seconds):
-    """Every process tells process 0 what it runs -> "", or what is wrong: who is absent, who runs another
-    program. (JAX's own wait ends in an abort that names nobody.)"""
+    """All tell process 0 what they run -> what is wrong, or "". (JAX's own wait aborts and names nobody.)"""
     (server, port), end = address.rsplit(":", 1), time.time() + seconds
     names = [f"process {i}" + f" ({host})" * bool(host) for i, host in enumerate(hosts)]
     while me and time.time() < end:
         try:
-            with socket.create_connection((server, int(port)), 5) as s, s.makefile("rw") as f:
+            with socket.create_connection((server, port), 5) as s, s.makefile("rw") as f:
                 s.settimeout(seconds + 5)
                 print(json.dumps([me, mine]), file=f, flush=True)
                 return json.loads(f.readline())
@@ -299,15 +298,13 @@ def roll_call(address, hosts, me, mine, seconds):
                 connection.settimeout(5)
                 files.append(connection.makefile("rw"))
                 told.update([json.loads(files[-1].readline())])
-            except TimeoutError:
+            except (OSError, ValueError, TypeError):  # nobody came for a while, or one who is none of us
                 print(f"waiting for {', '.join(absent)}", flush=True)
-            except (OSError, ValueError, TypeError):  # who came is none of us
-                pass
-    fault = (f"{len(hosts)} processes are expected, {len(told)} started within {seconds} s; absent: "
-             f"{', '.join(absent)}. Was only worker 0 started? `bash launch.sh TYPE` starts all" if absent else
-             next((f"{names[i]} has {k} = {told[i].get(k)!r}, process 0 has {v!r}; give all the same command "
-                   "and the same files" for i in sorted(told) for k, v in mine.items()
-                   if told[i].get(k) != v), ""))
+    fault = next((f"{names[i]} has {k} = {told[i].get(k)!r}, process 0 has {v!r}; give all the same command "
+                  "and files" for i in sorted(told) for k, v in mine.items() if told[i].get(k) != v), "")
+    if absent:
+        fault = (f"{len(hosts)} processes are expected, {len(told)} started within {seconds} s; absent: "
+                 f"{', '.join(absent)}. Was only worker 0 started? `bash launch.sh TYPE` starts all")
     for f in files:
         with contextlib.suppress(OSError):  # a caller that gave up
             print(json.dumps(fault), file=f, flush=True)
@@ -316,21 +313,18 @@ def roll_call(address, hosts, me, mine, seconds):
 def connect(cfg):
     """Join the run's other processes, if it has any, once all are there and run the same."""
     address, hosts, me, gpus = find_processes(cfg)
-    check(0 <= me < len(hosts), f"process_id = {me} is not one of {len(hosts)} processes: 0 to {len(hosts) - 1}")
     if len(hosts) > 1:
-        code = b"".join(open(m.__file__, "rb").read() for m in (sys.modules["__main__"], model, kernel))
+        code = b"".join(open(path, "rb").read() for path in (__file__, model.__file__, kernel.__file__))
         mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OWN} | {
             "commit": commit(), "code": hashlib.sha256(code).hexdigest()[:12], "jax": jax.__version__}
-        try:
+        with stop_on(OSError, f"{address} cannot be listened on: does another run use it?"):
             fault = roll_call(address, hosts, me, mine, cfg.start_timeout)
-        except OSError as e:  # the port is taken, or no such host
-            check(False, f"{address} cannot be listened on ({e.strerror}): does another run use it?")
         check(not fault, fault)
         jax.distributed.initialize(address, len(hosts), me, gpus, "deactivate", heartbeat_timeout_seconds=30)
-    processes, devices = jax.process_count(), jax.device_count()
-    check(cfg.require_processes in (0, processes) and cfg.require_devices in (0, devices), "jax.process_count() "
-          f"= {processes} with {devices} devices, expected {cfg.require_processes or processes} with "
-          f"{cfg.require_devices or devices}: was only worker 0 started? `bash launch.sh TYPE` starts all")
+    found = jax.process_count(), jax.device_count()
+    want = cfg.require_processes or found[0], cfg.require_devices or found[1]
+    check(found == want, "jax.process_count() = {} with {} devices, expected {} with {}: was only worker 0 "
+          "started? `bash launch.sh TYPE` starts all".format(*found, *want))
 
 def everywhere(value):
     """What each process has, stacked: [processes, ...]; every process must call."""
@@ -338,41 +332,34 @@ def everywhere(value):
 
 def commit():
     """The commit this is, and whether files differ from it; launch.sh tells it where it sent the files."""
-    git = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, text=True,
-                         capture_output=True, cwd=os.path.dirname(__file__) or ".")
-    return os.environ.get("PODGRPO_COMMIT") or git.stdout.strip() or "unknown"
+    git = f"cd {shlex.quote(os.path.dirname(__file__) or '.')} && git describe --always --dirty --abbrev=40"
+    return os.environ.get("PODGRPO_COMMIT") or subprocess.getoutput(f"({git}) 2> /dev/null") or "unknown"
 
 # ---------------------------------------------------------------- model directory, mesh, sizes and checks
 def model_directory(cfg, *patterns):
     """Where the model's files are: a directory, a hub id's copy of the patterns, or the tiny one, made."""
     if cfg.model == "tiny":
-        return make_tiny(f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}", cfg.seed)
+        tiny = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
+        return tiny if os.path.isdir(tiny) else make_tiny(tiny, cfg.seed)
     if os.path.isdir(cfg.model):
         return cfg.model
     from huggingface_hub import snapshot_download  # comes with tokenizers
-    try:
+    with stop_on(Exception, f"model {cfg.model} is not a directory here, nor had from the hub"):
         return snapshot_download(cfg.model, allow_patterns=patterns)
-    except Exception as e:
-        check(False, f"model {cfg.model} is not a directory here, nor had from the hub: {first_line(e)}")
 
 def make_tiny(directory, seed):
     """Write the tiny Qwen2 like any other: config, byte-level BPE with digits apart, random weights."""
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    if os.path.isdir(directory):
-        return directory
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=TINY_MODEL["vocab_size"], show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-                                  special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.train_from_iterator([chat("", r["question"]) + r["answer"] for r in arith(False)[:99]], trainer)
+    tokenizer, split = tokenizers.ByteLevelBPETokenizer(), tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = split.Sequence([
+        split.Split(tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]"), "isolated"),
+        split.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.train_from_iterator(
+        [chat("", row["question"]) + row["answer"] for row in arith(False)[:99]], TINY_MODEL["vocab_size"],
+        min_frequency=0, show_progress=False, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     os.makedirs(aside := f"{directory}.tmp", exist_ok=True)
-    tokenizer.save(os.path.join(aside, "tokenizer.json"))
-    write_file(os.path.join(aside, "tokenizer_config.json"), json.dumps(dict(
-        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>")))
+    tokenizer.save(f"{aside}/tokenizer.json")
+    model.write_json(f"{aside}/tokenizer_config.json", dict(
+        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>"))
     model.write_random(aside, TINY_MODEL, seed)
     os.rename(aside, directory)
     return directory
@@ -389,41 +376,23 @@ def make_mesh(spec, devices):
     devices = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
     return Mesh(devices.reshape([n // known if p == "-1" else int(p) for p in parts]), ("dp", "fsdp", "tp"))
 
-def check_flags(cfg):
-    """What the flags alone tell, before anything is opened or any device is touched."""
-    least = dict.fromkeys("batch npq max_prompt max_answer ppo_epochs minibatches keep".split(), 1)
-    below = dict(b2=1, clip_low=1, seed=2**31)
-    for f in dataclasses.fields(cfg):
-        value, low, high = getattr(cfg, f.name), least.get(f.name, 0), below.get(f.name, math.inf)
-        check(f.type not in (int, float) or low <= value < high,
-              f"{f.name} = {value} is out of range; it must be a number >= {low} and < {high}")
-    check(cfg.temperature > 0, "temperature = 0 gives npq equal answers; GRPO needs a --temperature above 0")
-    check(0 < cfg.top_p <= 1, f"top_p = {cfg.top_p} is not a probability above 0; 1 keeps all tokens")
-    check(cfg.npq >= 2 or cfg.steps == 0, f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8")
-    check(cfg.steps + cfg.sft_steps or cfg.eval_data != "none", "no steps, no eval_data: nothing to do")
-    check(cfg.eval_temperature > 0 or (cfg.top_k == 0 and cfg.top_p == 1), f"top_k = {cfg.top_k} and top_p = "
-          f"{cfg.top_p} are for sampled evaluation only; add --eval_temperature 1, or drop them: rollouts "
-          "sample the whole distribution, whose log-probs the loss computes")
-
 def check_sizes(cfg, shape, mesh, tokenizer_size):
     """Every divisibility of the run, in one place, before weights load."""
     processes, local, sequences = jax.process_count(), jax.local_device_count(), cfg.batch * cfg.npq
-    dp, fsdp, tp = mesh.devices.shape
-    check(cfg.loss_impl != "pallas" or (jax.default_backend(), cfg.dtype) == ("tpu", "bfloat16"),
-          f"pallas is for tpu, bfloat16, not {jax.default_backend()}, {cfg.dtype}; try --loss_impl jax")
-    near = sorted(range(2, 2 * cfg.npq + local), key=lambda n: abs(n - cfg.npq))
-    tries = sorted(n for n in [n for n in near if cfg.batch * n % local == 0][:2])
+    (dp, fsdp, tp), backend = mesh.devices.shape, jax.default_backend()
+    check(cfg.loss_impl != "pallas" or (backend, cfg.dtype) == ("tpu", "bfloat16"),
+          f"pallas is for tpu, bfloat16, not {backend}, {cfg.dtype}; try --loss_impl jax")
+    unit = local // math.gcd(cfg.batch, local)  # what npq must be a multiple of
+    low = max(1, cfg.npq // unit) * unit
     check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do "
-          f"not divide over {local} local devices; try {' or '.join(f'--npq {n}' for n in tries)}")
+          f"not divide over {local} local devices; try --npq {low} or --npq {low + unit}")
     check(dp * fsdp % processes == 0, f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} "
           f"processes; a tp = {tp} must stay within a host's {local} devices")
-    rows = sequences * processes // (dp * fsdp)
+    rows, whole = sequences * processes // (dp * fsdp), math.gcd(shape.D, mesh.size)
     check(rows % cfg.minibatches == 0, f"{rows} rows per device do not divide into minibatches = "
           f"{cfg.minibatches}; try --minibatches {math.gcd(rows, cfg.minibatches)}")
-    rows //= cfg.minibatches
-    check(cfg.micro_batch <= rows, f"micro_batch = {cfg.micro_batch} is more than the {rows} rows per device "
-          f"of a minibatch; try --micro_batch {rows}")
-    whole = math.gcd(shape.D, mesh.size)
+    check(cfg.micro_batch * cfg.minibatches <= rows, f"micro_batch = {cfg.micro_batch} is more than a "
+          f"minibatch's {rows // cfg.minibatches} rows per device; try --micro_batch 0, which takes them all")
     check(shape.D % (fsdp * tp) == 0, f"hidden size {shape.D} does not divide over fsdp*tp = {fsdp}*{tp}; "
           f"try --mesh {mesh.size // whole},{whole},1")
     for what, n in ("query heads", shape.N), ("key/value heads", shape.K), ("feed-forward size", shape.F):
@@ -434,13 +403,14 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
           f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {shape.max_positions} positions")
 
 # ---------------------------------------------------------------- rollout, advantages, rows
-def sample_answers(params, prompts, key, cfg, run, temperature, top_k=0, top_p=1.0):
-    """Answers to this host's prompts (lists of ids) -> what `model.generate` returns, as NumPy; the texts."""
+def sample_answers(params, rows, key, cfg, run, temperature, top_k=0, top_p=1.0):
+    """Answers to the prompts of this host's rows -> what `model.generate` returns, as NumPy; the texts."""
     put = partial(jax.make_array_from_process_local_data, NamedSharding(run.mesh, P(model.ROWS)))
+    prompts = [row["prompt"] for row in rows]
     tokens = put(np.array([[0] * (run.prompt_width - len(p)) + p for p in prompts], np.int32))
     lengths = put(np.array([len(p) for p in prompts], np.int32))
-    out = model.generate(params, run.shape, run.mesh, tokens, lengths, key, max_answer=cfg.max_answer, dtype=
-                         jnp.dtype(cfg.dtype), temperature=temperature, top_k=top_k, top_p=top_p)
+    out = model.generate(params, run.shape, run.mesh, tokens, lengths, key, max_answer=cfg.max_answer,
+                         dtype=jnp.dtype(cfg.dtype), temperature=temperature, top_k=top_k, top_p=top_p)
     out = jax.device_get(multihost_utils.global_array_to_host_local_array(out, run.mesh, P(model.ROWS)))
     return out, [run.tokenizer.decode(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"])]
 
@@ -502,8 +472,8 @@ def learning_rate(cfg, step):
 
 def loss_inputs(params, rows, cfg, shape, mesh):
     """Rows of one micro-batch -> (hidden [N, D], LM head, targets [N]): what log-probs are a function of."""
-    dtype = jnp.dtype(cfg.dtype)
-    hidden = model.forward(params, shape, mesh, rows["tokens"], rows["positions"], rows["segments"], dtype)
+    hidden = model.forward(
+        params, shape, mesh, rows["tokens"], rows["positions"], rows["segments"], jnp.dtype(cfg.dtype))
     return hidden.reshape(-1, shape.D), model.head(params), rows["targets"].reshape(-1)
 
 @partial(jax.jit, static_argnames=("cfg", "shape", "mesh"))
@@ -533,32 +503,22 @@ def update(params, state, batch, lr, *, cfg, shape, mesh):
     its micro-batches and hosts, before the scan: any micro_batch and any mesh give the same gradient."""
     say(f"tracing update: {batch['tokens'].shape}, {', '.join(sorted(batch))}")
     gradient = jax.value_and_grad(partial(loss_and_metrics, cfg=cfg, shape=shape, mesh=mesh), has_aux=True)
-    shards = model.shardings(shape, mesh)
-    weight = batch["weight"]
-    weight = weight / (weight.sum() if cfg.loss_agg == "token" else (weight > 0).any(-1).sum())
-    batch = batch | {"weight": weight}
-    def accumulate(total, rows):
-        (_, metrics), grads = gradient(params, rows)
-        grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, total[0], grads), shards)
-        return (grads, {k: (jnp.maximum if k.endswith("/max") else jnp.add)(total[1][k], metrics[k])
-                        for k in metrics}), None
-    (_, metrics), grads = jax.eval_shape(gradient, params, jax.tree.map(lambda a: a[0], batch))
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (grads, metrics))
-    (grads, metrics), _ = jax.lax.scan(accumulate, zeros, batch)
+    shards, weight = model.shardings(shape, mesh), batch["weight"]
+    total = weight.sum() if cfg.loss_agg == "token" else (weight > 0).any(-1).sum()
+    batch = batch | {"weight": weight / total}
+    def accumulate(grads, rows):
+        (_, metrics), more = gradient(params, rows)
+        return jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, more), shards), metrics
+    grads, metrics = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), batch)
     with jax.named_scope("optimizer"):
         direction, state = optimizer(cfg).update(grads, state, params)
         params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
         params = jax.lax.with_sharding_constraint(params, shards)
+    metrics = {k: m.max() if k.endswith("/max") else m.sum() for k, m in metrics.items()}
     metrics |= {"grad_norm": optax.global_norm(grads), "valid_tokens": (weight > 0).sum()}
     return params, state, metrics
 
 # ---------------------------------------------------------------- files and checkpoints
-def write_file(path, text):
-    aside = f"{path}.{os.getpid()}.tmp"
-    with open(aside, "w", encoding="utf-8") as f:
-        f.write(text)
-    os.replace(aside, path)
-
 def write_jsonl(cfg, name, rows, mode="a"):
     if jax.process_index() == 0:
         with open(f"{cfg.out}/{name}", mode, encoding="utf-8") as f:
@@ -569,61 +529,38 @@ def read_jsonl(cfg, name):
         f.seek(0)
         return [json.loads(line) for line in f if line.endswith("\n")]  # a killed run may leave half a line
 
-def checkpoint_steps(cfg):
-    """Steps of the checkpoints that this process can load, oldest first: its own part, all that it needs on a
-    disk of its own, or all parts, that as many other processes wrote."""
-    found, own = [], f"{jax.process_index():05}-of-{jax.process_count():05}"
-    for path in sorted(glob.glob(f"{glob.escape(cfg.out)}/step_" + 6 * "[0-9]")):
-        parts = re.findall(r"shards-(\d+-of-(\d+))\.safetensors ", " ".join(os.listdir(path)) + " ")
-        if own in dict(parts) or parts and len(parts) == int(parts[0][1]):
-            found.append(int(path[-6:]))
-    return found
-
-def save_checkpoint(cfg, step, state):
-    """Write `out`/step_NNNNNN; all else that a run depends on is a function of its flags and the step."""
-    model.save_shards(state, f"{cfg.out}/step_{step:06}")
-    if everywhere(mirror(cfg)).all():  # now that it is whole for all, older ones may go
-        for old in checkpoint_steps(cfg)[:-cfg.keep]:
-            shutil.rmtree(f"{cfg.out}/step_{old:06}", ignore_errors=True)
-
 def mirror(cfg, back=False):
-    """Make the bucket of the run equal to `out`, or the reverse: of checkpoints each process its own part, of
-    the rest process 0. -> whether it worked"""
-    if not cfg.bucket:
+    """Make the bucket of the run, if it has one, equal to `out`, or the reverse: of checkpoints each process
+    its own part, of the rest process 0. -> whether it worked; no run starts if the reverse did not"""
+    bucket, me = re.sub("^out/gs/", "gs://", cfg.out), jax.process_index()
+    if bucket == cfg.out:
         return True
-    me, ends = jax.process_index(), [cfg.bucket, cfg.out] if back else [cfg.out, cfg.bucket]
+    ends = [bucket, cfg.out] if back else [cfg.out, bucket]
     others = [rf".*shards-(?!{me:05})", r".*\.tmp", ".*tiny-seed"] + ["(?!.*shards-)"] * (me > 0 and not back)
-    try:
-        done = subprocess.run(
-            ["gcloud", "storage", "rsync", "--recursive", "--exclude", "|".join(others), *ends]
-            + ["--delete-unmatched-destination-objects"] * (not back), capture_output=True, text=True)
-        fault = "" if done.returncode == 0 else (done.stderr.strip() or "failed").splitlines()[-1]
-    except OSError as e:
-        fault = f"gcloud, which {cfg.bucket} needs: {e.strerror}"
-    if fault and not (back and "matched no objects" in fault):  # it is new
-        print(f"train.py: {ends[0]} could not be copied to {ends[1]}: {fault}", file=sys.stderr, flush=True)
-        return False
-    return True
+    command = ["gcloud", "storage", "rsync", "--recursive", "--exclude", "|".join(others), *ends]
+    command += ["--delete-unmatched-destination-objects"] * (not back)
+    code, text = subprocess.getstatusoutput(shlex.join(command))
+    if code == 0 or back and "Did not find existing container" in text:  # a new run
+        return True
+    fault = f"{ends[0]} cannot be copied to {ends[1]}: {(text or 'failed').splitlines()[-1]}"
+    check(not back, f"--out {bucket} cannot be used: {fault}")
+    print(f"train.py: {fault}", file=sys.stderr, flush=True)
+    return False
 
 def open_run(cfg):
     """Claim `out` for this run -> the step it has reached. Refuses a directory that holds anything else."""
-    try:
+    with stop_on(OSError, f"{cfg.out} cannot be made a directory; choose another --out"):
         os.makedirs(cfg.out, exist_ok=True)
-    except OSError as e:
-        check(False, f"{cfg.out} cannot be made a directory ({e.strerror}); choose another --out")
-    check(mirror(cfg, back=True), f"--out {cfg.bucket} cannot be used; see above")
+    mirror(cfg, back=True)
     found = {name for name in os.listdir(cfg.out) if not name.startswith("tiny-seed")}
     if found:
-        try:
-            with open(f"{cfg.out}/config.json") as f:
-                before = json.load(f)["config"]
+        with stop_on(Exception, f"{cfg.out} exists and is not a run of podgrpo; choose another --out"):
+            before = model.read_json(f"{cfg.out}/config.json")["config"]
             changed = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in dataclasses.asdict(cfg).items()
                        if k not in FREE and before.get(k) != v]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            check(False, f"{cfg.out} exists and is not a run of podgrpo; choose another --out")
         check(not changed or cfg.resume == "force" or found == {"config.json"}, f"{cfg.out} is another run: "
               f"{'; '.join(changed[:3])}; choose another --out, or --resume force to go on with it")
-    steps = everywhere(np.array([0] * 99 + checkpoint_steps(cfg))[-99:]).tolist()
+    steps = everywhere(np.array([0] * 99 + model.saved_steps(cfg.out))[-99:]).tolist()
     done = max(set.intersection(*map(set, steps)), default=0)  # the newest that every process can load
     if os.path.isdir(f"{cfg.out}/final") and done >= cfg.sft_steps + cfg.steps:
         say(f"{cfg.out} is finished: {done} steps; see {cfg.out}/final and {cfg.out}/metrics.jsonl")
@@ -634,63 +571,57 @@ def write_final(cfg, run, params):
     """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
     config, final = model.read_json(f"{run.directory}/config.json"), f"{cfg.out}/final"
     kind = config.get("torch_dtype") or config.get("dtype")
+    kind = kind if kind in ("bfloat16", "float16") else "float32"
     if jax.process_index() == 0:
         shutil.rmtree(final + ".tmp", ignore_errors=True)
         os.makedirs(final + ".tmp")
-    model.save(final + ".tmp", params, run.shape, run.mesh,
-               kind if kind in ("bfloat16", "float16") else "float32")
+    model.save(final + ".tmp", params, run.shape, run.mesh, kind)
     if jax.process_index() == 0:
         for name in os.listdir(run.directory):
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
-                shutil.copy(os.path.join(run.directory, name), final + ".tmp")
+                shutil.copy(f"{run.directory}/{name}", final + ".tmp")
         shutil.rmtree(final, ignore_errors=True)
         os.rename(final + ".tmp", final)
     mirror(cfg)
 
 # ---------------------------------------------------------------- what a person sees
+# the line of a step, of its metrics: fixed order, greppable
+SFT = "sft {step}/{total} | nll {nll:.3f} | gnorm {grad_norm:.2f} | lr {lr:.1e} | upd {time/update_s:.1f}s"
+GRPO = ("step {step}/{total} | reward {reward/mean:.2f} | solved {solved:.2f} | len {len/answer:.0f} | "
+        "clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | roll {time/rollout_s:.1f}s "
+        "upd {time/update_s:.1f}s | {thousands:.1f}k tok/s")
+
 def say(text, end="\n"):
     if jax.process_index() == 0:
         print("\r\033[K" * sys.stdout.isatty() + text, end=end, flush=True)
 
-def status(text):
-    """What is being done: on a terminal, a line that the next one replaces."""
+def progress(what, done=0, total=0):
+    """What is being done, how far: on a terminal, a line that the next replaces; else one at each quarter."""
+    what += f" {done}/{total}" * (total > 0)
     if sys.stdout.isatty():
-        say(text, end="\r")
-
-def progress(what, done, total):
-    """How far a long phase is: that line on a terminal, else a line at each quarter."""
-    status(f"{what} {done}/{total}")
-    if not sys.stdout.isatty() and total > 1 and done * 4 // total > (done - 1) * 4 // total:
-        say(f"{what} {done}/{total}")
-
-def step_line(m, total, supervised):
-    """The line of a step: fixed order, greppable."""
-    if supervised:
-        return (f"sft {m['step']}/{total} | nll {m['nll']:.3f} | gnorm {m['grad_norm']:.2f} | "
-                f"lr {m['lr']:.1e} | upd {m['time/update_s']:.1f}s")
-    return (f"step {m['step']}/{total} | reward {m['reward/mean']:.2f} | solved {m['solved']:.2f} | "
-            f"len {m['len/answer']:.0f} | clip {m['clip_fraction']:.3f} | kl {m['kl']:.3f} | "
-            f"gnorm {m['grad_norm']:.2f} | roll {m['time/rollout_s']:.1f}s upd {m['time/update_s']:.1f}s | "
-            f"{m['rollout/tokens_per_s'] / 1e3:.1f}k tok/s")
+        say(what, end="\r")
+    elif total > 1 and done * 4 // total > (done - 1) * 4 // total:
+        say(what)
 
 def report(cfg, seconds):
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
-    scores = [(m["step"], m["eval/solved"]) for m in read_jsonl(cfg, "metrics.jsonl") if "eval/solved" in m]
-    told = [s for s in read_jsonl(cfg, "samples.jsonl") if s.get("eval")]
+    scores = {m["step"]: m["eval/solved"] for m in read_jsonl(cfg, "metrics.jsonl") if "eval/solved" in m}
     say(f"\ndone: {cfg.sft_steps} supervised and {cfg.steps} GRPO steps, {seconds / 60:.1f} minutes")
     if scores:
-        (first, before), (last, after) = scores[0], scores[-1]
-        told.sort(key=lambda s: s["question"])
-        for s in (s for s in told if s["step"] in (first, last)):
-            say(f"\n  {s['question']}\n" * (s["step"] == first)
+        a, b = min(scores), max(scores)
+        told = [s for s in read_jsonl(cfg, "samples.jsonl") if s.get("eval") and s["step"] in (a, b)]
+        for s in sorted(told, key=lambda s: s["question"]):
+            say(f"\n  {s['question']}\n" * (s["step"] == a)
                 + f"    step {s['step']:4} {'right' if s['solved'] else 'wrong'}  {s['answer']}")
-        say(f"\nheld-out questions solved: {before:.1%} at step {first} -> {after:.1%} at step {last}")
+        say(f"\nheld-out questions solved: {scores[a]:.1%} at step {a} -> {scores[b]:.1%} at step {b}")
     say(f"checkpoint: {cfg.out}/final (Hugging Face format); " * (cfg.steps + cfg.sft_steps > 0)
         + f"metrics: {cfg.out}/metrics.jsonl")
 
 # ---------------------------------------------------------------- set up: from flags to arrays
-def with_prompts(rows, tokenizer, cfg, what):
+def with_prompts(name, held_out, tokenizer, cfg):
     """Rows with the ids of `prompt` and of `told`, the text to imitate; too long prompts are left out."""
+    what = f"held out ({name})" if held_out else name
+    rows = load_rows(name, held_out)[:(cfg.eval_n if held_out else 0) or None]
     encode = partial(tokenizer.encode_batch, add_special_tokens=False)
     prompts = encode([chat(cfg.system, row["question"]) for row in rows])
     told = encode([row.get("demonstration", row["answer"]) + "<|im_end|>" for row in rows])
@@ -703,58 +634,52 @@ def with_prompts(rows, tokenizer, cfg, what):
         * (skipped > 0) + f"; {unmarked} have no number in their answer" * (unmarked > 0))
     return kept
 
-def start_wandb(cfg):
-    """The wandb run of process 0, or None; a missing package or login stops here, before all else."""
-    if not cfg.wandb or jax.process_index():
-        return None
-    try:
-        import wandb
-        return wandb.init(project=cfg.wandb, name=cfg.out, id=cfg.out.replace("/", "-"), resume="allow",
-                          config=dataclasses.asdict(cfg))
-    except Exception as e:
-        check(False, f"--wandb {cfg.wandb}: {first_line(e)}; install wandb and set WANDB_API_KEY, or drop it")
-
 def set_up(argv):
-    """Command line -> (Config, run: what does not change, open model files); all mistakes are found here."""
+    """Command line -> (Config, run: what does not change); all mistakes are found here."""
     cfg = parse(argv)
-    check_flags(cfg)
     connect(cfg)
-    mesh = make_mesh(cfg.mesh, jax.devices())
-    auto = {"dtype": "float32" if jax.default_backend() == "cpu" else "bfloat16",
-            "loss_impl": "pallas" if jax.default_backend() == "tpu" and cfg.dtype != "float32" else "jax"}
-    cfg = dataclasses.replace(cfg, require_processes=cfg.require_processes or jax.process_count(), **{
-        k: v for k, v in auto.items() if getattr(cfg, k) == "auto"})
+    mesh, backend = make_mesh(cfg.mesh, jax.devices()), jax.default_backend()
+    auto = {"dtype": "float32" if backend == "cpu" else "bfloat16",
+            "loss_impl": "pallas" if backend == "tpu" and cfg.dtype != "float32" else "jax"}
+    auto = {k: v for k, v in auto.items() if getattr(cfg, k) == "auto"}
+    cfg = dataclasses.replace(cfg, require_processes=jax.process_count(), **auto)
     done = open_run(cfg)
     directory = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     shape = model.read_config(directory)
-    try:
+    with stop_on(Exception, f"{directory}/tokenizer.json is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
-    except Exception as e:  # tokenizers has no exception of its own
-        check(False, f"{directory}/tokenizer.json is not a readable tokenizer: {e}")
-    tokenizer.no_truncation(), tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     end = tokenizer.token_to_id("<|im_end|>")
     check(end is not None, f"{directory}/tokenizer.json has no <|im_end|>: not the tokenizer of a Qwen2")
     check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
-    rows = with_prompts(load_rows(cfg.data, False), tokenizer, cfg, cfg.data)
+    rows = with_prompts(cfg.data, False, tokenizer, cfg)
     eval_data = cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
-    held_out = [] if eval_data == "none" else with_prompts(
-        load_rows(eval_data, True)[:cfg.eval_n or None], tokenizer, cfg, f"held out ({eval_data})")
+    held_out = [] if eval_data == "none" else with_prompts(eval_data, True, tokenizer, cfg)
+    examples = [row for row in rows if len(row["told"]) <= cfg.max_answer]
+    check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     longest = max(len(row["prompt"]) for row in rows + held_out)
     step = 8 * mesh.shape["tp"]  # widths are rounded up: one shape each, and tp divides the tokens of a row
-    prompt_width, row_width = -(-longest // step) * step, -(-(longest + cfg.max_answer) // step) * step
-    checkpoint = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape)
-    wandb_run = start_wandb(cfg)
-    write_file(f"{cfg.out}/config.json", json.dumps({  # by every process: its disk may be its own
+    prompt_width, row_width = (-(-n // step) * step for n in (longest, longest + cfg.max_answer))
+    checkpoint, logger = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape), None
+    if cfg.wandb and jax.process_index() == 0:
+        with stop_on(Exception, f"--wandb {cfg.wandb} wants wandb and WANDB_API_KEY; mend or drop it"):
+            import wandb
+            logger = wandb.init(project=cfg.wandb, name=cfg.out, id=cfg.out.replace("/", "-"), resume="allow",
+                                config=dataclasses.asdict(cfg))
+    model.write_json(f"{cfg.out}/config.json", {  # by every process: its disk may be its own
         "config": dataclasses.asdict(cfg), "commit": commit(),
-        "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}}, indent=1))
+        "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}})
+    check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
-        directory=directory, shape=shape, mesh=mesh, tokenizer=tokenizer, rows=rows, held_out=held_out,
-        prompt_width=prompt_width, row_width=row_width, done=done, wandb=wandb_run), checkpoint
+        directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
+        rows=rows, held_out=held_out, examples=examples, prompt_width=prompt_width, row_width=row_width,
+        done=done, wandb=logger)
 
-def load_state(cfg, run, checkpoint):
+def load_state(cfg, run):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
-    params = model.load(checkpoint, run.mesh, partial(progress, "loading weights"))
+    params = model.load(run.checkpoint, run.mesh, partial(progress, "loading weights"))
     places = jax.tree_util.tree_map_with_path(  # moments lie as the parameters whose names they carry
         lambda path, a: NamedSharding(run.mesh, model.spec(path[-1].key) if a.ndim else P()),
         jax.eval_shape(optimizer(cfg).init, params))
@@ -776,17 +701,16 @@ def evaluate(params, step, cfg, run):
     each, n, solved, began = cfg.batch * cfg.npq, len(run.held_out), 0.0, time.time()
     stride = each * jax.process_count()
     for start in range(0, n, stride):
-        mine = range(start + jax.process_index() * each, start + (jax.process_index() + 1) * each)
-        rows = [run.held_out[i % n] for i in mine]  # as many on each host; not all count
+        first = start + jax.process_index() * each
+        rows = [run.held_out[i % n] for i in range(first, first + each)]  # as many on each; not all count
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.seed), 0), start)
-        out, answers = sample_answers(params, [row["prompt"] for row in rows], key, cfg, run,
-                                      cfg.eval_temperature, cfg.top_k, cfg.top_p)
+        out, answers = sample_answers(params, rows, key, cfg, run, cfg.eval_temperature, cfg.top_k, cfg.top_p)
         right = score_answers([correct], rows, answers, out["cut_B"])[0][:, 0].tolist()
-        solved += sum(r for r, i in zip(right, mine) if i < n)
+        solved += sum(right[:max(0, n - first)])
         if start == 0:
             write_jsonl(cfg, "samples.jsonl", [
-                {"step": step, "eval": True, "question": row["question"], "reference": row["answer"],
-                 "answer": a, "solved": r} for row, a, r in list(zip(rows, answers, right))[:min(3, n)]])
+                {"step": step, "eval": True, "question": rows[i]["question"], "reference": rows[i]["answer"],
+                 "answer": answers[i], "solved": right[i]} for i in range(min(3, n, each))])
         progress("evaluating", min(start + stride, n), n)
     solved = float(everywhere(solved).sum()) / n
     say(f"eval at step {step} | solved {solved:.4f} of {n} | {time.time() - began:.1f}s")
@@ -796,15 +720,14 @@ def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
     """Reward and length metrics over the answers of all hosts; reward functions that failed are named."""
     for name, messages in faults.items():
         print(f"reward {name} failed on {len(messages)} answers, which score 0: {max(messages.values())}")
-    failed = everywhere(sum(map(len, faults.values())))
-    names = ["reward/mean", "len/prompt", "len/answer", "truncated", "solved"] + [
-        f"reward/{function.__name__}" for function, _ in REWARDS]
+    names = ["reward/mean", "len/prompt", "len/answer", "truncated", "solved"]
+    names += [f"reward/{function.__name__}" for function, _ in REWARDS]
     table = np.column_stack([rewards, [len(p) for p in prompts], out["lengths_B"], out["cut_B"], scores])
     table = everywhere(table).reshape(-1, len(names))
     groups = table[:, 0].reshape(-1, cfg.npq)
     return dict(zip(names, table.mean(0).tolist())) | {
-        "reward/std": float(groups.std()), "reward/faults": int(np.sum(failed)),
-        "len/answer_max": float(table[:, 2].max()),
+        "reward/std": float(groups.std()), "len/answer_max": float(table[:, 2].max()),
+        "reward/faults": int(everywhere(sum(map(len, faults.values()))).sum()),
         "group/zero_variance": float((groups.max(1) == groups.min(1)).mean())}
 
 def update_metrics(parts, rows, batch, cfg, run):
@@ -822,80 +745,72 @@ def update_metrics(parts, rows, batch, cfg, run):
         "memory/train/bytes_in_use_max_gib": float(hosts[:, 1].max()) or None,
         "memory/train/peak_bytes_in_use_max_gib": float(hosts[:, 2].max()) or None}
 
-# ---------------------------------------------------------------- the loop, and main
-def train(argv=None):
+# ---------------------------------------------------------------- main: the loop
+@stop_on(model.CheckpointError, "these files cannot be used")
+def main(argv):
     """The whole run, from the command line to `out`/final."""
     began = time.time()
-    cfg, run, checkpoint = set_up(argv)
+    cfg, run = set_up(argv)
     hosts, host, total = jax.process_count(), jax.process_index(), cfg.sft_steps + cfg.steps
     sequences, updates = cfg.batch * cfg.npq, cfg.minibatches * cfg.ppo_epochs
     static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
-    examples = [row for row in run.rows if len(row["told"]) <= cfg.max_answer]
     say(f"{hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
         f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
         f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in "
         f"all, in rows of {run.row_width} tokens | {updates} updates a step"
-        + f" | {len(examples)} answers of at most {cfg.max_answer} tokens to imitate" * (cfg.sft_steps > 0)
+        + f" | {len(run.examples)} answers of up to {cfg.max_answer} tokens to imitate" * (cfg.sft_steps > 0)
         + " | no --eval_data, no evaluation" * (not run.held_out))
-    spans = len({device.process_index for device in run.mesh.devices[0].flat})
+    inner, spans = run.mesh.devices[0].size, len({d.process_index for d in run.mesh.devices[0].flat})
     if spans > 1:
-        say(f"fsdp*tp = {run.mesh.devices[0].size} spans {spans} hosts: each pass over the weights brings "
-            f"{run.shape.n_params * 2 * (1 - 1 / spans) / 2 ** 30:.2g} GiB into every host; --mesh host_local "
-            f"keeps that inside a host, and takes {spans} times the memory for parameters and optimizer")
-    check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
+        gib = run.shape.n_params * 2 * (1 - 1 / spans) / 2 ** 30
+        say(f"fsdp*tp = {inner} spans {spans} hosts: a pass over the weights brings {gib:.2g} GiB into every "
+            f"host; --mesh host_local avoids that, at {spans} times the memory for parameters and optimizer")
     evaluations = {total, *range(cfg.sft_steps, total, cfg.eval_every or 10**9)} if run.held_out else set()
-    state, key, recent = load_state(cfg, run, checkpoint), jax.random.key(cfg.seed), []
+    state, key, recent = load_state(cfg, run), jax.random.key(cfg.seed), []
     if run.done == 0 and 0 in evaluations:
         write_jsonl(cfg, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
     for step in range(run.done + 1, total + 1):
         clock, supervised, metrics = [time.time()], step <= cfg.sft_steps, {"step": step}
+        # questions, each host its own
+        pool, each, past = ((run.examples, sequences, step - 1) if supervised
+                            else (run.rows, cfg.batch, step - 1 - cfg.sft_steps))
+        order = question_order(cfg.seed, (past * hosts + host) * each, each, len(pool))
+        asked = [pool[i] for i in order for _ in range(sequences // each)]
+        prompts = [row["prompt"] for row in asked]
         if supervised:  # advantage 1 on given answers, ratio 1: the gradient of the log-likelihood
-            start = ((step - 1) * hosts + host) * sequences
-            chosen = [examples[i] for i in question_order(cfg.seed, start, sequences, len(examples))]
-            rows = make_rows([row["prompt"] for row in chosen], [row["told"] for row in chosen],
-                             np.ones(sequences), run.row_width, cfg)
-            batches = to_minibatches(rows, cfg, run.mesh)
+            tokens, advantages, sampler = [row["told"] for row in asked], np.ones(sequences), None
         else:
-            # rollout: npq answers to each of this host's questions
-            start = ((step - cfg.sft_steps - 1) * hosts + host) * cfg.batch
-            order = question_order(cfg.seed, start, cfg.batch, len(run.rows))
-            asked = [run.rows[i] for i in order for _ in range(cfg.npq)]
-            prompts = [row["prompt"] for row in asked]
-            status(f"step {step}/{total}: sampling {sequences} answers a host")
-            out, answers = sample_answers(state["params"], prompts, jax.random.fold_in(key, step), cfg, run,
-                                          cfg.temperature)
+            # rollout: npq answers to each
+            progress(f"step {step}/{total}: sampling {sequences} answers a host")
+            fresh = jax.random.fold_in(key, step)
+            out, answers = sample_answers(state["params"], asked, fresh, cfg, run, cfg.temperature)
+            tokens = [t[:n].tolist() for t, n in zip(out["tokens_BT"], out["lengths_B"])]
+            sampler = out["logp_BT"]
             clock.append(time.time())
-
             # rewards, and advantages within each group
             scores, faults = score_answers([correct] + [f for f, _ in REWARDS], asked, answers, out["cut_B"])
             rewards = scores[:, 1:] @ [weight for _, weight in REWARDS]
             advantages = group_advantages(rewards, cfg.npq, cfg.advantage)
             metrics |= rollout_metrics(rewards, prompts, out, scores, faults, cfg)
-            rollout_tokens = metrics["len/answer"] * sequences * hosts
             write_jsonl(cfg, "samples.jsonl", [
                 {"step": step, "question": asked[i]["question"], "reference": asked[i]["answer"],
                  "answer": answers[i], "reward": rewards[i], "cut": bool(out["cut_B"][i])} for i in range(2)])
             clock.append(time.time())
-
-            # rows; log-probs as they were, where there are several updates, and of the reference
-            tokens = [t[:n].tolist() for t, n in zip(out["tokens_BT"], out["lengths_B"])]
-            rows = make_rows(prompts, tokens, advantages, run.row_width, cfg, sampler=out["logp_BT"])
-            plain = batches = to_minibatches(rows, cfg, run.mesh)
-            if updates > 1:
-                batches = [b | {"old": score(state["params"], p, **static)} for b, p in zip(batches, plain)]
-            if cfg.beta:
-                batches = [b | {"ref": score(state["ref"], p, **static)} for b, p in zip(batches, plain)]
-
+        # rows; log-probs as they were, where there are several updates, and of the reference
+        rows = make_rows(prompts, tokens, advantages, run.row_width, cfg, sampler)
+        batches = to_minibatches(rows, cfg, run.mesh)
+        judges = {"old": state["params"]} if updates > 1 and not supervised else {}
+        judges |= {"ref": state["ref"]} if cfg.beta and not supervised else {}
+        batches = [b | {k: score(judge, b, **static) for k, judge in judges.items()} for b in batches]
         # update
         parts, lr = [], learning_rate(cfg, step)
-        status(f"step {step}/{total}: {updates} updates")
+        progress(f"step {step}/{total}: {updates} updates")
         for batch in batches * cfg.ppo_epochs:
             state["params"], state["opt"], part = update(state["params"], state["opt"], batch, lr, **static)
             parts.append(part)
         metrics |= update_metrics(jax.device_get(parts), rows, batch, cfg, run) | {"lr": lr}
         if cfg.beta and step == cfg.sft_steps:
             state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), state["params"])
-
         # metrics, evaluation, checkpoint
         clock.append(time.time())
         seconds = clock[-1] - clock[0]
@@ -904,35 +819,35 @@ def train(argv=None):
                     "time/train/step_avg_last10_s": sum(recent) / len(recent),
                     "throughput/train/valid_tokens_per_s": metrics["valid_tokens"] / seconds}
         if not supervised:
-            metrics |= {"time/rollout_s": clock[1] - clock[0], "time/reward_s": clock[2] - clock[1],
-                        "rollout/tokens_per_s": rollout_tokens / (clock[1] - clock[0])}
-        say(step_line(metrics, total, supervised))
+            sampling = clock[1] - clock[0]
+            metrics |= {"time/rollout_s": sampling, "time/reward_s": clock[2] - clock[1],
+                        "rollout/tokens_per_s": metrics["len/answer"] * sequences * hosts / sampling}
+        thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
+        say((SFT if supervised else GRPO).format(total=total, thousands=thousands, **metrics))
         if step in evaluations:
             metrics |= evaluate(state["params"], step, cfg, run)
         write_jsonl(cfg, "metrics.jsonl", [metrics])
         if run.wandb:
             run.wandb.log(metrics, step=step)
         if step == total or cfg.save_every and step % cfg.save_every == 0:
-            save_checkpoint(cfg, step, state)
+            model.save_shards(state, f"{cfg.out}/step_{step:06}")  # all else follows from flags and step
+            if everywhere(mirror(cfg)).all():  # now that it is whole for all, older ones may go
+                for old in model.saved_steps(cfg.out)[:-cfg.keep]:
+                    shutil.rmtree(f"{cfg.out}/step_{old:06}", ignore_errors=True)
     if total:
         write_final(cfg, run, state["params"])
     if host == 0:
         report(cfg, time.time() - began)
 
-def main(argv=None):
-    try:
-        train(argv)
-    except model.CheckpointError as e:
-        check(False, str(e))
-
 if __name__ == "__main__":
     try:
-        main()
-    except BaseException as e:  # at an orderly exit JAX would wait for the other processes, which wait for this
+        main(sys.argv[1:])
+    except BaseException as e:  # at an orderly exit JAX would wait for the others, which wait for this one
         code = e.code if isinstance(e, SystemExit) else 1
         if not jax.distributed.is_initialized() or code == 0:
             raise
         if code == 1:
             traceback.print_exc()
-        sys.stdout.flush(), sys.stderr.flush()
+        sys.stdout.flush()
+        time.sleep(3 * (jax.process_index() == 0))  # last, since the others abort when it is gone
         os._exit(code)
