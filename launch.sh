@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2016 # what stands in single quotes is for other shells
 # Run podgrpo: here, on Slurm, or on all workers of a TPU slice in Google Cloud.
 #
 #   bash launch.sh cpu [--processes N] [flags]  train on this CPU; without flags: the embedded default
@@ -11,7 +12,7 @@
 #     up: find or make the TPU VM; setup: send this tree and .env to all workers, install; run [flags]: start
 #     train.py on all, follow; logs: follow again; stop: SIGTERM; down: delete; test [names]: on worker 0
 #     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued  --yes (to down)
-#   bash launch.sh test [names] | setup         every test here, or those with a name in theirs | only make .venv
+#   bash launch.sh test [names] | setup         every test, or those with a name in theirs | only make .venv
 #   bash launch.sh --dry-run ...                print the commands instead of running them
 # Flags are train.py's. gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K unless they say otherwise;
 # --out gs://bucket/run keeps checkpoints there. .env beside this file holds WANDB_API_KEY=.. and HF_TOKEN=..
@@ -40,10 +41,7 @@ setup() {
       if [ "$python" != uv ] && "$python" -c "$old" >/dev/null 2>&1; then break; fi
     done
     case "${PYTHON:-}:$python" in
-      :uv)
-        run python3 -m pip install -q --user uv
-        run python3 -m uv venv -q --clear --seed --python 3.12 "$venv"
-        ;;
+      :uv) run python3 -m pip install -q --user uv; run python3 -m uv venv -q --clear --seed -p3.12 "$venv" ;;
       *:uv) die "PYTHON=$PYTHON is not Python 3.11 or newer" ;;
       *) run "$python" -m venv --clear "$venv" ;;
     esac
@@ -72,26 +70,27 @@ several() {
   wait
   [ ! -f "$codes" ] || exit "$(head -n 1 "$codes")"
 }
-# submit, follow; scontrol forgets a job some minutes after its end, so that also is an end
+# submit, follow; scontrol forgets a job some minutes after its end: that also is an end
 slurm() {
-  local id log now='' code ended='JobState=(COMPLETED|FAILED|CANCEL|TIMEOUT|PREEMPTED|NODE_F|OUT_|DEADLINE|BOOT)'
-  id="$(run sbatch --parsable --job-name=podgrpo --requeue --open-mode=append --output=slurm-%j.log \
-    ${options[@]+"${options[@]}"} --wrap "srun --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")")"
+  local id log now='' end='Invalid job|JobState=(COMPLETED|FAILED|CANC|TIMEO|PREEMPTED|NODE_F|OUT_|DEADL|BOOT)'
+  set -- --wrap "srun --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")"
+  set -- --requeue --open-mode=append --output=slurm-%j.log ${options[@]+"${options[@]}"} "$@"
+  id="$(run sbatch --parsable --job-name=podgrpo "$@")"
   [ -z "$dry_run" ] || exit 0
   id="${id%%;*}" && log="slurm-$id.log" && touch "$log"
   say "job $id; its log: $log; end it: scancel $id"
   tail -n +1 -F "$log" 2>/dev/null &
   trap 'kill %1; say "detached; the job goes on: tail -F $log"; exit 130' INT
-  until grep -qE "$ended|Invalid job" <<<"$now"; do sleep 2 && now="$(scontrol show job -o "$id" 2>&1 || :)"; done
+  until grep -qE "$end" <<<"$now"; do sleep 2 && now="$(scontrol show job -o "$id" 2>&1 || :)"; done
   kill %1
-  code="$(sed -n 's/.* ExitCode=\([0-9]*\):\([0-9]*\).*/\1 + (\2 ? 128 + \2 : 0)/p' <<<"$now")"
-  case "$now" in *JobState=COMPLETED*) exit 0 ;; *) exit $((${code:-0} ? code : 1)) ;; esac
+  case "$now" in *JobState=COMPLETED*) exit 0 ;; *' ExitCode=0:0 '*) exit 1 ;; esac
+  exit $(($(sed -n 's/.* ExitCode=\([0-9]*\):\([0-9]*\).*/\1 + (\2 ? 128 + \2 : 0)/p' <<<"$now")))
 }
 
 # ---------------------------------------------------------------- Google Cloud
-# TYPE -> devices, hosts, image, zones (cloud.google.com/tpu/docs: runtimes, regions-zones); v4, v5p count cores
+# TYPE -> devices, hosts, image, zones (cloud.google.com/tpu/docs/runtimes, .../regions-zones)
 slice() {
-  local cores=1 alone=8 all
+  local cores=1 alone=8 all # v4 and v5p count cores, two a device; so many devices are one host
   case "$type" in
     v4-*) cores=2 alone=4 image=tpu-ubuntu2204-base all=us-central2-b ;;
     v5p-*) cores=2 alone=4 image=v2-alpha-tpuv5 all=us-east5-a,us-central1-a ;;
@@ -126,9 +125,7 @@ why() {
   say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
 }
 # of the VM in $zone; nothing where there is none
-state() {
-  tpu tpu-vm describe --format='value(state)' || grep -q NOT_FOUND "$errors" || { why && return 1; }
-}
+state() { tpu tpu-vm describe --format='value(state)' || grep -q NOT_FOUND "$errors" || { why; return 1; }; }
 # sets $zone to where the VM is and $state, or both to nothing
 find_vm() {
   for zone in ${zones//,/ } ''; do
@@ -212,7 +209,8 @@ follow() {
   trap - INT
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
   [ -n "$worker" ] || return 0
-  if [ "$spot$code" = --spot143 ] && sleep 60 && [ "$(state)" != READY ]; then return 75; fi # SIGTERM comes first
+  # a spot VM that goes sends SIGTERM first
+  if [ "$spot$code" = --spot143 ] && sleep 60 && [ "$(state)" != READY ]; then return 75; fi
   say "$worker failed first, with exit code $code; its last lines:"
   workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
   return "$code"
@@ -248,7 +246,6 @@ worker() {
       [ -n "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ] || $sudo rm -f "$lock"
       rm -f run.exit
       printf '%s\n' "$2" >run.id
-      # shellcheck disable=SC2016 # that shell expands it
       PODGRPO_COMMIT="$3" setsid bash -c 'exec 9>run.lock && flock -n 9 || exit; trap : TERM
         bash launch.sh task "$@" >run.log 2>&1 9>&-; echo "$? $(date +%s.%N)" >run.exit' run "${@:4}" \
         </dev/null >/dev/null 2>&1 &
@@ -337,7 +334,7 @@ case "$command" in
     esac
     ;;
   help | -h | --help)
-    sed -n '2,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"
+    sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"
     [ -n "$same" ] || exit 2
     ;;
   *) die "unknown command $command: not cpu, gpu, slurm, test, setup nor a TPU type; see launch.sh help" ;;

@@ -320,6 +320,7 @@ def connect(cfg):
         with stop_on(OSError, f"{address} cannot be listened on: does another run use it?"):
             fault = roll_call(address, hosts, me, mine, cfg.start_timeout)
         check(not fault, fault)
+        jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
         jax.distributed.initialize(address, len(hosts), me, gpus, "deactivate", heartbeat_timeout_seconds=30)
     found = jax.process_count(), jax.device_count()
     want = cfg.require_processes or found[0], cfg.require_devices or found[1]
