@@ -62,7 +62,7 @@ train() {
 # $1 processes that train together; the exit code is that of the first to fail
 several() {
   local i codes="$scratch/codes" port=$((20000 + RANDOM % 10000))
-  [ "$1" != 1 ] || { (train "${@:2}") && exit; }
+  if [ "$1" = 1 ]; then (train "${@:2}"); exit; fi
   for ((i = 0; i < $1; i++)); do
     { (train --coordinator "127.0.0.1:$port" --processes "$1" --process_id "$i" "${@:2}") 2>&1 ||
       echo $? >>"$codes"; } | label "p$i" &
