@@ -29,7 +29,6 @@ label() { while IFS= read -r line || [ -n "$line" ]; do printf '[%s] %s\n' "$1" 
 
 # run a command, or print it, quoted for a shell, under --dry-run
 run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3; fi; }
-
 # ---------------------------------------------------------------- this machine, and Slurm
 # .venv with requirements.txt and jax[$1] in it; .venv/installed remembers with which
 setup() {
@@ -64,15 +63,15 @@ several() {
   local i codes="$scratch/codes" port=$((20000 + RANDOM % 10000))
   if [ "$1" = 1 ]; then (train "${@:2}"); exit; fi
   for ((i = 0; i < $1; i++)); do
-    { (train --coordinator "127.0.0.1:$port" --processes "$1" --process_id "$i" "${@:2}") 2>&1 ||
-      echo $? >>"$codes"; } | label "p$i" &
+    set -- "$@" --coordinator "127.0.0.1:$port" --processes "$1" --process_id "$i" # the last one counts
+    { (train "${@:2}") 2>&1 || echo $? >>"$codes"; } | label "p$i" &
   done
   wait
-  [ ! -f "$codes" ] || exit "$(head -n 1 "$codes")"
+  if [ -f "$codes" ]; then exit "$(head -n 1 "$codes")"; fi
 }
 # submit, follow; scontrol forgets a job some minutes after its end: that also is an end
 slurm() {
-  local id log now='' end='Invalid job|JobState=(COMPLETED|FAILED|CANC|TIMEO|PREEMPTED|NODE_F|OUT_|DEADL|BOOT)'
+  local id log now='' end='Invalid job|JobState=(COMPLETED|FAILED|CANC|TIMEO|PREEMPT|NODE_F|OUT_|DEADL|BOOT)'
   set -- --wrap "srun --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")"
   set -- --requeue --open-mode=append --output=slurm-%j.log ${options[@]+"${options[@]}"} "$@"
   id="$(run sbatch --parsable --job-name=podgrpo "$@")"
@@ -86,7 +85,6 @@ slurm() {
   case "$now" in *JobState=COMPLETED*) exit 0 ;; *' ExitCode=0:0 '*) exit 1 ;; esac
   exit $(($(sed -n 's/.* ExitCode=\([0-9]*\):\([0-9]*\).*/\1 + (\2 ? 128 + \2 : 0)/p' <<<"$now")))
 }
-
 # ---------------------------------------------------------------- Google Cloud
 # TYPE -> devices, hosts, image, zones (cloud.google.com/tpu/docs/runtimes, .../regions-zones)
 slice() {
@@ -100,6 +98,7 @@ slice() {
   devices=$((${type#*-} / cores)) name="${name:-podgrpo-$type}" zones="${zones:-$all}"
   hosts=$((devices > alone ? devices / 4 : 1))
 }
+again() { printf 'bash launch.sh %s' "$type $1 ${options[*]-}"; }
 # every call of gcloud; what it complains of goes to a file, for `why`
 cloud() {
   [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud: see cloud.google.com/sdk/docs/install'
@@ -110,7 +109,7 @@ must() { "$@" || { why && exit 1; }; }
 
 # what gcloud complained of, and what to do about it
 why() {
-  local advice="look at it: bash launch.sh $same status"
+  local advice
   case "$(cat "$errors")" in
     *'active account'* | *'auth login'*) advice='log in: gcloud auth login' ;;
     *'[project]'*) advice='choose a project: gcloud config set project PROJECT' ;;
@@ -121,6 +120,7 @@ why() {
     *apacity*) advice="$zone has no $type left" ;;
     *'be found in the zonal'* | *'not found in zone'*) advice="$zone offers no $type: try another --zone" ;;
     *'SSH Key is not'*) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
+    *) advice="look at it: $(again status)" ;;
   esac
   say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
 }
@@ -135,12 +135,9 @@ find_vm() {
 }
 delete() { must tpu "$made_by" delete ${queued:+--force} >&2; }
 create() {
-  set -- "$name" --accelerator-type="$type" --zone="$zone" ${spot:+--spot}
   say "creating $name, $hosts hosts with $devices devices, in $zone"
-  case "$made_by" in
-    tpu-vm) cloud compute tpus tpu-vm create --version="$image" "$@" >&2 ;;
-    *) cloud compute tpus "$made_by" create --node-id="$name" --runtime-version="$image" "$@" >&2 ;;
-  esac
+  set -- --accelerator-type="$type" ${queued:+--node-id="$name"} ${spot:+--spot}
+  tpu "$made_by" create "--${queued:+runtime-}version=$image" "$@" >&2
 }
 ready() {
   until [ -n "$dry_run" ] || [ "$(state)" = READY ]; do
@@ -156,7 +153,7 @@ up() {
   find_vm
   case "$state" in
     PREEMPTED | TERMINATED) say "$name was preempted" && delete ;;
-    STOP*) die "$name is stopped; delete it: bash launch.sh $same down" ;;
+    STOP*) die "$name is stopped; delete it: $(again down)" ;;
     ?*) ready && return ;;
   esac
   for zone in ${zones//,/ }; do
@@ -174,11 +171,10 @@ workers() { tpu tpu-vm ssh --worker="$1" --command="umask 077; mkdir -p podgrpo;
 send() {
   local files=("$scratch/tree.tgz" "$scratch/sent")
   must workers all 'flock -n run.lock rm -f .env || echo busy' >"${files[1]}"
-  [ ! -s "${files[1]}" ] || die "a run is going on there: bash launch.sh $same logs, or stop"
-  git -C "$here" rev-parse 2>/dev/null || die "$here is no git checkout; what git knows is what is sent"
+  [ ! -s "${files[1]}" ] || die "a run is going on there: $(again logs), or stop"
   (cd "$here" && git ls-files -coz --exclude-standard | while IFS= read -r -d '' file; do
     [ ! -e "$file" ] || printf '%s\0' "$file"
-  done) >"${files[1]}"
+  done) >"${files[1]}" || die "$here is no git checkout; what git knows is what is sent"
   COPYFILE_DISABLE=1 tar -C "$here" --null -T "${files[1]}" -czf "${files[0]}"
   if [ -f "$here/.env" ]; then files+=("$here/.env"); else say 'no .env: no WANDB_API_KEY, no HF_TOKEN'; fi
   must cloud compute tpus tpu-vm scp "${files[@]}" "$name:podgrpo/" --zone="$zone" --worker=all >&2
@@ -189,7 +185,7 @@ send() {
 # all workers' logs until all have ended -> the code of the first to fail; 75 if the VM is gone
 follow() {
   local line worker code ended="$scratch/ended"
-  trap 'say "detached; the run goes on: bash launch.sh $same logs, or stop"; exit 130' INT
+  trap 'say "detached; the run goes on: $(again logs), or stop"; exit 130' INT
   while :; do
     : >"$ended"
     workers all 'bash launch.sh worker follow' | while IFS= read -r line; do
@@ -228,11 +224,11 @@ train_there() {
     up
     send
   done
-  [ "$code" != 0 ] || say "results: gcloud compute tpus tpu-vm scp --recurse $name:podgrpo/out . --zone=$zone"
-  say "the VM is still there, and paid for; delete it: bash launch.sh $same down"
+  say "out is on worker 0: gcloud compute tpus tpu-vm scp --recurse $name:podgrpo/out . --zone=$zone"
+  say "the VM is still there, and paid for; delete it: $(again down)"
   exit "$code"
 }
-# a worker's part, in ~/podgrpo: setup | start ID COMMIT FLAGS of train.py | follow | status | stop
+# what worker $me does, in ~/podgrpo: setup | start ID COMMIT FLAGS of train.py | follow | status | stop
 worker() {
   local lock=/tmp/libtpu_lockfile sudo='sudo -n' i
   case "$1" in
@@ -251,7 +247,10 @@ worker() {
         </dev/null >/dev/null 2>&1 &
       echo $! >run.pid
       ;;
-    follow) tail -n $((me ? 20 : 999999999)) --pid="$(cat run.pid)" -F run.log 2>/dev/null ;;
+    follow) # to the end, which is told as: exit CODE TIME
+      tail -n $((me ? 20 : 999999999)) --pid="$(cat run.pid)" -F run.log 2>/dev/null
+      echo "exit $(cat run.exit 2>/dev/null || echo 137 0)"
+      ;;
     status) flock -n run.lock cat run.exit || echo running && tail -n 1 run.log ;;
     stop)
       for ((i = 0; i < 40; i++)); do
@@ -262,26 +261,19 @@ worker() {
       ;;
   esac
 }
-# that, each line with the worker's number; after following, the run's exit code and its end
-numbered() {
-  local me code where="${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
-  me="$(curl -sf -H 'Metadata-Flavor: Google' "http://$where/agent-worker-number")"
-  set +e
-  (set -e && worker "$@") 2>&1 | label "w$me"
-  code="${PIPESTATUS[0]}"
-  [ "$1" = follow ] || exit "$code"
-  echo "[w$me] exit $(cat run.exit 2>/dev/null || echo 137 0)"
-  exit 0
-}
-
 # ---------------------------------------------------------------- the call
 if [ "${1:-}" = --dry-run ]; then dry_run=1 && shift && exec 3>&1; fi
-command="${1:-help}" same="${1:-}" action='' flags=() options=() processes=1 platform=''
+command="${1:-}" action='' flags=() options=() processes=1 platform=''
 name='' zones='' zone='' state='' spot='' made_by=tpu-vm queued='' yes=''
 shift $(($# > 0))
 case "$command" in
-  task) train "$@" ;; # of a worker or of Slurm; like the next it does not return
-  worker) numbered "$@" ;;
+  task) train "$@" ;; # of a worker or of Slurm; does not return
+  worker)
+    url="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
+    me="$(curl -sf -H 'Metadata-Flavor: Google' "$url/agent-worker-number")"
+    worker "$@" 2>&1 | label "w$me"
+    exit
+    ;;
   v4-[1-9]* | v5litepod-[1-9]* | v5p-[1-9]* | v6e-[1-9]*)
     type="$command" command=tpu
     case "${1:-}" in up | setup | run | logs | status | stop | down | test) action="$1" && shift ;; esac
@@ -290,18 +282,18 @@ esac
 while [ $# -gt 0 ]; do # this launcher's options; all else is train.py's
   case "$1" in --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
   case "$command $1" in
-    'tpu --spot') spot=--spot ;;
-    'tpu --queued') made_by=queued-resources queued=1 ;;
+    'tpu --spot') spot=--spot options+=("$1") ;;
+    'tpu --queued') made_by=queued-resources queued=1 options+=("$1") ;;
     'tpu --yes') yes=y ;;
     'tpu --name' | 'tpu --zone' | 'cpu --processes' | slurm\ --nodes | slurm\ --*-per-node | \
       'slurm --partition' | 'slurm --time' | 'slurm --account' | 'slurm --qos')
       [ $# -gt 1 ] || die "$1 needs a value"
       case "$1" in --name) name="$2" ;; --zone) zones="$2" ;; --processes) processes="$2" ;; esac
-      options+=("$1=$2") && same="$same $1 $2" && shift 2 && continue
+      options+=("$1=$2") && shift
       ;;
-    *) flags+=("$1") && shift && continue ;;
+    *) flags+=("$1") ;;
   esac
-  same="$same $1" && shift
+  shift
 done
 set -- ${flags[@]+"${flags[@]}"}
 scratch="$(mktemp -d)" && errors="$scratch/errors" && : >"$errors"
@@ -319,13 +311,12 @@ case "$command" in
   tpu)
     slice
     case "$action" in '' | up | setup | test) up ;; *) find_vm ;; esac
-    [ -n "$dry_run$zone" ] || die "there is no $name in $zones; make it: bash launch.sh $same up"
+    [ -n "$dry_run$zone" ] || die "there is no $name in $zones; make it: $(again up)"
     case "$action" in '' | setup | test) send ;; esac
     case "$action" in
       '' | run) train_there "$@" ;;
       logs) follow ;;
-      stop) must workers all 'bash launch.sh worker stop' ;;
-      status) say "$name in $zone is $state" && must workers all 'bash launch.sh worker status' ;;
+      stop | status) say "$name in $zone is $state" && must workers all "bash launch.sh worker $action" ;;
       test) workers 0 ".venv/bin/python -u test_kernel.py $([ $# -eq 0 ] || printf '%q ' "$@")" ;;
       down)
         [ -n "$yes" ] || read -r -p "delete $name in $zone? [y/N] " yes || :
@@ -333,9 +324,9 @@ case "$command" in
         ;;
     esac
     ;;
-  help | -h | --help)
+  '' | help | -h | --help)
     sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"
-    [ -n "$same" ] || exit 2
+    exit $((${#command} ? 0 : 2))
     ;;
   *) die "unknown command $command: not cpu, gpu, slurm, test, setup nor a TPU type; see launch.sh help" ;;
 esac
