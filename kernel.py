@@ -3,22 +3,19 @@
 For token i with hidden state h, target y, LM head W [V, D] and temperature T:
 
     z = h W' / T        logp = z[y] - logsumexp(z)        H = -sum_v p_v log p_v,  p = softmax(z)
-
     ratio  = exp(logp - old)                    old: log-prob when the answer was sampled, by the trainer
     policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
                                                 PPO (arXiv 1707.06347, eq. 7), bounds: DAPO, 2503.14476
     k3     = exp(ref - logp) - (ref - logp) - 1 KL to a frozen reference (GRPO, arXiv 2402.03300, eq. 4)
     cap    = min(exp(old - sampler), is_cap)    truncated importance weight, a constant, for the sampler
     loss   = sum_i weight_i (beta k3 - cap policy - entropy_bonus H)
+    dz     = (g (onehot(y) - p) - e p (log p + H)) / T,  where g = dl/dlogp, e = dl/dH
+    dh, dW = dz W, dz' h
 
-`weight` carries mask, aggregation and normalisation, so that any split of the tokens sums to the same.
-Given dl/dlogp = g and dl/dH = e, the gradient of the logits is
-
-    dz = (g (onehot(y) - p) - e p (log p + H)) / T
-
-and dh = dz W, dW = dz' h. g and e are algebra on [tokens] vectors, known once a chunk's logits are, and its
-gradients are formed while these are at hand: three GEMMs (logits, dh, dW), not four. The backward pass scales
-them by dl/dloss; only for cotangents of logp or entropy (a term built outside) does it walk the chunks again.
+`weight` carries mask, aggregation and normalisation, so that any split of the tokens sums to the same. g and
+e are algebra on [tokens] vectors, known once a chunk's logits are, and its gradients are formed while these
+are at hand: three GEMMs (logits, dh, dW), not four. The backward pass scales them by dl/dloss; only for
+cotangents of logp or entropy (a term built outside) does it walk the chunks again.
 
 On a mesh a device holds V/n rows of the head for all tokens of its group of n = fsdp * tp devices. A chunk's
 hidden states are gathered, the softmax's sums combined, dh summed and scattered; dW stays. Parameters lie
@@ -52,12 +49,10 @@ NOTHING = -1e30                # the logit of what is not in the vocabulary
 def grpo_terms(logp_N, entropy_N, vectors, *, clip_low=.2, clip_high=.2, beta=0, is_cap=0, entropy_bonus=0):
     """The algebra of GRPO -> (loss_N, stats): float32 vectors over tokens, all 0 where weight is 0.
     vectors: `weight` (0 = masked; what the others hold there is never used), `advantage`, and what the
-    batch has of `old` (absent: ratio 1), `sampler` (absent: weight 1), `ref` (absent: no KL).
-    """
+    batch has of `old` (absent: ratio 1), `sampler` (absent: weight 1), `ref` (absent: no KL)."""
     mask = vectors["weight"] > 0
     def difference(a, b):  # masked before exp, and exp must not overflow: even times 0, inf and NaN are NaN
         return jnp.minimum(jnp.where(mask, a, 0.0) - jnp.where(mask, b, 0.0), 60.0)
-
     old = vectors.get("old", jax.lax.stop_gradient(logp_N))
     advantage = jnp.where(mask, vectors["advantage"], 0.0)
     ratio = jnp.exp(difference(logp_N, old))
@@ -246,8 +241,7 @@ def rows_to_columns(dW_VD, shards, piece=2048):
 Settings = namedtuple("Settings", "mesh terms entropic temperature impl blocks")
 
 def one_device(settings, h_nD, head_Vd, y_n, vectors):
-    """This device's tokens and columns of the head -> (logp_n, entropy_n) where there are no terms, else
-    (logp_n, entropy_n, loss_n, dh_nD, dW_Vd)."""
+    """Of this device's tokens and columns of the head, what `loss_and_gradients` returns."""
     _, terms, entropic, temperature, impl, blocks = settings
     gather = partial(jax.lax.all_gather, axis_name=SHARDS, tiled=True)
     n, V, D = len(y_n), len(head_Vd), h_nD.shape[1]
@@ -268,9 +262,8 @@ def one_device(settings, h_nD, head_Vd, y_n, vectors):
         h_cD = jnp.where(vectors_c["weight"][:, None] > 0, h_cD, 0)  # a masked NaN must not reach dW
         h_CD, y_C = gather(h_cD), gather(y_c) - rank * share
         saved, top, total, product = forward(h_CD, head_VD, rows, temperature)
-        here = (y_C >= 0) & (y_C < share)
-        target = jnp.sum(h_CD.astype(jnp.float32) * head_VD[jnp.where(here, y_C, 0)], -1) / temperature
-        target = jax.lax.psum(jnp.where(here, target, 0.0), SHARDS)
+        w_CD = head_VD.at[y_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        target = jax.lax.psum(jnp.sum(h_CD.astype(jnp.float32) * w_CD, -1) / temperature, SHARDS)
         top, total, product = combine(*jax.lax.all_gather((top, total, product), SHARDS))
         log_total = jnp.log(total)
         log_total += total * jnp.exp(-log_total) - 1  # a Newton step: a TPU's log alone is good to 1e-4
@@ -283,28 +276,26 @@ def one_device(settings, h_nD, head_Vd, y_n, vectors):
         dh_CD, dW_VD = backward(saved, h_CD, head_VD, y_C, (g, e, lse, entropy), dW_VD, first)
         dh_cD = jax.lax.psum_scatter(dh_CD, SHARDS, tiled=True)
         return dW_VD, (logp_c, entropy_c, loss_c, dh_cD.astype(h_cD.dtype))
-    chunks = [jnp.pad(a, ((0, -n % c),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, c, *a.shape[1:])
-              for a in (h_nD, y_n, *vectors.values())]
-    args = ((jnp.arange(-(-n // c)) == 0).astype(jnp.int32), *chunks[:2], dict(zip(vectors, chunks[2:])))
+    split = lambda a: jnp.pad(a, ((0, -n % c),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, c, *a.shape[1:])
+    first = (jnp.arange(-(-n // c)) == 0).astype(jnp.int32)
     dW_VD = jax.lax.empty((share, D), jnp.float32) if terms is not None else None
-    dW_VD, out = jax.lax.scan(chunk, dW_VD, args)
+    dW_VD, out = jax.lax.scan(chunk, dW_VD, (first, *jax.tree.map(split, (h_nD, y_n, vectors))))
     out = tuple(a.reshape(-1, *a.shape[2:])[:n] for a in out)
     return out if terms is None else (*out, rows_to_columns(dW_VD, shards)[:V])
 
 def materialised(settings, h_ND, head_VD, targets_N, vectors):
     """What `loss_and_gradients` does, by way of the logits of all tokens and what JAX makes of them."""
     keep = lambda a, *spec: jax.lax.with_sharding_constraint(a, NamedSharding(settings.mesh, P(*spec)))
-    def loss(h_ND, head_VD):
+    def logp_and_entropy(h_ND, head_VD):
         h_ND = keep(jnp.where(vectors["weight"][:, None] > 0, h_ND, 0), TOKENS)
         log_p = jax.nn.log_softmax(dot(h_ND, keep(head_VD.astype(h_ND.dtype)), (1, 1)) / settings.temperature)
         logp_N = jnp.take_along_axis(log_p, targets_N[:, None], 1)[:, 0]
-        entropy_N = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-        loss_N = settings.terms(logp_N, entropy_N, vectors)[0] if settings.terms else logp_N
-        return loss_N.sum(), (logp_N, entropy_N, loss_N)
+        return logp_N, -jnp.sum(jnp.exp(log_p) * log_p, -1)
     if not settings.terms:
-        return loss(h_ND, head_VD)[1][:2]
-    (_, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(h_ND, head_VD)
-    return *out, *gradients
+        return logp_and_entropy(h_ND, head_VD)
+    out, to_inputs = jax.vjp(logp_and_entropy, h_ND, head_VD)
+    loss_N, to_out = jax.vjp(lambda out: settings.terms(*out, vectors)[0], out)
+    return *out, loss_N, *to_inputs(*to_out(jnp.ones_like(loss_N)))
 
 def loss_and_gradients(settings, h_ND, head_VD, targets_N, vectors):
     """-> logp [N], entropy [N] and, given terms, loss [N], dh [N, D] in h's dtype, dW [V, D] float32."""
@@ -312,32 +303,30 @@ def loss_and_gradients(settings, h_ND, head_VD, targets_N, vectors):
     if impl == "full":
         return materialised(settings, h_ND, head_VD, targets_N, vectors)
     blocks = blocks or block_sizes(mesh.devices.flat[0].device_kind, h_ND.shape[1], impl)
-    return jax.shard_map(partial(one_device, settings._replace(blocks=blocks)), mesh=mesh, check_vma=False,
-                         in_specs=(P(TOKENS), P(None, SHARDS), P(TOKENS), P(TOKENS)),
-                         out_specs=(P(TOKENS),) * 4 + (P(None, SHARDS),) if terms else (P(TOKENS),) * 2,
-                         )(h_ND, head_VD, targets_N, vectors)
+    tokens, columns = P(TOKENS), P(None, SHARDS)
+    run = jax.shard_map(partial(one_device, settings._replace(blocks=blocks)), mesh=mesh, check_vma=False,
+                        in_specs=(tokens, columns, tokens, tokens),
+                        out_specs=(tokens,) * 4 + (columns,) if terms else (tokens, tokens))
+    return run(h_ND, head_VD, targets_N, vectors)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused(settings, h_ND, head_VD, targets_N, vectors):
-    logp_N, entropy_N = loss_and_gradients(settings._replace(terms=None), h_ND, head_VD, targets_N, {
-        "weight": vectors["weight"]})
+    logp_N, entropy_N = loss_and_gradients(settings._replace(terms=None), h_ND, head_VD, targets_N, vectors)
     return settings.terms(logp_N, entropy_N, vectors)[0].sum(), logp_N, entropy_N
 
 def fused_forward(settings, *primals):
     args = jax.tree.map(lambda p: p.value, primals)
-    logp_N, entropy_N, loss_N, dh_ND, dW_VD = loss_and_gradients(settings, *args)
-    return (loss_N.sum(), logp_N, entropy_N), (args, dh_ND, dW_VD)
+    logp_N, entropy_N, loss_N, *gradients = loss_and_gradients(settings, *args)
+    return (loss_N.sum(), logp_N, entropy_N), (args, gradients)
 
 def fused_backward(settings, saved, cotangents):
-    (h_ND, head_VD, targets_N, vectors), *gradients = saved
-    loss, *outer = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
-    gradients = [0.0 if loss is None else a * loss for a in gradients]
-    if any(ct is not None for ct in outer):
-        g, e = (jnp.zeros_like(vectors["weight"]) if ct is None else ct for ct in outer)
-        linear = lambda logp, entropy, v: (v["g"] * logp + v["e"] * entropy, {})  # has these for its gradient
-        again = settings._replace(terms=linear, entropic=outer[1] is not None)
-        *_, dh_ND, dW_VD = loss_and_gradients(again, h_ND, head_VD, targets_N, {
-            "weight": vectors["weight"], "g": g, "e": e})
+    (h_ND, head_VD, targets_N, vectors), gradients = saved
+    gradients = [0.0 if isinstance(cotangents[0], SymbolicZero) else a * cotangents[0] for a in gradients]
+    outer = {k: ct for k, ct in zip("ge", cotangents[1:]) if not isinstance(ct, SymbolicZero)}
+    if outer:  # once more, of a loss that has these for its gradient
+        linear = lambda logp, entropy, v: (v.get("g", 0) * logp + v.get("e", 0) * entropy, {})
+        again, vectors = settings._replace(terms=linear, entropic="e" in outer), vectors | outer
+        *_, dh_ND, dW_VD = loss_and_gradients(again, h_ND, head_VD, targets_N, vectors)
         gradients = [gradients[0] + dh_ND, gradients[1] + dW_VD]
     return gradients[0].astype(h_ND.dtype), gradients[1].astype(head_VD.dtype), None, None
 fused.defvjp(fused_forward, fused_backward, symbolic_zeros=True)
@@ -346,7 +335,6 @@ def grpo_loss(hidden_ND, head_VD, targets_N, vectors, mesh, *, temperature=1., i
               **terms):
     """Hidden states in the compute dtype, LM head, targets in [0, V), vectors and options of `grpo_terms` ->
     (loss, tokens), differentiable in hidden_ND and head_VD. The mesh's devices divide N, fsdp * tp divides D.
-
     loss: a float32 scalar, the sum over tokens. tokens: float32 [N], 0 where masked: logp and entropy (build
     other terms with them: their cotangents count), and without gradient clip_fraction, ratio, and where
     defined logprob_gap, kl. impl: jax | pallas (TPUs, else ValueError) | full (all logits, for contrast)."""
@@ -354,15 +342,14 @@ def grpo_loss(hidden_ND, head_VD, targets_N, vectors, mesh, *, temperature=1., i
         terms, entropic = partial(grpo_terms, **terms), bool(terms.get("entropy_bonus"))
         settings = Settings(mesh, terms, entropic, temperature, impl, blocks)
         loss, logp_N, entropy_N = fused(settings, hidden_ND, head_VD, targets_N, vectors)
-        mask = vectors["weight"] > 0
         stats = terms(jax.lax.stop_gradient(logp_N), jax.lax.stop_gradient(entropy_N), vectors)[1]
-        masked = {"logp": jnp.where(mask, logp_N, 0.0), "entropy": jnp.where(mask, entropy_N, 0.0)}
-        return loss, stats | masked
+        tokens = stats | {"logp": logp_N, "entropy": entropy_N}
+        return loss, {k: jnp.where(vectors["weight"] > 0, a, 0.0) for k, a in tokens.items()}
 
 def score(hidden_ND, head_VD, targets_N, mesh, *, temperature=1., impl="jax", blocks=None):
     """-> (logp [N], entropy [N]) of the targets: one GEMM, no gradients. Arguments as in `grpo_loss`."""
-    return loss_and_gradients(Settings(mesh, None, False, temperature, impl, blocks), *jax.lax.stop_gradient(
-        (hidden_ND, head_VD)), targets_N, {"weight": jnp.ones(len(targets_N))})
+    inputs = *jax.lax.stop_gradient((hidden_ND, head_VD)), targets_N, {"weight": jnp.ones(len(targets_N))}
+    return loss_and_gradients(Settings(mesh, None, False, temperature, impl, blocks), *inputs)
 
 # ---------------------------------------------------------------- benchmark
 FLAGS = dict(  # sizes are a device's, 0 = what suits it; impl, aot (slices such as v6e-8): one, or a,b,c
@@ -373,6 +360,8 @@ FLAGS = dict(  # sizes are a device's, 0 = what suits it; impl, aot (slices such
 def tpu_devices(slice_type):
     """Of a slice such as v6e-8; v4 and v5p count cores, two a chip, and lie in three dimensions."""
     from jax.experimental import topologies
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+                   "TPU_WORKER_HOSTNAMES": "localhost"}  # or libtpu looks for a TPU, and waits for it
     kind, size = re.fullmatch(r"(v4|v5p|v5litepod|v6e)-(1|4|8|16|32|64|128|256)", slice_type).groups()
     dims = 3 if kind in ("v4", "v5p") else 2
     n = (int(size) // (dims - 1)).bit_length() - 1
@@ -380,61 +369,58 @@ def tpu_devices(slice_type):
     options = ({"chip_config_name": "megacore"} if dims == 3 else
                {"chips_per_host_bounds": {0: [1, 1, 1], 3: [2, 4, 1]}.get(n, [2, 2, 1])})
     name = f"{kind.replace('litepod', 'e')}:{'x'.join(map(str, sides))}"
-    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    return topologies.get_topology_desc(name, "tpu", **options).devices
 
-def float64_error(inputs, outputs, settings):
-    """Largest error of logp, and relative error of dh, on 16 of the tokens."""
-    some = np.linspace(0, len(inputs[0]) - 1, 16, dtype=int)
-    h, W = (np.asarray(a.astype(jnp.float32), np.float64) for a in (inputs[0][some], inputs[1]))
-    z = h @ W.T / settings.temperature
-    log_p = z - np.logaddexp.reduce(z, 1, keepdims=True)
-    hit = np.arange(len(W)) == np.asarray(inputs[2][some])[:, None]
-    g = jax.grad(lambda logp: settings.terms(logp, logp, {
-        k: v[some] for k, v in inputs[3].items()})[0].sum())(jnp.float32(log_p[hit]))
-    dh = np.asarray(g, np.float64)[:, None] / settings.temperature * (hit - np.exp(log_p)) @ W
-    logp, ours = (np.asarray(outputs[i].astype(jnp.float32))[some] for i in (0, 3))
-    off = abs(logp - log_p[hit]).max(), np.linalg.norm(ours - dh) / np.linalg.norm(dh)
+def float64_error(settings, head_VD, *of_tokens):
+    """Of h, targets, vectors, logp, dh: the largest error of logp, relative error of dh, on 16 tokens."""
+    some = np.linspace(0, len(of_tokens[0]) - 1, 16, dtype=int)
+    h, y, vectors, logp, dh = jax.tree.map(lambda a: np.float64(a[some]), of_tokens)
+    W, T = np.float64(head_VD), settings.temperature
+    log_p = h @ W.T / T
+    log_p -= np.logaddexp.reduce(log_p, 1, keepdims=True)
+    hit = np.arange(len(W)) == y[:, None]
+    g = jax.grad(lambda logp: settings.terms(logp, logp, vectors)[0].sum())(log_p[hit])
+    right = np.float64(g)[:, None] / T * (hit - np.exp(log_p)) @ W
+    off = abs(logp - log_p[hit]).max(), np.linalg.norm(dh - right) / np.linalg.norm(right)
     return "errors: logp {:.1e}, dh {:.1e}".format(*off)
 
 def measure(args, impl, mesh):
     """Compile the loss and both gradients -> (what to print, seconds); with --aot nothing is run."""
+    N, V, D = args.batch * args.time * mesh.size, args.vocab, args.hidden
     terms = partial(grpo_terms, clip_low=args.epsilon_low, clip_high=args.epsilon_high)
-    blocks = block_sizes(mesh.devices.flat[0].device_kind, args.hidden, impl, args.block_tokens)
-    own = {k: getattr(args, f"block_{k}") for k in ("vocab", "hidden") if getattr(args, f"block_{k}")}
-    settings = Settings(mesh, terms, False, args.temperature, impl, blocks._replace(**own))
-    shape = lambda spec, dtype, *size: jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
-    N, names = args.batch * args.time * mesh.size, ("weight", "advantage", "old")
-    shapes = (shape(P(TOKENS), args.dtype, N, args.hidden),
-              shape(P(None, SHARDS), args.dtype, args.vocab, args.hidden), shape(P(TOKENS), jnp.int32, N),
-              {k: shape(P(TOKENS), jnp.float32, N) for k in names[:2 if args.mode == "on_policy" else 3]})
-    program = jax.jit(lambda h, *rest: loss_and_gradients(settings, h.astype(args.compute_dtype), *rest))
-    program = program.lower(*shapes).compile()
-    memory = program.memory_analysis()
-    text = (f"{impl:6} temp {memory.temp_size_in_bytes / 1e9:.3f} GB, peak "
-            f"{memory.peak_memory_in_bytes / 1e9:.3f} GB")
+    own = {name[6:]: n for name, n in vars(args).items() if name.startswith("block_") and n}
+    blocks = block_sizes(mesh.devices.flat[0].device_kind, D, impl, args.block_tokens)._replace(**own)
+    settings = Settings(mesh, terms, False, args.temperature, impl, blocks)
+    def make_inputs():
+        keys = iter(jax.random.split(jax.random.key(0), 5))
+        normal = lambda *size: jax.random.normal(next(keys), size)
+        vectors = {"weight": jnp.full(N, 1 / N), "advantage": normal(N)}
+        if args.mode != "on_policy":
+            vectors["old"] = normal(N) - math.log(V) - 2
+        h, W, y = normal(N, D), 2 * D ** -0.5 * normal(V, D), jax.random.randint(next(keys), N, 0, V)
+        return h.astype(args.dtype), W.astype(args.dtype), y, vectors
+    tokens, columns = NamedSharding(mesh, P(TOKENS)), NamedSharding(mesh, P(None, SHARDS))
+    program = jax.jit(lambda h, *rest: loss_and_gradients(settings, h.astype(args.compute_dtype), *rest),
+                      in_shardings=(tokens, columns, tokens, tokens))
+    program = program.lower(*jax.eval_shape(make_inputs)).compile()
+    m = program.memory_analysis()
+    text = f"{impl:6} temp {m.temp_size_in_bytes / 1e9:.3f} GB, peak {m.peak_memory_in_bytes / 1e9:.3f} GB"
     if args.aot:
         return text, None
-    keys = iter(jax.random.split(jax.random.key(0), 9))
-    h, W, y, vectors = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape), shapes)
-    y, vectors["weight"] = jax.random.randint(next(keys), (N,), 0, args.vocab), jnp.full(N, 1 / N)
-    vectors |= {k: v - math.log(args.vocab) - 2 for k, v in vectors.items() if k == "old"}
-    inputs = h.astype(args.dtype), (2 * args.hidden ** -0.5 * W).astype(args.dtype), y, vectors
+    h, W, y, vectors = inputs = make_inputs()
     seconds = lambda f, *inputs: np.median(timeit.repeat(
         lambda: jax.block_until_ready(f(*inputs)), number=1, repeat=args.warmup + args.iters)[args.warmup:])
-    some = inputs[0][:2048].astype(args.compute_dtype), inputs[1].astype(args.compute_dtype)
-    floor = 3 * seconds(jax.jit(lambda h, W: dot(h, W, (1, 1))), *some) * N / len(some[0])
-    took, flop = seconds(program, *inputs), 6 * N * args.hidden * args.vocab
-    return (f"{text}, {took * 1e3:.2f} ms, {flop / took / 1e12:.2f} TFLOP/s, {floor / took:.0%} of the floor "
-            f"of three GEMMs, {float64_error(inputs, program(*inputs), settings)}"), took
+    part = h[:2048].astype(args.compute_dtype), W.astype(args.compute_dtype)
+    floor = 3 * seconds(jax.jit(lambda h, W: dot(h, W, (1, 1))), *part) * N / len(part[0])
+    took, (logp_N, _, _, dh_ND, _) = seconds(program, *inputs), program(*inputs)
+    return (f"{text}, {took * 1e3:.2f} ms, {6e-12 * N * D * V / took:.2f} TFLOP/s, {floor / took:.0%} of the "
+            f"floor of three GEMMs, {float64_error(settings, W, h, y, vectors, logp_N, dh_ND)}"), took
 
 def benchmark(argv=None):
     parser = argparse.ArgumentParser(description="Time and memory of the GRPO loss with both its gradients.")
     for name, default in FLAGS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default!r}")
     args = parser.parse_args(argv)
-    if args.aot:
-        os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-                          TPU_WORKER_HOSTNAMES="localhost")
     for name in args.aot.split(","):
         try:
             devices = tpu_devices(name) if name else jax.devices()[:1]

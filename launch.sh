@@ -47,14 +47,16 @@ setup() {
   fi
   run "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt" \
     ${extra:+"jax[$extra]"} || exit
-  [ -n "$dry_run" ] || printf '%s\n' "$mark" >>"$venv/installed"
+  [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed"
 }
 # train.py, with .env in its environment, where no ps and no log shows it
 train() {
-  local key value
-  [ ! -f "$here/.env" ] || while IFS='=' read -r key value || [ -n "$key" ]; do
-    value="${value%$'\r'}" && value="${value#[\"\']}"
-    case "$key" in [A-Z]*) export "$key=${value%[\"\']}" ;; esac
+  local line key value
+  [ ! -f "$here/.env" ] || while IFS= read -r line || [ -n "$line" ]; do
+    key="${line%%=*}" && key="${key#export }" && key="${key//[[:space:]]/}"
+    value="${line#*=}" && value="${value#"${value%%[![:space:]]*}"}" && value="${value%$'\r'}"
+    case "$value" in \"*\" | \'*\') value="${value:1:${#value}-2}" ;; esac
+    case "$key" in '' | *[!A-Za-z0-9_]* | [0-9]* | "$line") ;; *) export "$key=$value" ;; esac
   done <"$here/.env"
   run exec env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$here/train.py" "$@"
 }
@@ -72,8 +74,8 @@ several() {
 # submit, follow; scontrol forgets a job some minutes after its end: that also is an end
 slurm() {
   local id log now='' end='Invalid job|JobState=(COMPLETED|FAILED|CANC|TIMEO|PREEMPT|NODE_F|OUT_|DEADL|BOOT)'
-  set -- --wrap "srun --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")"
-  set -- --requeue --open-mode=append --output=slurm-%j.log ${options[@]+"${options[@]}"} "$@"
+  set -- --wrap "srun --export=ALL --kill-on-bad-exit=1 bash $(printf '%q ' "$here/launch.sh" task "$@")"
+  set -- --export=ALL --requeue --open-mode=append --output=slurm-%j.log ${options[@]+"${options[@]}"} "$@"
   id="$(run sbatch --parsable --job-name=podgrpo "$@")"
   [ -z "$dry_run" ] || exit 0
   id="${id%%;*}" && log="slurm-$id.log" && touch "$log"
@@ -81,8 +83,13 @@ slurm() {
   tail -n +1 -F "$log" 2>/dev/null &
   trap 'kill %1; say "detached; the job goes on: tail -F $log"; exit 130' INT
   until grep -qE "$end" <<<"$now"; do sleep 2 && now="$(scontrol show job -o "$id" 2>&1 || :)"; done
-  kill %1
-  case "$now" in *JobState=COMPLETED*) exit 0 ;; *' ExitCode=0:0 '*) exit 1 ;; esac
+  sleep 2
+  kill %1 2>/dev/null || :
+  case "$now" in
+    *JobState=COMPLETED*) exit 0 ;;
+    *' ExitCode=0:0 '*) exit 1 ;;
+    *'Invalid job'*) die "Slurm has forgotten job $id; how it ended is in $log" 1 ;;
+  esac
   exit $(($(sed -n 's/.* ExitCode=\([0-9]*\):\([0-9]*\).*/\1 + (\2 ? 128 + \2 : 0)/p' <<<"$now")))
 }
 # ---------------------------------------------------------------- Google Cloud
@@ -100,10 +107,7 @@ slice() {
 }
 again() { printf 'bash launch.sh %s' "$type $1 ${options[*]-}"; }
 # every call of gcloud; what it complains of goes to a file, for `why`
-cloud() {
-  [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud: see cloud.google.com/sdk/docs/install'
-  run gcloud "$@" --quiet 2>"$errors"
-}
+cloud() { run gcloud "$@" --quiet 2>"$errors" </dev/null; }
 tpu() { cloud compute tpus "$1" "$2" "$name" --zone="$zone" "${@:3}"; }
 must() { "$@" || { why && exit 1; }; }
 
@@ -119,13 +123,23 @@ why() {
     *[Rr]eserv*) advice="the reservation is elsewhere, or full: try another --zone, or --spot" ;;
     *apacity*) advice="$zone has no $type left" ;;
     *'be found in the zonal'* | *'not found in zone'*) advice="$zone offers no $type: try another --zone" ;;
-    *'SSH Key is not'*) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
+    *'SSH Key is not'* | *publickey*) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
+    *'launch.sh: No such file'*) advice="send the tree first: $(again setup)" ;;
     *) advice="look at it: $(again status)" ;;
   esac
+  grep -q ERROR "$errors" || grep -vE '^(Using ssh|S[SC][HP]: Attempting)' "$errors" | tail -n 5 >&2 || :
   say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
 }
-# of the VM in $zone; nothing where there is none
-state() { tpu tpu-vm describe --format='value(state)' || grep -q NOT_FOUND "$errors" || { why; return 1; }; }
+# of the VM in $zone, or of its queued resource; nothing where there is none
+state() {
+  local now
+  if ! now="$(tpu tpu-vm describe --format='value(state)' || grep -q NOT_FOUND "$errors")" ||
+    { [ -z "$now$dry_run" ] && [ -n "$queued" ] &&
+      ! now="$(tpu "$made_by" describe --format='value(state.state)' || grep -q NOT_FOUND "$errors")"; }; then
+    why && return 1
+  fi
+  printf '%s\n' "$now"
+}
 # sets $zone to where the VM is and $state, or both to nothing
 find_vm() {
   for zone in ${zones//,/ } ''; do
@@ -140,10 +154,14 @@ create() {
   tpu "$made_by" create "--${queued:+runtime-}version=$image" "$@" >&2
 }
 ready() {
-  until [ -n "$dry_run" ] || [ "$(state)" = READY ]; do
-    sleep 10
-    [ -z "$queued" ] || case "$(tpu "$made_by" describe --format='value(state.state)')" in
-      FAILED | SUSPENDED) delete && say 'the queued resource failed' && return 1 ;;
+  local now=''
+  until [ -n "$dry_run" ] || [ "$now" = READY ]; do
+    now="$(state || echo unknown)"
+    case "$now" in
+      READY) ;;
+      PREEMPTED | TERMINATED | FAILED | SUSPENDED) say "$name is $now" && delete && return 1 ;;
+      '' | STOP*) say "$name is ${now:-gone}" && return 1 ;;
+      *) sleep 10 ;;
     esac
   done
 }
@@ -152,9 +170,8 @@ up() {
   local scarce=''
   find_vm
   case "$state" in
-    PREEMPTED | TERMINATED) say "$name was preempted" && delete ;;
     STOP*) die "$name is stopped; delete it: $(again down)" ;;
-    ?*) ready && return ;;
+    ?*) if ready; then return; fi ;;
   esac
   for zone in ${zones//,/ }; do
     if create && ready; then return; fi
@@ -165,22 +182,28 @@ up() {
   say 'trying again in a minute' && sleep 60 && up
 }
 # a command in ~/podgrpo of worker $1, or of all; it must bear being run again, as gcloud does when ssh breaks
-workers() { tpu tpu-vm ssh --worker="$1" --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"; }
+workers() {
+  tpu tpu-vm ssh --worker="$1" --ssh-flag=-oServerAliveInterval=30 \
+    --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
+}
 
 # this tree as git sees it, and .env, to all workers; then the install there
 send() {
-  local files=("$scratch/tree.tgz" "$scratch/sent")
-  must workers all 'flock -n run.lock rm -f .env || echo busy' >"${files[1]}"
-  [ ! -s "${files[1]}" ] || die "a run is going on there: $(again logs), or stop"
-  (cd "$here" && git ls-files -coz --exclude-standard | while IFS= read -r -d '' file; do
-    [ ! -e "$file" ] || printf '%s\0' "$file"
-  done) >"${files[1]}" || die "$here is no git checkout; what git knows is what is sent"
-  COPYFILE_DISABLE=1 tar -C "$here" --null -T "${files[1]}" -czf "${files[0]}"
-  if [ -f "$here/.env" ]; then files+=("$here/.env"); else say 'no .env: no WANDB_API_KEY, no HF_TOKEN'; fi
+  local files=("$scratch/tree.tgz" "$scratch/run.sent" "$scratch/run.commit") secrets='rm -f .env'
+  must workers all 'flock -n run.lock true || echo busy' >"$scratch/busy"
+  [ ! -s "$scratch/busy" ] || die "a run is going on there: $(again logs), or stop"
+  if [ ! -f "${files[0]}" ]; then # after a preemption the same is sent again
+    (cd "$here" && git ls-files -coz --exclude-standard | while IFS= read -r -d '' file; do
+      [ ! -e "$file" ] || printf '%s\0' "$file"
+    done) >"${files[1]}" || die "$here is no git checkout; what git knows is what is sent"
+    git -C "$here" describe --always --dirty --abbrev=40 >"${files[2]}"
+    COPYFILE_DISABLE=1 tar -C "$here" --null -T "${files[1]}" -czf "${files[0]}"
+  fi
+  if [ -f "$here/.env" ]; then files+=("$here/.env") secrets='chmod 600 .env'; else say 'no .env is here'; fi
   must cloud compute tpus tpu-vm scp "${files[@]}" "$name:podgrpo/" --zone="$zone" --worker=all >&2
-  # what was sent before and is no more, goes
-  must workers all '[ ! -f .env ] || chmod 600 .env; [ ! -f .sent ] || xargs -0 rm -f <.sent
-    tar -xzf tree.tgz && cp sent .sent && bash launch.sh worker setup'
+  # one at a time, should gcloud run it again; what was sent before and is no more, goes
+  must workers all "exec 8>setup.lock; flock 8; $secrets; "'[ ! -f .sent ] || xargs -0 rm -f <.sent
+    tar -xzf tree.tgz && cp run.sent .sent && bash launch.sh worker setup 8>&-'
 }
 # all workers' logs until all have ended -> the code of the first to fail; 75 if the VM is gone
 follow() {
@@ -205,19 +228,23 @@ follow() {
   trap - INT
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
   [ -n "$worker" ] || return 0
-  # a spot VM that goes sends SIGTERM first
-  if [ "$spot$code" = --spot143 ] && sleep 60 && [ "$(state)" != READY ]; then return 75; fi
+  # the run on a spot VM that is about to go fails first, mostly by SIGTERM
+  if [ -n "$spot" ] && [ "$code" != 2 ]; then
+    sleep 60
+    if state="$(state)" && [ "$state" != READY ]; then return 75; fi
+  fi
   say "$worker failed first, with exit code $code; its last lines:"
   workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
   return "$code"
 }
 # start train.py on all workers and follow it; a preempted VM is made again
 train_there() {
-  local code
-  set -- "$(git -C "$here" describe --always --dirty --abbrev=40)" --require_processes "$hosts" \
-    --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
+  local code id
+  set -- --require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
   while :; do
-    must workers all "bash launch.sh worker start $(printf '%q ' "$$.$(date +%s)" "$@")"
+    id="$$.$(date +%s)" # where one does not start, those that did are of no use
+    workers all "bash launch.sh worker start $(printf '%q ' "$id" "$@")" ||
+      { why; workers all "[ \"\$(cat run.id)\" != $id ] || bash launch.sh worker stop" || :; exit 1; }
     code=0 && follow || code=$?
     [ "$code" = 75 ] || break
     [ -n "$spot" ] || die "$name is gone; only with --spot is it made again" 1
@@ -228,36 +255,39 @@ train_there() {
   say "the VM is still there, and paid for; delete it: $(again down)"
   exit "$code"
 }
-# what worker $me does, in ~/podgrpo: setup | start ID COMMIT FLAGS of train.py | follow | status | stop
+# what worker $me does, in ~/podgrpo: setup | start ID FLAGS of train.py | follow | status | stop
 worker() {
   local lock=/tmp/libtpu_lockfile sudo='sudo -n' i
   case "$1" in
     setup) setup tpu ;;
     start)
-      if ! flock -n run.lock true; then
-        [ "$(cat run.id)" = "$2" ] && return # the same call again, as a connection broke
-        die 'a run is going on here' 1
-      fi
+      [ "$(cat run.id 2>/dev/null)" != "$2" ] || return 0 # the same call again, as a connection broke
+      flock -n run.lock true || die 'a run is going on here' 1
       [ "$(id -u)" != 0 ] || sudo=''
       [ -n "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ] || $sudo rm -f "$lock"
       rm -f run.exit
       printf '%s\n' "$2" >run.id
-      PODGRPO_COMMIT="$3" setsid bash -c 'exec 9>run.lock && flock -n 9 || exit; trap : TERM
-        bash launch.sh task "$@" >run.log 2>&1 9>&-; echo "$? $(date +%s.%N)" >run.exit' run "${@:4}" \
+      PODGRPO_COMMIT="$(cat run.commit)" setsid bash -c 'exec 9>run.lock && flock -n 9 || exit; trap : TERM
+        bash launch.sh task "$@" >run.log 2>&1 9>&-; echo "$? $(date +%s.%N)" >run.exit' run "${@:3}" \
         </dev/null >/dev/null 2>&1 &
       echo $! >run.pid
       ;;
     follow) # to the end, which is told as: exit CODE TIME
-      tail -n $((me ? 20 : 999999999)) --pid="$(cat run.pid)" -F run.log 2>/dev/null
-      echo "exit $(cat run.exit 2>/dev/null || echo 137 0)"
+      tail -n $((me ? 20 : 999999999)) --pid="$(flock -n run.lock echo 999999999 || cat run.pid)" \
+        -F run.log 2>/dev/null
+      echo "exit $(cat run.exit 2>/dev/null || echo 137 9999999999)" # none: it was killed with its shell
       ;;
-    status) flock -n run.lock cat run.exit || echo running && tail -n 1 run.log ;;
+    status)
+      if flock -n run.lock true; then echo "no run; the last: $(cat run.exit 2>&1)"; else echo running; fi
+      tail -n 1 run.log 2>/dev/null || :
+      ;;
     stop)
       for ((i = 0; i < 40; i++)); do
         if flock -n run.lock true; then return; fi
         case $i in 0 | 30) kill -$((i ? 9 : 15)) -- "-$(cat run.pid)" ;; esac
         sleep 1
       done
+      die 'the run does not end' 1
       ;;
   esac
 }
@@ -267,7 +297,13 @@ command="${1:-}" action='' flags=() options=() processes=1 platform=''
 name='' zones='' zone='' state='' spot='' made_by=tpu-vm queued='' yes=''
 shift $(($# > 0))
 case "$command" in
-  task) train "$@" ;; # of a worker or of Slurm; does not return
+  task) # of a worker or of Slurm, whose SIGTERM to a task must not hide the exit code of the one that failed
+    [ "${SLURM_STEP_NUM_TASKS:-1}" != 1 ] || train "$@"
+    trap 'exit 0' TERM
+    (train "$@") &
+    wait $! && exit
+    exit
+    ;;
   worker)
     url="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
     me="$(curl -sf -H 'Metadata-Flavor: Google' "$url/agent-worker-number")"
@@ -280,22 +316,29 @@ case "$command" in
     ;;
 esac
 while [ $# -gt 0 ]; do # this launcher's options; all else is train.py's
-  case "$1" in --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
-  case "$command $1" in
+  case "$command ${1%%=*}" in
+    *' --dry-run') die '--dry-run goes first: bash launch.sh --dry-run ...' ;;
+    'tpu --help' | 'tpu -h') exec bash "$here/launch.sh" help ;;
     'tpu --spot') spot=--spot options+=("$1") ;;
     'tpu --queued') made_by=queued-resources queued=1 options+=("$1") ;;
     'tpu --yes') yes=y ;;
     'tpu --name' | 'tpu --zone' | 'cpu --processes' | slurm\ --nodes | slurm\ --*-per-node | \
       'slurm --partition' | 'slurm --time' | 'slurm --account' | 'slurm --qos')
-      [ $# -gt 1 ] || die "$1 needs a value"
-      case "$1" in --name) name="$2" ;; --zone) zones="$2" ;; --processes) processes="$2" ;; esac
-      options+=("$1=$2") && shift
+      if [ "$1" = "${1%%=*}" ]; then [ $# -gt 1 ] || die "$1 needs a value"; set -- "$1=$2" "${@:3}"; fi
+      case "$1" in --name*) name="${1#*=}" ;; --zone*) zones="${1#*=}" ;; --pr*) processes="${1#*=}" ;; esac
+      options+=("$1")
       ;;
     *) flags+=("$1") ;;
   esac
   shift
 done
 set -- ${flags[@]+"${flags[@]}"}
+case "$command/$action ${1:-}" in
+  tpu/\ [!-]* | tpu/run\ [!-]*) die "$1 is no flag; up, logs and such stand right after $type" ;;
+  tpu/\ * | tpu/run* | tpu/test*) ;;
+  tpu/*\ ?*) die "$action does not take $1" ;;
+esac
+case "$processes" in '' | *[!0-9]* | 0*) die "--processes $processes is not a number of 1 or more" ;; esac
 scratch="$(mktemp -d)" && errors="$scratch/errors" && : >"$errors"
 trap 'rm -rf "$scratch"' EXIT
 
@@ -309,15 +352,21 @@ case "$command" in
   test) setup; run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}" ;;
   setup) setup ;;
   tpu)
+    [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud: see cloud.google.com/sdk/docs/install'
     slice
     case "$action" in '' | up | setup | test) up ;; *) find_vm ;; esac
     [ -n "$dry_run$zone" ] || die "there is no $name in $zones; make it: $(again up)"
     case "$action" in '' | setup | test) send ;; esac
     case "$action" in
       '' | run) train_there "$@" ;;
-      logs) follow ;;
+      logs)
+        workers all '[ -f run.pid ]' || { why && die "no run was started there: $(again run)" 1; }
+        code=0 && follow || code=$?
+        [ "$code" != 75 ] || say "$name is gone; the command that started it resumes"
+        exit "$code"
+        ;;
       stop | status) say "$name in $zone is $state" && must workers all "bash launch.sh worker $action" ;;
-      test) workers 0 ".venv/bin/python -u test_kernel.py $([ $# -eq 0 ] || printf '%q ' "$@")" ;;
+      test) workers 0 ".venv/bin/python -u test_kernel.py $([ $# -eq 0 ] || printf '%q ' "$@") 2>&1" ;;
       down)
         [ -n "$yes" ] || read -r -p "delete $name in $zone? [y/N] " yes || :
         if [ "$yes" = y ]; then delete; else die 'nothing is deleted; --yes does it without asking'; fi

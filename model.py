@@ -127,14 +127,12 @@ def shapes(cfg):
             for name in TENSORS if not (cfg.tied and name == "head_VD")}
 
 def hf_tensors(cfg):
-    """[(Hugging Face name, its shape, our name, layer or None)], in our order."""
-    out = []
+    """(Hugging Face name, its shape, our name, layer or None) of every tensor, in our order."""
     for name in shapes(cfg):
         hf_name, groups = TENSORS[name]
         shape = tuple(math.prod(getattr(cfg, c) for c in group) for group in groups.split())
         for i in range(cfg.L) if name.startswith("layers/") else [None]:
-            out.append((hf_name.format(i), shape, name, i))
-    return out
+            yield hf_name.format(i), shape, name, i
 
 def spec(name, fsdp=True):
     """PartitionSpec of a parameter: matrices split D over fsdp, heads and F over tp; to decode, fsdp=False.
@@ -179,23 +177,32 @@ def place(shape, sharding, read):
         shards.append(jax.device_put(read(index), device).block_until_ready())
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
+def weight_files(directory):
+    """The safetensors of a model: those that its index names, or the only one."""
+    index = os.path.join(directory, "model.safetensors.index.json")
+    names = read_json(index).get("weight_map") if os.path.exists(index) else {"": "model.safetensors"}
+    for name in names.values() if isinstance(names, dict) else [names]:
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            raise CheckpointError(f"{index} names {name!r}, which is not a file of this directory")
+    return [os.path.join(directory, name) for name in sorted(set(names.values()))]
+
 class Checkpoint:
     """The open safetensors of a model; names, shapes and types are checked before one weight is read."""
 
     def __init__(self, directory, cfg):
-        self.cfg, self.where = cfg, {}
-        for path in self.files(directory):
+        self.cfg, self.where = cfg, {}  # {tensor name: (what to slice, its file)}
+        for path in weight_files(directory):
             try:
                 f = safe_open(path, "np")
-                self.where.update({name: (f, path) for name in f.keys()})
+                self.where |= {name: (f.get_slice(name), path) for name in f.keys()}
             except (SafetensorError, OSError) as e:
                 raise CheckpointError(f"{path} is not a safetensors file: {e}")
         wanted = {name: shape for name, shape, *_ in hf_tensors(cfg)}
         for name, shape in wanted.items():
             if name not in self.where:
                 raise CheckpointError(f"{directory} lacks the tensor {name} that its config.json calls for")
-            f, path = self.where[name]
-            found, dtype = tuple(f.get_slice(name).get_shape()), f.get_slice(name).get_dtype()
+            tensor, path = self.where[name]
+            found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
             if found != shape:
                 raise CheckpointError(f"{path}: {name} has shape {found}, config.json calls for {shape}")
             if dtype not in ("F32", "BF16", "F16"):
@@ -204,17 +211,6 @@ class Checkpoint:
         extra = [name for name in self.where if name not in wanted and not name.endswith(derived)]
         if extra:
             raise CheckpointError(f"{directory} has the tensor {extra[0]} ({len(extra)} such), not Qwen2's")
-
-    @staticmethod
-    def files(directory):
-        index = os.path.join(directory, "model.safetensors.index.json")
-        if not os.path.exists(index):
-            return [os.path.join(directory, "model.safetensors")]
-        names = read_json(index).get("weight_map")
-        for name in names.values() if isinstance(names, dict) else [names]:
-            if not isinstance(name, str) or os.path.basename(name) != name:
-                raise CheckpointError(f"{index} names {name!r}, which is not a file of this directory")
-        return [os.path.join(directory, name) for name in sorted(set(names.values()))]
 
     def read(self, name, index):
         """Our parameter `name` at `index` (a slice per dimension) -> float32 NumPy; reads only that."""
@@ -226,14 +222,14 @@ class Checkpoint:
         return out
 
     def read_one(self, name, layer, index):
-        hf_name, groups = TENSORS[name][0].format(layer), TENSORS[name][1]
-        ours, theirs, H = letters(name).lstrip("L"), groups.replace(" ", ""), self.cfg.H  # H is never split
-        part = dict(zip(ours, index))
+        (hf_name, groups), H = TENSORS[name], self.cfg.H  # H is never split
+        part = dict(zip(letters(name).lstrip("L"), index))
         slices = tuple(part[g] if len(g) == 1 else slice(part[g[0]].start * H, part[g[0]].stop * H)
                        for g in groups.split())
-        value = self.where[hf_name][0].get_slice(hf_name)[slices].astype(np.float32, copy=False)
+        value = self.where[hf_name.format(layer)][0][slices].astype(np.float32, copy=False)
+        theirs = groups.replace(" ", "")
         value = value.reshape([part[c].stop - part[c].start for c in theirs])
-        return value.transpose([theirs.index(c) for c in ours])
+        return np.einsum(f"{theirs}->{''.join(part)}", value)  # a view
 
 def load(checkpoint, mesh, progress=lambda done, total: None):
     """Checkpoint -> float32 parameters over `mesh`; host memory holds one device's shard of one parameter."""
@@ -248,7 +244,10 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
     `dtype` is a NumPy type name ("float32", "bfloat16"). Tensors are gathered one layer at a time; a file
     holds at most `file_bytes`, and an index names several. The caller adds config.json and the tokenizer."""
     dtype, flat = np.dtype(getattr(ml_dtypes, dtype, dtype)), flatten(params)
-    gather = jax.jit(lambda a, i: a if i is None else a[i], out_shardings=NamedSharding(mesh, P()))
+    @partial(jax.jit, static_argnames=("name", "shape"), out_shardings=NamedSharding(mesh, P()))
+    def gather(a, i, name, shape):
+        ours, theirs = letters(name).lstrip("L"), TENSORS[name][1].replace(" ", "")
+        return jnp.einsum(f"{ours}->{theirs}", a if i is None else a[i]).reshape(shape).astype(dtype)
     files, filled = [[]], 0
     for tensor in hf_tensors(cfg):
         size = math.prod(tensor[1]) * dtype.itemsize
@@ -262,16 +261,13 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
         weight_map |= {hf_name: file for hf_name, *_ in tensors}
         out = {}
         for hf_name, shape, name, i in tensors:
-            value = gather(flat[name], i)
+            value = gather(flat[name], i, name, shape)
             if jax.process_index() == 0:
-                ours, theirs = letters(name).lstrip("L"), TENSORS[name][1].replace(" ", "")
-                value = np.asarray(value).transpose([ours.index(c) for c in theirs]).reshape(shape)
-                out[hf_name] = np.ascontiguousarray(value.astype(dtype))
+                out[hf_name] = np.asarray(value, order="C")
         if jax.process_index() == 0:
             save_file(out, os.path.join(directory, file), metadata={"format": "pt"})
     if jax.process_index() == 0 and len(files) > 1:
-        index = os.path.join(directory, "model.safetensors.index.json")
-        write_json(index, {"metadata": {}, "weight_map": weight_map})
+        write_json(f"{directory}/model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 def save_shards(tree, directory):
     """Write this process's shards of a tree of arrays, each once, as 'name|start,start': all that it holds,
@@ -305,13 +301,12 @@ def load_shards(directory, tree):
     def read(name, dtype, index):
         out, filled = np.empty([s.stop - s.start for s in index], dtype), 0
         for starts, f, key in pieces.get(name, {}).values():
-            piece = f.get_slice(key)
-            ends = [a + n for a, n in zip(starts, piece.get_shape())]
-            laps = [(max(s.start, a), min(s.stop, b)) for s, a, b in zip(index, starts, ends)]
+            held = f.get_slice(key)
+            laps = [(max(s.start, a), min(s.stop, a + n)) for s, a, n in zip(index, starts, held.get_shape())]
             if all(low < high for low, high in laps):
                 part = tuple(slice(low - a, high - a) for (low, high), a in zip(laps, starts))
                 here = tuple(slice(low - s.start, high - s.start) for (low, high), s in zip(laps, index))
-                out[here] = piece[part] if part else f.get_tensor(key)
+                out[here] = held[part] if part else f.get_tensor(key)
                 filled += out[here].size
         if filled != out.size:
             raise CheckpointError(f"{directory} has {filled} of the {out.size} numbers wanted of {name}")
@@ -348,8 +343,7 @@ def rotate(x, rope, dtype):
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS):
     """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees."""
     B, N, T, H = q_BNTH.shape
-    K = k_BKSH.shape[1]
-    q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H)
+    q_BKGTH = q_BNTH.reshape(B, k_BKSH.shape[1], -1, T, H)
     scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * H ** -0.5
     probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1).astype(v_BKSH.dtype)
     out = jnp.einsum("BKGTS,BKSH->BKGTH", probs, v_BKSH, preferred_element_type=jnp.float32)
@@ -381,8 +375,7 @@ def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
         x = constrain(params["embed_VD"][tokens], mesh, "dp", None, ("fsdp", "tp"))
         x = constrain(x.astype(dtype), mesh, ROWS)
     rope = rope_tables(positions_BT, cfg)
-    T = tokens_BT.shape[1]
-    mask = (segments_BT[:, :, None] == segments_BT[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))
+    mask = (segments_BT[:, :, None] == segments_BT[:, None]) & jnp.tri(tokens_BT.shape[1], dtype=bool)
     @jax.checkpoint
     def body(x, w):  # FSDP: a layer's weights are cast, then gathered over fsdp, as it runs
         w = {name: constrain(a.astype(dtype), mesh, *spec(name, fsdp=False)[1:]) for name, a in w.items()}
@@ -423,10 +416,9 @@ def truncate(z_BV, top_k, top_p):
         z_BV = jnp.where(z_BV >= threshold, z_BV, -jnp.inf)
     return z_BV
 
-def draw(z_BV, u_B):
+def draw(z_BV, u_B, block=256):
     """Sample softmax(z) by inverting its CDF at uniforms u_B in [0, 1), in blocks: one pass over V."""
     B, V = z_BV.shape
-    block = 256
     mass = jnp.exp(z_BV - jnp.max(z_BV, -1, keepdims=True))
     mass = jnp.pad(mass, ((0, 0), (0, -V % block))).reshape(B, -1, block)
     def invert(mass_BX, target_B):

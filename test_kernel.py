@@ -1161,7 +1161,8 @@ def cloud():
         shutil.copy(HERE / name, clone / name)
     for command in ("init -q", "add -A", "-c user.name=a -c user.email=a@b.c commit -qm all"):
         run("git", "-C", clone, *command.split())
-    write(clone / ".env", 'WANDB_API_KEY="key 51f0"\nHF_TOKEN=tok$51f1\n')
+    secrets = os.urandom(8).hex(), os.urandom(8).hex()
+    write(clone / ".env", 'WANDB_API_KEY="key {}"\nHF_TOKEN=tok${}\n'.format(*secrets))
     write(stub / "bin/python3.12", WORKER_PYTHON.replace("PYTHON", sys.executable), 0o755)
     write(stub / "bin/sleep", '#!/bin/sh\nexec /bin/sleep "$(awk "BEGIN { print $1 / 5 }")"\n', 0o755)
     write(stub / "worker.env", "JAX_PLATFORMS=cpu\nJAX_NUM_CPU_DEVICES=4\n")
@@ -1209,20 +1210,23 @@ def test_launch_a_pod_from_nothing_to_a_checkpoint():
             "git", "-C", clone, "rev-parse", "HEAD").strip(), config
         assert len((home / "pip.log").read_text().splitlines()) == 1, "installed twice"
         assert (home / "podgrpo/.env").stat().st_mode & 0o777 == 0o600
-        assert (home / "token").read_text().strip() == "8", "the secret did not reach the run"
+        assert (home / "token").read_text().strip() == "20", "the secret did not reach the run"
         assert os.listdir(out / "step_000002") == [f"shards-0000{i}-of-00004.safetensors"]
         assert (out / "metrics.jsonl").exists() == (out / "final/model.safetensors").exists() == (i == 0)
     assert [m["step"] for m in read_jsonl(homes[0] / "podgrpo/out/arith-tiny/metrics.jsonl")] == [1, 2]
     files = [path for path in stub.rglob("*") if path.is_file() and path.name != ".env"]
     seen = text + "".join(path.read_text(errors="replace") for path in files)
-    assert "51f0" not in seen and "51f1" not in seen, "a secret is in a log, an argv or a file"
+    secrets = re.findall("[0-9a-f]{16}", (clone / ".env").read_text())
+    assert len(secrets) == 2 and not any(s in seen for s in secrets), "a secret in a log, an argv or a file"
     assert "nothing is deleted" in launch("v6e-16 down", code=2)
     launch("v6e-16 down --yes")
     assert not homes[0].exists()
     (clone / ".env").rename(clone / "env")
-    assert "no .env" in launch("v6e-1 setup --name plain") and not (stub / "plain/w0/podgrpo/.env").exists()
+    assert "no .env is here" in launch("v6e-1 setup --name plain")
+    assert not (stub / "plain/w0/podgrpo/.env").exists()
     (clone / "env").rename(clone / ".env")
-    assert "ok   test_published_sizes" in launch("v6e-1 test --name plain published_sizes")
+    assert "no run" in launch("v6e-1 status --name plain")
+    assert "ok   test_draw_inverts" in launch("v6e-1 test --name plain draw_inverts")
 
 def test_launch_brings_all_down_when_one_fails():
     """One that cannot start, while the others wait for it; one that is killed at work."""
@@ -1324,8 +1328,10 @@ def test_launch_without_running():
     assert "--ntasks-per-node=2" in launch("--dry-run slurm --ntasks-per-node 2 --lr 1")
     assert calls() == before, "gcloud was called"
     assert "launch.sh cpu" in launch(code=2)
-    for call, wanted in (("v9-8", "unknown command v9-8"), ("v6e-8 --zone", "needs a value"),
-                         ("cpu --batch 1 --npq 1", "npq = 1")):
+    mistakes = {"v9-8": "unknown command v9-8", "v6e-8 --zone": "needs a value", "v6e-8 --dry-run": "goes first",
+                "v6e-8 --spot down": "down is no flag", "v6e-8 down now": "down does not take now",
+                "cpu --processes 0": "not a number of 1 or more", "cpu --batch 1 --npq 1": "npq = 1"}
+    for call, wanted in mistakes.items():
         text = launch(call, code=2)
         assert text.count("\n") == 1 and wanted in text, text
     wanted = [f"{clone}/.venv/bin/python", "-u", f"{clone}/train.py", "--system", "it's $HOME"]
@@ -1343,7 +1349,7 @@ def test_train_is_the_same_on_1_2_and_4_processes():
     warm = new_directory() / "warm"
     run_train("--steps 0 --sft_steps 60 --batch 8 --eval_data none --out", warm)
     flags = ("--data arith --eval_data none --npq 4 --steps 3 --sft_steps 0 --max_prompt 32 --max_answer 40 "
-             "--lr 1e-4 --save_every 0 --model", warm / "final", "--system", [""])
+             "--lr 1e-4 --entropy_bonus 0.01 --save_every 0 --model", warm / "final", "--system", [""])
     names = "loss reward/mean reward/std solved grad_norm len/answer truncated entropy".split()
     errors = {}
     for on in ("auto", "host_local"):
@@ -1355,7 +1361,7 @@ def test_train_is_the_same_on_1_2_and_4_processes():
             runs.append(([[m[k] for k in names] for m in read_jsonl(out / "metrics.jsonl")],
                          load_file(out / "final/model.safetensors")))
         (metrics, weights), *others = runs
-        assert all(m[2] > 0.05 and m[4] > 0.01 for m in metrics), f"nothing to learn from: {metrics}"
+        assert max(m[2] for m in metrics) > 0.05 and min(m[4] for m in metrics) > 1e-3, metrics  # they learn
         for n, (m, w) in zip((2, 4), others):
             apart = max(relative(w[k], weights[k]) for k in weights)
             errors[on, n] = np.abs(np.subtract(m, metrics)).max(), apart
