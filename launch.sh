@@ -352,7 +352,7 @@ case "$command" in
   test) setup; run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}" ;;
   setup) setup ;;
   tpu)
-    [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud: see cloud.google.com/sdk/docs/install'
+    [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
     slice
     case "$action" in '' | up | setup | test) up ;; *) find_vm ;; esac
     [ -n "$dry_run$zone" ] || die "there is no $name in $zones; make it: $(again up)"

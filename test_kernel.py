@@ -1286,7 +1286,7 @@ def test_launch_explains_what_gcloud_refuses():
     bare = new_directory()
     for tool in "bash dirname mktemp rm cat sed tr cut grep".split():
         (bare / tool).symlink_to(shutil.which(tool))
-    assert "cloud.google.com/sdk/docs/install" in launch("v6e-8 status", code=2, PATH=str(bare))
+    assert "cloud.google.com/sdk/docs" in launch("v6e-8 status", code=2, PATH=str(bare))
     assert "there is no none in us-east5-b" in launch("v6e-8 stop --name none", code=2)
     launch("v6e-8 up --queued --name qr")
     assert (stub / "qr/w0").exists()
@@ -1328,8 +1328,9 @@ def test_launch_without_running():
     assert "--ntasks-per-node=2" in launch("--dry-run slurm --ntasks-per-node 2 --lr 1")
     assert calls() == before, "gcloud was called"
     assert "launch.sh cpu" in launch(code=2)
-    mistakes = {"v9-8": "unknown command v9-8", "v6e-8 --zone": "needs a value", "v6e-8 --dry-run": "goes first",
-                "v6e-8 --spot down": "down is no flag", "v6e-8 down now": "down does not take now",
+    mistakes = {"v9-8": "unknown command v9-8", "v6e-8 --zone": "needs a value",
+                "v6e-8 --dry-run": "goes first", "v6e-8 --spot down": "down is no flag",
+                "v6e-8 down now": "down does not take now",
                 "cpu --processes 0": "not a number of 1 or more", "cpu --batch 1 --npq 1": "npq = 1"}
     for call, wanted in mistakes.items():
         text = launch(call, code=2)
