@@ -9,7 +9,7 @@ axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumula
 norms and softmax in float32. Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
-import dataclasses, json, math, os, re
+import dataclasses, glob, json, math, os, re
 from functools import partial
 
 import jax
@@ -284,7 +284,7 @@ def saved_steps(out):
     all that it needs on a disk of its own, or with all parts, that as many other processes wrote."""
     found, own = [], f"{jax.process_index():05}-of-{jax.process_count():05}"
     for name in sorted(name for name in os.listdir(out) if re.fullmatch(r"step_\d{6}", name)):
-        files = " ".join(os.listdir(f"{out}/{name}"))
+        files = " ".join(glob.glob("*", root_dir=f"{out}/{name}"))  # another process may be removing it
         parts = re.findall(r"shards-(\d+-of-(\d+))\.safetensors(?!\S)", files)
         if own in dict(parts) or parts and len(parts) == int(parts[0][1]):
             found.append(int(name[5:]))
