@@ -1194,14 +1194,14 @@ def test_launch_a_pod_from_nothing_to_a_checkpoint():
     clone, stub = cloud()
     homes = [stub / f"podgrpo-v6e-16/w{i}" for i in range(4)]
     odd = """a "b" 'c' $HOME `d` \\e"""
-    meanwhile = when("step 1/2", homes[0] / "podgrpo/run.log", lambda: launch("v6e-16 run", POD_FLAGS, code=1)
+    meanwhile = when("step 1/20", homes[0] / "podgrpo/run.log", lambda: launch("v6e-16 run", POD_FLAGS, code=1)
                      + launch("v6e-16 setup", code=2) + launch("v6e-16 status"))
-    text = launch("v6e-16", POD_FLAGS, "--steps 2 --system", [odd])
+    text = launch("v6e-16", POD_FLAGS, "--steps 20 --system", [odd])
     meanwhile.join()
     assert "4 processes x 4 cpu devices, mesh {'dp': 1, 'fsdp': 16" in text and "spans 4 hosts" in text, text
     for said, count in (("a run is going on here", 4), ("a run is going on there", 1), ("] running", 4)):
         assert meanwhile.result.count(said) == count, meanwhile.result
-    text += meanwhile.result + launch("v6e-16", POD_FLAGS, "--steps 2 --system", [odd])
+    text += meanwhile.result + launch("v6e-16", POD_FLAGS, "--steps 20 --system", [odd])
     assert "is finished" in text
     for i, home in enumerate(homes):
         out = home / "podgrpo/out/arith-tiny"
@@ -1211,9 +1211,9 @@ def test_launch_a_pod_from_nothing_to_a_checkpoint():
         assert len((home / "pip.log").read_text().splitlines()) == 1, "installed twice"
         assert (home / "podgrpo/.env").stat().st_mode & 0o777 == 0o600
         assert (home / "token").read_text().strip() == "20", "the secret did not reach the run"
-        assert os.listdir(out / "step_000002") == [f"shards-0000{i}-of-00004.safetensors"]
+        assert os.listdir(out / "step_000020") == [f"shards-0000{i}-of-00004.safetensors"]
         assert (out / "metrics.jsonl").exists() == (out / "final/model.safetensors").exists() == (i == 0)
-    assert [m["step"] for m in read_jsonl(homes[0] / "podgrpo/out/arith-tiny/metrics.jsonl")] == [1, 2]
+    assert [m["step"] for m in read_jsonl(homes[0] / "podgrpo/out/arith-tiny/metrics.jsonl")] == [*range(1, 21)]
     files = [path for path in stub.rglob("*") if path.is_file() and path.name != ".env"]
     seen = text + "".join(path.read_text(errors="replace") for path in files)
     secrets = re.findall("[0-9a-f]{16}", (clone / ".env").read_text())
@@ -1248,7 +1248,7 @@ def test_launch_resumes_after_a_preemption():
     """On a new VM, from the bucket: metrics and weights of the undisturbed run, of two processes here."""
     stub, calm = cloud()[1], new_directory() / "calm"
     (stub / "gs/bucket").mkdir(parents=True)
-    flags = POD_FLAGS, "--steps 4 --entropy_bonus 0.1 --out"
+    flags = POD_FLAGS, "--steps 8 --entropy_bonus 0.1 --out"
     launch("cpu --processes 2", *flags, calm, JAX_NUM_CPU_DEVICES="4")
     when('"step": 2', stub / "gs/bucket/run/metrics.jsonl", lambda: gcloud("preempt", "spot"))
     text = launch("v4-16 --name=spot --spot", *flags, "gs://bucket/run")
@@ -1258,7 +1258,7 @@ def test_launch_resumes_after_a_preemption():
         assert same(place) == same(calm)
         found, wanted = (load_file(run / "final/model.safetensors") for run in (place, calm))
         assert all((found[k] == wanted[k]).all() for k in wanted)
-    for step in ("step_000003", "step_000004"):
+    for step in ("step_000007", "step_000008"):
         assert {p.name for p in (stub / "gs/bucket/run" / step).iterdir()} == {
             f"shards-0000{i}-of-00002.safetensors" for i in range(2)}, step
 
