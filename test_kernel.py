@@ -1194,8 +1194,8 @@ def test_launch_a_pod_from_nothing_to_a_checkpoint():
     clone, stub = cloud()
     homes = [stub / f"podgrpo-v6e-16/w{i}" for i in range(4)]
     odd = """a "b" 'c' $HOME `d` \\e"""
-    meanwhile = when("step 1/20", homes[0] / "podgrpo/run.log", lambda: launch("v6e-16 run", POD_FLAGS, code=1)
-                     + launch("v6e-16 setup", code=2) + launch("v6e-16 status"))
+    meanwhile = when("step 1/20", homes[0] / "podgrpo/run.log", lambda: launch(
+        "v6e-16 run", POD_FLAGS, code=1) + launch("v6e-16 setup", code=2) + launch("v6e-16 status"))
     text = launch("v6e-16", POD_FLAGS, "--steps 20 --system", [odd])
     meanwhile.join()
     assert "4 processes x 4 cpu devices, mesh {'dp': 1, 'fsdp': 16" in text and "spans 4 hosts" in text, text
@@ -1213,7 +1213,8 @@ def test_launch_a_pod_from_nothing_to_a_checkpoint():
         assert (home / "token").read_text().strip() == "20", "the secret did not reach the run"
         assert os.listdir(out / "step_000020") == [f"shards-0000{i}-of-00004.safetensors"]
         assert (out / "metrics.jsonl").exists() == (out / "final/model.safetensors").exists() == (i == 0)
-    assert [m["step"] for m in read_jsonl(homes[0] / "podgrpo/out/arith-tiny/metrics.jsonl")] == [*range(1, 21)]
+    rows = read_jsonl(homes[0] / "podgrpo/out/arith-tiny/metrics.jsonl")
+    assert [m["step"] for m in rows] == [*range(1, 21)]
     files = [path for path in stub.rglob("*") if path.is_file() and path.name != ".env"]
     seen = text + "".join(path.read_text(errors="replace") for path in files)
     secrets = re.findall("[0-9a-f]{16}", (clone / ".env").read_text())
