@@ -1253,7 +1253,7 @@ def test_launch_resumes_after_a_preemption():
     launch("cpu --processes 2", *flags, calm, JAX_NUM_CPU_DEVICES="4")
     when('"step": 2', stub / "gs/bucket/run/metrics.jsonl", lambda: gcloud("preempt", "spot"))
     text = launch("v4-16 --name=spot --spot", *flags, "gs://bucket/run")
-    assert "spot was preempted" in text and "resuming out/gs/bucket/run after step" in text, text
+    assert "spot is PREEMPTED" in text and "resuming out/gs/bucket/run after step" in text, text
     same = lambda out: without_times(read_jsonl(out / "metrics.jsonl"))
     for place in (stub / "spot/w0/podgrpo/out/gs/bucket/run", stub / "gs/bucket/run"):
         assert same(place) == same(calm)
