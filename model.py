@@ -9,14 +9,16 @@ axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumula
 norms and softmax in float32. Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
-import dataclasses, glob, json, math, os, re
+import argparse, dataclasses, glob, itertools, json, math, os, re, tempfile, time, timeit
+from collections import namedtuple
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -340,13 +342,14 @@ def rotate(x, rope, dtype):
     (cos, sin), (a, b) = rope, jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(dtype)
 
-def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS):
-    """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees."""
+def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order="BKSH"):
+    """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees; order: of
+    the dimensions of keys and values."""
     B, N, T, H = q_BNTH.shape
-    q_BKGTH = q_BNTH.reshape(B, k_BKSH.shape[1], -1, T, H)
-    scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * H ** -0.5
+    q_BKGTH = q_BNTH.reshape(B, k_BKSH.shape[order.index("K")], -1, T, H)
+    scores = jnp.einsum(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * H ** -0.5
     probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1).astype(v_BKSH.dtype)
-    out = jnp.einsum("BKGTS,BKSH->BKGTH", probs, v_BKSH, preferred_element_type=jnp.float32)
+    out = jnp.einsum(f"BKGTS,{order}->BKGTH", probs, v_BKSH, preferred_element_type=jnp.float32)
     return out.reshape(B, N, T, H)
 
 def layer(cfg, x_BTD, w, rope, attend):
@@ -385,101 +388,477 @@ def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
         x, _ = jax.lax.scan(body, x, params["layers"])
     return constrain(rms_norm(x, params["norm_D"].astype(dtype), cfg.rms_eps), mesh, ROWS)
 
-# ---------------------------------------------------------------- generation
-def cached_forward(params, cfg, tokens_BT, positions_BT, mask_BTS, cache, slot, dtype):
+# ---------------------------------------------------------------- the layout of a rollout
+# mesh: the training mesh's devices, regrouped; rows: the axes that share out the rows; order: of a cache
+Layout = namedtuple("Layout", "kind mesh rows order")
+CHIPS = {"TPU v4": (31, 1.2e12), "TPU v5 lite": (15.7, 8.2e11), "TPU v5": (95, 2.77e12),
+         "TPU v6 lite": (31.2, 1.64e12)}  # GiB of memory, bytes a second: of devices that are not here
+
+def rollout_layout(kind, cfg, mesh, dtype):
+    """-> (Layout, why). replicated: whole weights on each device; tp: split by key/value heads within a host;
+    fsdp: as in training, gathered layer by layer in each step; maxtext: likewise, rows over dp only; auto:
+    replicated where that takes a quarter of the memory, else tp where that takes half, else fsdp."""
+    device, (dp, fsdp, tp), n = mesh.devices.flat[0], mesh.devices.shape, mesh.size
+    host = sum(d.process_index == device.process_index for d in mesh.devices.flat)
+    splits = [t for t in range(1, host + 1) if not (host % t or cfg.K % t or cfg.F % t or cfg.V % t)]
+    weights = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30
+    memory = device_memory(device) / 2 ** 30
+    t, why = splits[-1], "as asked"
+    if kind == "auto":
+        kind = "replicated" if weights <= memory / 4 else "tp" if weights / t <= memory / 2 and t > 1 else "fsdp"
+        why = f"a device has {memory:.0f} GiB" if math.isfinite(memory) else "memory is not known"
+    dims = {"replicated": (n, 1, 1), "tp": (n // t, 1, t)}.get(kind, (dp, fsdp * tp, 1))
+    regrouped = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
+    each = weights / math.prod(dims[1:])
+    return (Layout(kind, regrouped, ("dp",) if kind == "maxtext" else ROWS,
+                   "LSKBH" if device.platform == "tpu" else "LBKSH"),
+            f"{kind}, {dims[0]} x {dims[1] * dims[2]} devices, {each:.2g} of {weights:.2g} GiB each; {why}")
+
+def device_memory(device):
+    """Bytes; inf where that is not known."""
+    try:
+        return (device.memory_stats() or {})["bytes_limit"]
+    except (KeyError, jax.errors.JaxRuntimeError):
+        return CHIPS.get(device.device_kind, (math.inf,))[0] * 2 ** 30
+
+def rollout_spec(name, layout):
+    """PartitionSpec of a parameter in a rollout."""
+    if layout.kind in ("fsdp", "maxtext"):
+        return spec(name)
+    return P(*("tp" if c in "NKFV" else None for c in letters(name)))
+
+# ---------------------------------------------------------------- generation: prefill and decode step
+def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cache, slot):
     """Forward for T new tokens whose keys and values go to cache slots slot.. -> (last hidden [B, D], cache).
-    The cache is a pair [L, B, K, S, H], carried through the scan and updated in place: as a scan's xs and ys
-    it would be copied whole."""
-    rope = rope_tables(positions_BT, cfg)
+    They see the first S slots. The cache is carried through the scan and updated in place: as a scan's xs and
+    ys it would be copied whole."""
+    order, rope, dtype = layout.order, rope_tables(positions_BT, cfg), weights["norm_D"].dtype
+    at = lambda **start: [start.get(c, 0) for c in order]
+    seen = [{"L": 1, "S": mask_BTS.shape[-1]}.get(c, n) for c, n in zip(order, cache[0].shape)]
     def body(carry, xs):
-        x, cache = carry
-        w, number = xs
+        (x, cache), (w, number) = carry, xs
+        if layout.kind == "fsdp":
+            w = {name: constrain(a, layout.mesh) for name, a in w.items()}
         def attend(q, *new):
-            full = tuple(jax.lax.dynamic_update_slice(c, n[None], (number, 0, 0, slot, 0))
-                         for c, n in zip(cache, new))
-            k, v = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in full)
-            return attention(q, k, v, mask_BTS), full
-        return layer(cfg, x, w, rope, attend), None
-    x = params["embed_VD"][tokens_BT].astype(dtype)
-    (x, cache), _ = jax.lax.scan(body, (x, cache), (params["layers"], jnp.arange(cfg.L)))
-    return rms_norm(x[:, -1], params["norm_D"], cfg.rms_eps), cache
+            new = (jnp.einsum(f"BKSH->{order[1:]}", a)[None] for a in new)
+            full = tuple(jax.lax.dynamic_update_slice(c, n, at(L=number, S=slot)) for c, n in zip(cache, new))
+            k, v = (jax.lax.dynamic_slice(c, at(L=number), seen)[0] for c in full)
+            return attention(q, k, v, mask_BTS, order[1:]), full
+        x, cache = layer(cfg, x, w, rope, attend)
+        return (constrain(x, layout.mesh, layout.rows), cache), None
+    x = constrain(weights["embed_VD"][tokens_BT], layout.mesh, layout.rows)
+    (x, cache), _ = jax.lax.scan(body, (x, cache), (weights["layers"], jnp.arange(cfg.L)))
+    return rms_norm(x[:, -1], weights["norm_D"], cfg.rms_eps), cache
 
 def truncate(z_BV, top_k, top_p):
-    """Set logits outside the top k, then outside the smallest set of mass top_p, to -inf."""
-    if top_k or top_p < 1:
-        sorted_BV = jnp.sort(z_BV, -1, descending=True)
-        if top_k:
-            sorted_BV = jnp.where(jnp.arange(z_BV.shape[-1]) < top_k, sorted_BV, -jnp.inf)
-        before = jnp.cumsum(jax.nn.softmax(sorted_BV, -1), -1) - jax.nn.softmax(sorted_BV, -1)
-        kept = jnp.isfinite(sorted_BV) & (before < top_p)
-        threshold = jnp.min(jnp.where(kept, sorted_BV, jnp.inf), -1, keepdims=True)
-        z_BV = jnp.where(z_BV >= threshold, z_BV, -jnp.inf)
+    """Set logits outside the top k, then outside the smallest set of mass top_p, to -inf: all below a threshold
+    of which 32 looks find a bit each, since floats order as their bits do. V may be split over tp."""
+    total = lambda a_BV: jax.lax.psum(a_BV.sum(-1, keepdims=True), "tp")
+    def above_threshold(enough, z_BV):
+        bits = jax.lax.bitcast_convert_type(z_BV, jnp.int32)
+        bits ^= (bits >> 31) & 0x7fffffff
+        def look(i, found):
+            trial = found + (jnp.int32(1) << (31 - i))
+            return jnp.where(enough(bits >= trial), trial, found)
+        least = jax.lax.fori_loop(0, 32, look, jnp.full((len(z_BV), 1), -2 ** 31, jnp.int32))
+        return jnp.where(bits >= least, z_BV, -jnp.inf)
+    if top_k:
+        z_BV = above_threshold(lambda kept: total(1.0 * kept) >= top_k, z_BV)
+    if top_p < 1:
+        p = jnp.exp(z_BV - jax.lax.pmax(z_BV.max(-1, keepdims=True), "tp"))
+        wanted = top_p * total(p)
+        z_BV = above_threshold(lambda kept: total(kept * p) >= wanted, z_BV)
     return z_BV
 
-def draw(z_BV, u_B, block=256):
-    """Sample softmax(z) by inverting its CDF at uniforms u_B in [0, 1), in blocks: one pass over V."""
-    B, V = z_BV.shape
-    mass = jnp.exp(z_BV - jnp.max(z_BV, -1, keepdims=True))
-    mass = jnp.pad(mass, ((0, 0), (0, -V % block))).reshape(B, -1, block)
-    def invert(mass_BX, target_B):
-        """First index where the CDF passes the target, and how far in. An empty one is never picked, though a
-        parallel cumsum rounds without being monotone."""
-        cdf_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, -1), -jnp.inf)
-        target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))
-        index = jnp.argmax(cdf_BX > target_B[:, None], -1)
-        return index, target_B - jnp.take_along_axis(cdf_BX - mass_BX, index[:, None], 1)[:, 0]
-    blocks = mass.sum(-1)
-    which, rest = invert(blocks, u_B * blocks.sum(-1))
-    inside, _ = invert(mass[jnp.arange(B), which], rest)
-    return (which * block + inside).astype(jnp.int32)
+def invert(mass_BX, target_B):
+    """First index where the CDF passes the target, and how far in. An empty one is never picked, though a
+    parallel cumsum rounds without being monotone."""
+    cdf_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, -1), -jnp.inf)
+    target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))
+    index = jnp.argmax(cdf_BX > target_B[:, None], -1)
+    return index, target_B - jnp.take_along_axis(cdf_BX - mass_BX, index[:, None], 1)[:, 0]
 
-def sample(z_BV, key, temperature, top_k, top_p):
-    """-> (token_B, its log-prob under the distribution it was drawn from); temperature 0: greedy, as at 1."""
+def sample(z_BV, u_B, temperature, top_k, top_p):
+    """-> (token_B, its log-prob under the distribution it was drawn from), by inverting the CDF at uniforms u_B
+    in [0, 1): first over 128 columns X of the vocabulary, every 128th token, then in one. temperature 0: greedy,
+    as at 1. Inside a shard_map: V may be split over tp."""
+    z_BV = truncate(z_BV / (temperature or 1), top_k, top_p)
+    (B, V), shard = z_BV.shape, jax.lax.axis_index("tp")
+    best_B = z_BV.max(-1)
+    top_B = jax.lax.pmax(best_B, "tp")
+    z_BYX = jnp.pad(z_BV, ((0, 0), (0, -V % 128)), constant_values=-jnp.inf).reshape(B, -1, 128)
+    mass_BX = jnp.exp(z_BYX - top_B[:, None, None]).sum(1)
+    mass_BX = jax.lax.all_gather(mass_BX, "tp", axis=1, tiled=True)
+    total_B = mass_BX.sum(-1)
     if temperature == 0:
-        token_B = jnp.argmax(z_BV, -1).astype(jnp.int32)
+        token_B = jnp.where(best_B == top_B, shard * V + jnp.argmax(z_BV, -1), 2 ** 31 - 1)
+        token_B = jax.lax.pmin(token_B, "tp")
     else:
-        z_BV = truncate(z_BV / temperature, top_k, top_p)
-        token_B = draw(z_BV, jax.random.uniform(key, z_BV.shape[:1]))
-    chosen = jnp.take_along_axis(z_BV, token_B[:, None], 1)[:, 0]
-    return token_B, chosen - jax.nn.logsumexp(z_BV, -1)
+        column_B, rest_B = invert(mass_BX, u_B * total_B)
+        ours, column_B = column_B // 128 == shard, column_B % 128
+        z_BY = jnp.take_along_axis(z_BYX, column_B[:, None, None], 2)[:, :, 0]
+        place_B, _ = invert(jnp.exp(z_BY - top_B[:, None]), rest_B)
+        token_B = jax.lax.psum(jnp.where(ours, shard * V + place_B * 128 + column_B, 0), "tp")
+    mine_B = token_B - shard * V
+    chosen_B = jnp.take_along_axis(z_BV, jnp.clip(mine_B, 0, V - 1)[:, None], 1)[:, 0]
+    chosen_B = jax.lax.psum(jnp.where((0 <= mine_B) & (mine_B < V), chosen_B, 0.0), "tp")
+    return token_B.astype(jnp.int32), chosen_B - top_B - jnp.log(total_B)
 
-@partial(jax.jit, static_argnames=("cfg", "mesh", "max_answer", "temperature", "top_k", "top_p", "dtype"))
-def generate(params, cfg, mesh, prompts_BP, lengths_B, key, *, max_answer, temperature=1.0, top_k=0,
-             top_p=1.0, dtype=jnp.float32):
-    """Answers for left-padded prompts, until every row has produced one of cfg.stop_ids or max_answer tokens.
-    prompts_BP int32, the last lengths_B[b] of each row count; key a PRNG key. Returns a dict: tokens_BT int32
-    [B, max_answer], the stop token last, then 0; lengths_B, stop token included; cut_B, no stop token came;
-    logp_BT float32, each token's log-prob under what it was drawn from, temperature, truncation included."""
-    B, prompt = prompts_BP.shape
+@partial(jax.jit, static_argnames=("cfg", "layout", "dtype"))
+def to_rollout(params, cfg, layout, dtype):
+    """The weights of a rollout: cast where they lie, then moved to its layout, once."""
+    return nest({name: constrain(a.astype(dtype), layout.mesh, *rollout_spec(name, layout))
+                 for name, a in flatten(params).items()})
+
+def state_specs(layout):
+    cache = P(*({"B": layout.rows, "K": "tp"}.get(c) for c in layout.order))
+    return {"cache": (cache, cache)} | dict.fromkeys(("hidden_BD", "pad_B", "row_B", "live_B"), P(layout.rows))
+
+@partial(jax.jit, static_argnames=("cfg", "layout", "slots", "dtype"))
+def start(pad_B, row_B, cfg, layout, slots, dtype):
+    """The state of a rollout: an empty cache, and which rows are alive."""
+    B = len(row_B)
+    sizes = {c: getattr(cfg, c, None) for c in "LKH"} | {"B": B, "S": slots}
+    state = {"cache": 2 * (jnp.zeros([sizes[c] for c in layout.order], dtype),), "pad_B": pad_B, "row_B": row_B,
+             "hidden_BD": jnp.zeros((B, cfg.D), dtype), "live_B": row_B >= 0}
+    return jax.tree.map(lambda a, s: constrain(a, layout.mesh, *s), state, state_specs(layout))
+
+@partial(jax.jit, static_argnames=("cfg", "layout", "group"), donate_argnames="state")
+def prefill(weights, state, prompts_BP, pad_B, first, *, cfg, layout, group):
+    """Run prompts and put their keys and values, `group` times each, into rows first.. of every device."""
+    (B, P_), order, mesh = prompts_BP.shape, layout.order, layout.mesh
     if jax.process_index() == 0:
-        print(f"tracing generate: {B} rows, {prompt} + {max_answer} tokens, temperature {temperature}")
-    rollout = jax.tree.map(lambda a, s: jax.lax.with_sharding_constraint(a.astype(dtype), s),
-                           params, shardings(cfg, mesh, fsdp=False))  # gathered once, here, not in every step
-    S = prompt + max_answer
-    cache = 2 * (constrain(jnp.zeros((cfg.L, B, cfg.K, S, cfg.H), dtype), mesh, None, ROWS, "tp"),)
-    visible_BS = jnp.arange(S) >= (prompt - lengths_B)[:, None]
-    positions = jnp.maximum(jnp.arange(prompt) - (prompt - lengths_B)[:, None], 0)
-    mask = visible_BS[:, None] & (jnp.arange(S) <= jnp.arange(prompt)[:, None])
-    with jax.named_scope("prefill"):
-        hidden_BD, cache = cached_forward(rollout, cfg, prompts_BP, positions, mask, cache, 0, dtype)
-    def step(state):
-        t, hidden_BD, cache, out = state
-        z_BV = constrain(matmul("BD,VD->BV", hidden_BD, head(rollout)), mesh, ROWS)
-        token, logp = sample(z_BV, jax.random.fold_in(key, t), temperature, top_k, top_p)
-        live = out["cut_B"]
+        print(f"tracing prefill: {B} prompts of {P_} tokens")
+    positions = jnp.arange(P_) - pad_B[:, None]
+    mask = (jnp.arange(P_) >= pad_B[:, None])[:, None] & jnp.tri(P_, dtype=bool)
+    specs = {k: s for k, s in state_specs(layout).items() if k in ("cache", "hidden_BD")}
+    dims = [{"B": B, "S": P_}.get(c, n) for c, n in zip(order, state["cache"][0].shape)]
+    empty = constrain(jnp.zeros(dims, state["hidden_BD"].dtype), mesh, *specs["cache"][0])
+    hidden, cache = cached_forward(weights, cfg, layout, prompts_BP, jnp.maximum(positions, 0), mask,
+                                   (empty, empty), 0)
+    def place(state, new, first):
+        def one(a, n):
+            axis = order.index("B") if a.ndim == len(order) else 0
+            index = [0] * a.ndim
+            index[axis] = first
+            return jax.lax.dynamic_update_slice(a, jnp.repeat(n, group, axis), index)
+        return jax.tree.map(one, state, new)
+    new = {"cache": cache, "hidden_BD": hidden}
+    new = jax.shard_map(place, mesh=mesh, in_specs=(specs, specs, P()), out_specs=specs)(
+        {k: state[k] for k in new}, new, first)
+    return state | new
+
+@partial(jax.jit, static_argnames=("layout",))
+def keep_rows(state, index_B, *, layout):
+    """The state of some rows: index_B counts within each device's."""
+    specs = state_specs(layout)
+    def take(state, index_B):
+        return jax.tree.map(lambda a: jnp.take(a, index_B, layout.order.index("B") if a.ndim == 5 else 0), state)
+    return jax.shard_map(take, mesh=layout.mesh, in_specs=(specs, P(layout.rows)), out_specs=specs)(state, index_B)
+
+@partial(jax.jit, donate_argnames="state",
+         static_argnames=("cfg", "layout", "window", "steps", "temperature", "top_k", "top_p"))
+def decode(weights, state, key, prompt, t, until, *, cfg, layout, window, steps, temperature, top_k, top_p):
+    """Answer tokens t .. until - 1, at most `steps`, of all rows that live, which see the first `window` slots ->
+    (state, {tokens_BT, logp_BT, n_B: how many, live_B})."""
+    mesh, rows, B = layout.mesh, layout.rows, len(state["row_B"])
+    if jax.process_index() == 0:
+        print(f"tracing decode: {B} rows, {window} slots, temperature {temperature}")
+    draw = jax.shard_map(
+        partial(sample, temperature=temperature, top_k=top_k, top_p=top_p), mesh=mesh, check_vma=False,
+        in_specs=(P(rows, "tp"), P(rows)), out_specs=P(rows))
+    def step(carry):
+        i, state, out = carry
+        z_BV = constrain(matmul("BD,VD->BV", state["hidden_BD"], head(weights)), mesh, rows, "tp")
+        uniform = lambda row: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, t + i), row))
+        token, logp = draw(z_BV, jax.vmap(uniform)(state["row_B"]))
+        live = state["live_B"]
         token = jnp.where(live, token, 0)
-        out = {"tokens_BT": out["tokens_BT"].at[:, t].set(token),
-               "logp_BT": out["logp_BT"].at[:, t].set(jnp.where(live, logp, 0.0)),
-               "lengths_B": out["lengths_B"] + live,
-               "cut_B": live & ~jnp.isin(token, jnp.array(cfg.stop_ids, jnp.int32))}
-        mask = visible_BS[:, None] & (jnp.arange(S) <= prompt + t)
-        hidden_BD, cache = cached_forward(rollout, cfg, token[:, None], (lengths_B + t)[:, None], mask, cache,
-                                          prompt + t, dtype)
-        return t + 1, hidden_BD, cache, out
-    rows = {"tokens_BT": jnp.zeros((B, max_answer), jnp.int32), "logp_BT": jnp.zeros((B, max_answer)),
-            "lengths_B": jnp.zeros(B, jnp.int32), "cut_B": jnp.ones(B, bool)}
-    rows = jax.tree.map(lambda a: constrain(a, mesh, ROWS), rows)
-    with jax.named_scope("decode"):
-        *_, out = jax.lax.while_loop(lambda s: (s[0] < max_answer) & s[3]["cut_B"].any(), step,
-                                     (0, hidden_BD, cache, rows))
-    return out
+        out = {"tokens_BT": out["tokens_BT"].at[:, i].set(token), "n_B": out["n_B"] + live,
+               "logp_BT": out["logp_BT"].at[:, i].set(jnp.where(live, logp, 0.0))}
+        slot = prompt + t + i
+        S = jnp.arange(window)
+        mask = (S >= state["pad_B"][:, None]) & (S <= slot)
+        hidden, cache = cached_forward(weights, cfg, layout, token[:, None], (slot - state["pad_B"])[:, None],
+                                       mask[:, None], state["cache"], slot)
+        live &= ~jnp.isin(token, jnp.array(cfg.stop_ids, jnp.int32))
+        return i + 1, state | {"hidden_BD": hidden, "cache": cache, "live_B": live}, out
+    out = {"tokens_BT": jnp.zeros((B, steps), jnp.int32), "logp_BT": jnp.zeros((B, steps)),
+           "n_B": jnp.zeros(B, jnp.int32)}
+    out = jax.tree.map(lambda a: constrain(a, mesh, rows), out)
+    _, state, out = jax.lax.while_loop(lambda c: (t + c[0] < until) & c[1]["live_B"].any(), step, (0, state, out))
+    out["live_B"] = state["live_B"]
+    return state, jax.tree.map(lambda a: constrain(a, mesh), out)
+
+# ---------------------------------------------------------------- generate
+def bucket(n):
+    """The least 2^k or 3 * 2^k that holds n: few enough to compile for each."""
+    power = 1 << (n - 1).bit_length()
+    return power * 3 // 4 if n * 4 <= power * 3 else power
+
+def bytes_read(cfg, layout, dtype):
+    """-> (of the weights, of the cache a row and slot): bytes a device cannot but read in a decode step."""
+    whole = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # no embedding: a few rows of it
+    tp, each = layout.mesh.shape["tp"], jnp.dtype(dtype).itemsize
+    return whole // tp * each, 2 * cfg.L * cfg.K // tp * cfg.H * each
+
+def rows_that_fit(cfg, layout, dtype, slots):
+    """Rows that a device decodes at once: their cache takes 60% of its free memory at most, as the rest is for
+    prompts, logits, and the smaller cache when rows are dropped."""
+    stats = [d.memory_stats() or {} for d in layout.mesh.local_devices]
+    free = min(s.get("bytes_limit", math.inf) - s.get("bytes_in_use", 0) for s in stats)
+    free = float(np.min(multihost_utils.process_allgather(np.float32(free))))
+    rows = 0.6 * free / (bytes_read(cfg, layout, dtype)[1] * slots)
+    return max(1, int(min(rows, 2 ** 30)))
+
+def smaller(live, now, weights, row):
+    """The least half, quarter, ... of `now` rows a device that holds the live ones, where that saves a tenth of
+    a step's bytes, else `now`."""
+    fewer = now
+    while fewer % 2 == 0 and fewer // 2 >= live:
+        fewer //= 2
+    return fewer if (now - fewer) * row >= 0.1 * (weights + now * row) else now
+
+def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, temperature=1.0, top_k=0, top_p=1.0,
+             stage=128, wave=0, progress=lambda done, tokens: None):
+    """Answers to prompts, until each has produced one of cfg.stop_ids or max_answer tokens. weights: of
+    `to_rollout`; prompts: lists of token ids, this process's, as many in each, of which `group` after another
+    are the same and run once; key: a PRNG key. A row's tokens depend on its place among all, not on the layout.
+    Returns a dict of NumPy arrays: tokens_BT int32 [B, max_answer], the stop token last, then 0; lengths_B, stop
+    token included; cut_B, no stop token came; logp_BT float32, each token's log-prob under what it was drawn
+    from, temperature, truncation included. Every `stage` tokens, rows that are done may go and `progress` hears
+    how many rows are done, and of how many tokens. wave: rows a device decodes at once, 0 = what fits."""
+    dtype, longest = weights["norm_D"].dtype, max(map(len, prompts))
+    width = bucket(int(np.max(multihost_utils.process_allgather(np.int32(longest)))))
+    padded = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
+    pads = np.array([width - len(p) for p in prompts], np.int32)
+    tokens, pads = multihost_utils.process_allgather((padded, pads), tiled=True)  # of all processes
+    put = lambda a: jax.make_array_from_callback(
+        a.shape, NamedSharding(layout.mesh, P(layout.rows)), lambda index: a[index])
+    B, shards, slots = len(tokens), math.prod(layout.mesh.shape[a] for a in layout.rows), width + max_answer
+    R = B // shards  # rows of a device
+    at_once = min(R, wave or rows_that_fit(cfg, layout, dtype, slots))
+    group = max(g for g in range(1, at_once + 1) if math.gcd(group, R) % g == 0)
+    waves = -(-R // (at_once // group * group))
+    at_once = -(-R // waves // group) * group
+    places = np.full((shards, waves * at_once), -1)  # -1: no row, to fill the last wave
+    places[:, :R] = np.arange(B).reshape(shards, R)
+    out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
+           "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
+    read, row = bytes_read(cfg, layout, dtype)
+    for ids in np.split(places, waves, 1):
+        state = start(put(pads[ids].ravel()), put(ids.astype(np.int32).ravel()), cfg, layout, slots, dtype)
+        asked = ids[:, ::group]
+        some = max(n for n in range(1, asked.shape[1] + 1) if asked.shape[1] % n == 0 and (n == 1 or n * width <= 4096))
+        for first in range(0, asked.shape[1], some):
+            these = asked[:, first:first + some].ravel()
+            state = prefill(weights, state, put(tokens[these]), put(pads[these]), first * group, cfg=cfg,
+                            layout=layout, group=group)
+        for t in range(0, max_answer, stage):
+            until = min(t + stage, max_answer)
+            window = min(bucket(width + until), slots)
+            state, got = decode(weights, state, key, width, t, until, cfg=cfg, layout=layout, window=window,
+                                steps=min(stage, max_answer), temperature=temperature, top_k=top_k, top_p=top_p)
+            got, real = jax.device_get(got), ids.ravel() >= 0
+            for name in ("tokens_BT", "logp_BT"):
+                out[name][ids.ravel()[real], t:until] = got[name][real, :until - t]
+            out["lengths_B"][ids.ravel()[real]] += got["n_B"][real]
+            out["cut_B"][ids.ravel()[real]] = got["live_B"][real]
+            live = got["live_B"].reshape(ids.shape)
+            progress(B - int(out["cut_B"].sum()), int(out["lengths_B"].sum()))
+            if not live.any() or until == max_answer:
+                break
+            fewer = smaller(live.sum(1).max(), ids.shape[1], read, row * window)
+            if fewer < ids.shape[1]:
+                index = np.argsort(~live, 1, kind="stable")[:, :fewer]
+                ids = np.take_along_axis(np.where(live, ids, -1), index, 1)
+                state = keep_rows(state, put(index.astype(np.int32).ravel()), layout=layout)
+    mine = slice(jax.process_index() * len(prompts), (jax.process_index() + 1) * len(prompts))
+    return {name: a[mine] for name, a in out.items()}
+
+# ---------------------------------------------------------------- benchmark
+SIZES = {  # V D F N K H L tied: Qwen2.5, and two that suit a CPU
+    "tiny": (320, 128, 256, 4, 2, 32, 2, 1), "45M": (151936, 256, 1024, 4, 2, 64, 6, 1),
+    "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1), "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1),
+    "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1), "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0),
+    "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0), "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0)}
+FLAGS = dict(  # model: of SIZES, or a directory; batch: sequences in all; lengths in tokens; several: a,b,c
+    model="3B", layout="auto", batch=128, npq=8, prompt=256, answer=1024, dtype="bfloat16", transformers=0, aot="")
+
+def abstract(cfg, layout, batch, slots, dtype):
+    """The shapes of (weights, state) of a rollout, to compile for."""
+    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, s))
+    weights = nest({name: place(jax.ShapeDtypeStruct(shape, dtype), rollout_spec(name, layout))
+                    for name, shape in shapes(cfg).items()})
+    rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    state = jax.eval_shape(partial(start, cfg=cfg, layout=layout, slots=slots, dtype=dtype), rows, rows)
+    return weights, jax.tree.map(place, state, state_specs(layout))
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
+MOVES = ("copy", "copy-start", "transpose", "reshape")
+
+def loop_traffic(hlo, layers):
+    """Of the decode loop in a compiled program's text -> (bytes of device memory that a step reads and writes,
+    bytes that collectives move, the largest result of a copy or relayout). Counted are operands and results of
+    each top-level instruction of the loop's body, the inner loop's `layers` times; what is sliced or updated in
+    place counts as the slice; what lies in a TPU's VMEM, S(1), does not."""
+    comps = {}  # computation -> {instruction: (its type, op, operands, the rest of its line)}; the last is its root
+    for head, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
+        comps[head] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]), rest) for name, kind, op, rest
+                       in re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)}
+    inside = lambda rest: next(iter(re.findall(r"(?:calls|body)=%([\w.-]+)", rest)), None)
+    def sizes(kind):
+        """Bytes of each array of a type, and whether it is in device memory."""
+        return [(math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8, "S(" not in layout) for bits,
+                dims, layout in re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", kind)]
+    def total(kind):
+        return sum(n for n, here in sizes(kind) if here)
+    def read(comp, name):
+        """Bytes that a computation reads of a value in it."""
+        whole = sizes(comps[comp][name][0])[0][0]
+        n = whole * (name == list(comps[comp])[-1])
+        for user, (kind, op, operands, rest) in comps[comp].items():
+            if op == "bitcast" and name in operands:
+                n += read(comp, user)
+            elif op in ("dynamic-slice", "slice", "gather") and name == operands[0]:
+                n += sizes(kind)[0][0]
+            elif op == "fusion":
+                numbers = [f"{i})" for i, operand in enumerate(operands) if operand == name]
+                n += sum(read(inside(rest), p) for p, v in comps[inside(rest)].items()
+                         if v[1] == "parameter" and v[3].split(",")[0] in numbers)
+            elif name in operands and not (op == "dynamic-update-slice" and name == operands[0]):
+                n += whole
+        return min(n, whole)
+    def written(comp, name):
+        """Bytes that a fusion writes for each of its results."""
+        kind, op, operands, rest = comps[comp][name]
+        if op == "tuple":
+            return [n for operand in operands for n in written(comp, operand)]
+        if op == "bitcast":
+            return written(comp, operands[0])
+        if op == "fusion":
+            return written(inside(rest), list(comps[inside(rest)])[-1])
+        return [sizes(comps[comp][operands[1]][0] if op == "dynamic-update-slice" else kind)[0][0]]
+    def walk(comp):
+        """(bytes, bytes moved by collectives, largest copy) of a loop's body."""
+        n, moved, copied = 0, 0, 0
+        for kind, op, operands, rest in comps[comp].values():
+            types = [comps[comp][o][0] for o in operands]
+            if op == "while":
+                more, more_moved, largest = walk(inside(rest))
+                n, moved, copied = n + layers * more, moved + layers * more_moved, max(copied, largest)
+            elif op == "fusion":
+                inner = inside(rest)
+                ps = {v[3].split(")")[0]: p for p, v in comps[inner].items() if v[1] == "parameter"}
+                n += sum(read(inner, ps[str(i)]) for i, t in enumerate(types) if total(t))
+                n += sum(w for w, (_, here) in zip(written(inner, list(comps[inner])[-1]), sizes(kind)) if here)
+                if all(v[1] in (*MOVES, "bitcast", "parameter", "constant") for v in comps[inner].values()):
+                    copied = max(copied, total(kind))
+            elif op in ("dynamic-slice", "slice", "gather"):
+                n += total(kind) + (total(types[0]) > 0) * sizes(kind)[0][0]
+            elif op == "dynamic-update-slice":
+                n += 2 * (total(types[0]) > 0) * sizes(types[1])[0][0]
+            elif op.startswith(COLLECTIVES):
+                n, moved = (x + sum(size for t in (kind, *types) for size, _ in sizes(t)) for x in (n, moved))
+            elif op.endswith("-start"):
+                n += total(kind)
+            elif op not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast") and "-done" not in op:
+                n += total(kind) + sum(map(total, types))
+            if op in MOVES:
+                copied = max(copied, max(size * here for size, here in sizes(kind)))
+        return n, moved, copied
+    bodies = [inside(rest) for kind, op, _, rest in comps[list(comps)[-1]].values() if op == "while"]
+    return max(map(walk, bodies))
+
+def check_loop(name, cfg, layout, args):
+    """Compile the last stage of decoding for absent devices -> what a step moves, in words."""
+    slots, dtype = args.prompt + args.answer, jnp.dtype(args.dtype)
+    program = decode.lower(
+        *abstract(cfg, layout, args.batch, slots, dtype), jax.eval_shape(lambda: jax.random.key(0)), args.prompt, 0,
+        1, cfg=cfg, layout=layout, window=slots, steps=128, temperature=1.0, top_k=0, top_p=1.0).compile()
+    read, row = bytes_read(cfg, layout, dtype)
+    cache = row * slots * args.batch // math.prod(layout.mesh.shape[a] for a in layout.rows)
+    n, moved, copied = loop_traffic(program.as_text(), cfg.L)
+    least, (_, speed) = read + cache, CHIPS[layout.mesh.devices.flat[0].device_kind]
+    return (f"a step reads at least {least / 1e9:.3f} GB, {least / speed * 1e3:.2f} ms; as compiled {n / 1e9:.3f} GB, "
+            f"{n / speed * 1e3:.2f} ms, x {n / least:.3f}; collectives move {moved / 1e9:.3f} GB, the largest copy is "
+            f"{copied * cfg.L / cache:.3f} of a layer's cache; peak "
+            f"{program.memory_analysis().peak_memory_in_bytes / 1e9:.2f} GB")
+
+def bandwidth_here():
+    """Bytes a second that this device reads: the sum of 1 GiB."""
+    x = jnp.ones(2 ** 28, jnp.float32)
+    total = jax.jit(jnp.sum)
+    return x.nbytes / min(timeit.repeat(lambda: total(x).block_until_ready(), number=1, repeat=6)[1:])
+
+def time_rollout(cfg, layout, weights, prompts, npq, answer):
+    """-> seconds of the prefill, of all of decoding; compiled before."""
+    for _ in range(2):
+        clock = [time.perf_counter()]
+        generate(weights, cfg, layout, prompts, jax.random.key(0), max_answer=answer, group=npq,
+                 progress=lambda *_: clock.append(time.perf_counter()))
+    return clock[1] - clock[0], clock[-1] - clock[1]
+
+def time_transformers(directory, prompts, answer, dtype):
+    """Seconds of transformers' generate, on the same weights, prompts and lengths."""
+    import torch, transformers
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(where)
+    tokens = torch.tensor(prompts, device=where)
+    def run(n):
+        began = time.perf_counter()
+        out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=True, top_k=0, top_p=1.0,
+                              temperature=1.0, min_new_tokens=n, max_new_tokens=n, pad_token_id=0)
+        out.sum().item()
+        return time.perf_counter() - began
+    run(2)
+    return run(answer)
+
+def measure(name, cfg, layout, args):
+    """Time a rollout of random weights, or of a checkpoint's, on these devices -> what to print."""
+    dtype, rng = jnp.dtype(args.dtype), np.random.default_rng(0)
+    if name in SIZES:
+        def make():
+            keys = jax.random.split(jax.random.key(0), len(shapes(cfg)))
+            return nest({n: (0.02 * jax.random.normal(key, shape, dtype) + ("norm" in n)).astype(dtype)
+                         for key, (n, shape) in zip(keys, shapes(cfg).items())})
+        places = {n: NamedSharding(layout.mesh, rollout_spec(n, layout)) for n in shapes(cfg)}
+        weights = jax.jit(make, out_shardings=nest(places))()
+    else:
+        weights = to_rollout(load(Checkpoint(name, cfg), layout.mesh), cfg, layout, dtype)
+    groups = rng.integers(0, cfg.V, (args.batch // args.npq, args.prompt))
+    prompts = [row.tolist() for row in groups for _ in range(args.npq)]
+    times = time_rollout(cfg, layout, weights, prompts, args.npq, args.answer)
+    rows, (read, row) = args.batch // math.prod(layout.mesh.shape[a] for a in layout.rows), bytes_read(
+        cfg, layout, dtype)
+    least = read + row * rows * (args.prompt + args.answer / 2)  # of the mean step
+    per_step, speed = times[1] / args.answer, bandwidth_here()
+    text = (f"prefill {groups.size / times[0]:.0f} tok/s, decode {args.batch / per_step:.0f} tok/s, "
+            f"{per_step * 1e3:.2f} ms a step; it reads {least / 1e9:.2f} GB, {least / per_step / speed:.0%} of the "
+            f"{speed / 1e9:.0f} GB/s that this device reads")
+    if args.transformers:
+        with tempfile.TemporaryDirectory() as directory:
+            write_hf(directory, cfg, weights, layout.mesh, args.dtype)
+            del weights
+            theirs = time_transformers(directory, prompts, args.answer, args.dtype)
+        text += f"; transformers' generate takes {theirs:.2f} s, this {sum(times):.2f}: {theirs / sum(times):.1f}x"
+    return text
+
+def benchmark(argv=None):
+    parser = argparse.ArgumentParser(description="Rollouts: tokens a second, and bytes against the memory's speed.")
+    for name, default in FLAGS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default!r}")
+    args = parser.parse_args(argv)
+    for name, absent, kind in itertools.product(*(x.split(",") for x in (args.model, args.aot, args.layout))):
+        *sizes, tied = SIZES.get(name, [0])
+        cfg = ModelConfig(*sizes, 1e6, 1e-6, bool(tied), 32768, ()) if sizes else read_config(name)
+        if absent:
+            from kernel import tpu_devices
+        devices = np.array(tpu_devices(absent) if absent else jax.devices()).reshape(1, -1, 1)
+        layout, why = rollout_layout(kind, cfg, Mesh(devices, ("dp", "fsdp", "tp")), args.dtype)
+        print(f"{name} {absent or devices[0, 0, 0].device_kind} {why}", flush=True)
+        text = (check_loop if absent else measure)(name, dataclasses.replace(cfg, stop_ids=()), layout, args)
+        print(f"    {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
+
+if __name__ == "__main__":
+    benchmark()

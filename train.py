@@ -40,6 +40,7 @@ class Config:
     max_prompt: int = 512        # longer prompts, template included, are skipped
     max_answer: int = 512        # longer answers are cut, and a cut answer scores 0
     temperature: float = 1.0     # of sampling; the loss divides its logits by the same number
+    rollout_sharding: Literal["auto", "replicated", "tp", "fsdp", "maxtext"] = "auto"  # of weights meanwhile
     # the update
     lr: float = 1e-6             # learning rate of GRPO
     sft_lr: float = 1e-5         # learning rate of the supervised steps
@@ -88,7 +89,7 @@ TINY_MODEL = dict(
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
 OWN = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
-FREE = OWN | {*"out micro_batch loss_impl mesh eval_every save_every keep resume wandb".split()}  # on resume
+FREE = OWN | {*"out rollout_sharding micro_batch loss_impl mesh eval_every save_every keep resume wandb".split()}  # on resume
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -404,15 +405,19 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
           f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {shape.max_positions} positions")
 
 # ---------------------------------------------------------------- rollout, advantages, rows
-def sample_answers(params, rows, key, cfg, run, temperature, top_k=0, top_p=1.0):
-    """Answers to the prompts of this host's rows -> what `model.generate` returns, as NumPy; the texts."""
-    put = partial(jax.make_array_from_process_local_data, NamedSharding(run.mesh, P(model.ROWS)))
-    prompts = [row["prompt"] for row in rows]
-    tokens = put(np.array([[0] * (run.prompt_width - len(p)) + p for p in prompts], np.int32))
-    lengths = put(np.array([len(p) for p in prompts], np.int32))
-    out = model.generate(params, run.shape, run.mesh, tokens, lengths, key, max_answer=cfg.max_answer,
-                         dtype=jnp.dtype(cfg.dtype), temperature=temperature, top_k=top_k, top_p=top_p)
-    out = jax.device_get(multihost_utils.global_array_to_host_local_array(out, run.mesh, P(model.ROWS)))
+def sample_answers(weights, rows, group, key, what, cfg, run, temperature, top_k=0, top_p=1.0):
+    """Answers to the prompts of this host's rows, `group` after another alike -> what `model.generate` returns;
+    the texts."""
+    clock = [time.time()] * 2
+    def tell(done, tokens):
+        line = f"{what}: {done} answers done, {tokens} tokens, {tokens / (time.time() - clock[0]):.0f} tok/s"
+        progress(line)
+        if not sys.stdout.isatty() and time.time() - clock[1] > 30:
+            clock[1] = time.time()
+            say(line)
+    out = model.generate(weights, run.shape, run.layout, [row["prompt"] for row in rows], key, group=group,
+                         max_answer=cfg.max_answer, temperature=temperature, top_k=top_k, top_p=top_p,
+                         progress=tell)
     return out, [run.tokenizer.decode(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"])]
 
 def group_advantages(rewards, npq, kind):
@@ -654,6 +659,11 @@ def set_up(argv):
     end = tokenizer.token_to_id("<|im_end|>")
     check(end is not None, f"{directory}/tokenizer.json has no <|im_end|>: not the tokenizer of a Qwen2")
     check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
+    layout, why = model.rollout_layout(cfg.rollout_sharding, shape, mesh, cfg.dtype)
+    check(cfg.rollout_sharding != "tp" or layout.mesh.shape["tp"] > 1, f"rollout_sharding = tp finds nothing "
+          f"that divides {jax.local_device_count()} local devices, {shape.K} key/value heads and {shape.V} "
+          "tokens; try --rollout_sharding auto")
+    say(f"rollout: {why}")
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
     rows = with_prompts(cfg.data, False, tokenizer, cfg)
     eval_data = cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
@@ -661,8 +671,8 @@ def set_up(argv):
     examples = [row for row in rows if len(row["told"]) <= cfg.max_answer]
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     longest = max(len(row["prompt"]) for row in rows + held_out)
-    step = 8 * mesh.shape["tp"]  # widths are rounded up: one shape each, and tp divides the tokens of a row
-    prompt_width, row_width = (-(-n // step) * step for n in (longest, longest + cfg.max_answer))
+    step = 8 * mesh.shape["tp"]  # rounded up, as tp divides the tokens of a row
+    row_width = -(-(longest + cfg.max_answer) // step) * step
     checkpoint, logger = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape), None
     if cfg.wandb and jax.process_index() == 0:
         with stop_on(Exception, f"--wandb {cfg.wandb} wants wandb and WANDB_API_KEY; mend or drop it"):
@@ -675,8 +685,8 @@ def set_up(argv):
     check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
         directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
-        rows=rows, held_out=held_out, examples=examples, prompt_width=prompt_width, row_width=row_width,
-        done=done, wandb=logger)
+        rows=rows, held_out=held_out, examples=examples, row_width=row_width, layout=layout, done=done,
+        wandb=logger)
 
 def load_state(cfg, run):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
@@ -700,12 +710,13 @@ def load_state(cfg, run):
 def evaluate(params, step, cfg, run):
     """-> {eval/solved}: the part of the held-out questions solved. Three answers go to samples.jsonl."""
     each, n, solved, began = cfg.batch * cfg.npq, len(run.held_out), 0.0, time.time()
-    stride = each * jax.process_count()
+    stride, weights = each * jax.process_count(), model.to_rollout(params, run.shape, run.layout, cfg.dtype)
     for start in range(0, n, stride):
         first = start + jax.process_index() * each
         rows = [run.held_out[i % n] for i in range(first, first + each)]  # as many on each; not all count
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.seed), 0), start)
-        out, answers = sample_answers(params, rows, key, cfg, run, cfg.eval_temperature, cfg.top_k, cfg.top_p)
+        out, answers = sample_answers(weights, rows, 1, key, f"evaluating {start}/{n}", cfg, run,
+                                      cfg.eval_temperature, cfg.top_k, cfg.top_p)
         right = score_answers([correct], rows, answers, out["cut_B"])[0][:, 0].tolist()
         solved += sum(right[:max(0, n - first)])
         if start == 0:
@@ -782,9 +793,10 @@ def main(argv):
             tokens, advantages, sampler = [row["told"] for row in asked], np.ones(sequences), None
         else:
             # rollout: npq answers to each
-            progress(f"step {step}/{total}: sampling {sequences} answers a host")
-            fresh = jax.random.fold_in(key, step)
-            out, answers = sample_answers(state["params"], asked, fresh, cfg, run, cfg.temperature)
+            weights = model.to_rollout(state["params"], run.shape, run.layout, cfg.dtype)
+            out, answers = sample_answers(weights, asked, cfg.npq, jax.random.fold_in(key, step),
+                                          f"step {step}/{total}", cfg, run, cfg.temperature)
+            del weights  # before the update, which wants the memory
             tokens = [t[:n].tolist() for t, n in zip(out["tokens_BT"], out["lengths_B"])]
             sampler = out["logp_BT"]
             clock.append(time.time())
