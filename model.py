@@ -481,34 +481,45 @@ def invert(mass_BX, target_B):
 def sample(z_BV, u_B, temperature, top_k, top_p):
     """-> (token_B, its log-prob under the distribution it was drawn from), by inverting the CDF at uniforms u_B
     in [0, 1): first over 128 columns X of the vocabulary, every 128th token, then in one. temperature 0: greedy,
-    as at 1. Inside a shard_map: V may be split over tp."""
+    as at 1. Inside a shard_map: V may be split over tp, which changes no order."""
     z_BV = truncate(z_BV / (temperature or 1), top_k, top_p)
-    (B, V), shard = z_BV.shape, jax.lax.axis_index("tp")
+    (B, V), shard, before = z_BV.shape, jax.lax.axis_index("tp"), 0
     best_B = z_BV.max(-1)
     top_B = jax.lax.pmax(best_B, "tp")
-    z_BYX = jnp.pad(z_BV, ((0, 0), (0, -V % 128)), constant_values=-jnp.inf).reshape(B, -1, 128)
-    mass_BX = jnp.exp(z_BYX - top_B[:, None, None]).sum(1)
-    mass_BX = jax.lax.all_gather(mass_BX, "tp", axis=1, tiled=True)
+    z_BZ = z_BV
+    if V % 128:  # token v of all belongs into column v % 128
+        before = shard * V % 128
+        z_BZ = jax.lax.dynamic_update_slice(jnp.full((B, (V + 254) // 128 * 128), -jnp.inf), z_BV, (0, before))
+    z_BYX = z_BZ.reshape(B, -1, 128)
+    mass_SBX = jax.lax.all_gather(jnp.exp(z_BYX - top_B[:, None, None]).sum(1), "tp")  # of S shards
+    mass_BX = mass_SBX.sum(0)
     total_B = mass_BX.sum(-1)
     if temperature == 0:
         token_B = jnp.where(best_B == top_B, shard * V + jnp.argmax(z_BV, -1), 2 ** 31 - 1)
         token_B = jax.lax.pmin(token_B, "tp")
     else:
         column_B, rest_B = invert(mass_BX, u_B * total_B)
-        ours, column_B = column_B // 128 == shard, column_B % 128
+        which_B, rest_B = invert(mass_SBX[:, jnp.arange(B), column_B].T, rest_B)
         z_BY = jnp.take_along_axis(z_BYX, column_B[:, None, None], 2)[:, :, 0]
         place_B, _ = invert(jnp.exp(z_BY - top_B[:, None]), rest_B)
-        token_B = jax.lax.psum(jnp.where(ours, shard * V + place_B * 128 + column_B, 0), "tp")
+        token_B = shard * V + place_B * 128 + column_B - before
+        token_B = jax.lax.psum(jnp.where(which_B == shard, token_B, 0), "tp")
     mine_B = token_B - shard * V
     chosen_B = jnp.take_along_axis(z_BV, jnp.clip(mine_B, 0, V - 1)[:, None], 1)[:, 0]
     chosen_B = jax.lax.psum(jnp.where((0 <= mine_B) & (mine_B < V), chosen_B, 0.0), "tp")
     return token_B.astype(jnp.int32), chosen_B - top_B - jnp.log(total_B)
 
-@partial(jax.jit, static_argnames=("cfg", "layout", "dtype"))
-def to_rollout(params, cfg, layout, dtype):
-    """The weights of a rollout: cast where they lie, then moved to its layout, once."""
-    return nest({name: constrain(a.astype(dtype), layout.mesh, *rollout_spec(name, layout))
-                 for name, a in flatten(params).items()})
+@partial(jax.jit, static_argnames=("layout", "dtype"))
+def to_rollout(params, layout, dtype):
+    """The weights of a rollout: cast where they lie, then moved to its layout, a layer at a time: all at once would
+    take their memory twice."""
+    def move(tree, cut):
+        tree = {name: a.astype(dtype) for name, a in tree.items()}
+        if layout.kind == "tp":  # by way of the whole, as XLA knows no shorter one, and warns
+            tree = {name: constrain(a, layout.mesh) for name, a in tree.items()}
+        return {name: constrain(a, layout.mesh, *rollout_spec(name, layout)[cut:]) for name, a in tree.items()}
+    top = {name: a for name, a in params.items() if name != "layers"}
+    return move(top, 0) | {"layers": jax.lax.map(partial(move, cut=1), params["layers"])}
 
 def state_specs(layout):
     cache = P(*({"B": layout.rows, "K": "tp"}.get(c) for c in layout.order))
@@ -825,7 +836,7 @@ def measure(name, cfg, layout, args):
         places = {n: NamedSharding(layout.mesh, rollout_spec(n, layout)) for n in shapes(cfg)}
         weights = jax.jit(make, out_shardings=nest(places))()
     else:
-        weights = to_rollout(load(Checkpoint(name, cfg), layout.mesh), cfg, layout, dtype)
+        weights = to_rollout(load(Checkpoint(name, cfg), layout.mesh), layout, dtype)
     groups = rng.integers(0, cfg.V, (args.batch // args.npq, args.prompt))
     prompts = [row.tolist() for row in groups for _ in range(args.npq)]
     times = time_rollout(cfg, layout, weights, prompts, args.npq, args.answer)

@@ -150,7 +150,7 @@ def logits(params, cfg, tokens):
 def generate(params, cfg, prompts, max_answer, on=None, kind="replicated", seed=0, **options):
     """model.generate in float32, with the weights in the layout that it wants."""
     layout, _ = model.rollout_layout(kind, cfg, on or mesh(), "float32")
-    weights = model.to_rollout(params, cfg, layout, "float32")
+    weights = model.to_rollout(params, layout, "float32")
     return model.generate(weights, cfg, layout, prompts, jax.random.key(seed), max_answer=max_answer, **options)
 
 def sample(z_BV, u_B, *how, tp=1):

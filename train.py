@@ -710,7 +710,7 @@ def load_state(cfg, run):
 def evaluate(params, step, cfg, run):
     """-> {eval/solved}: the part of the held-out questions solved. Three answers go to samples.jsonl."""
     each, n, solved, began = cfg.batch * cfg.npq, len(run.held_out), 0.0, time.time()
-    stride, weights = each * jax.process_count(), model.to_rollout(params, run.shape, run.layout, cfg.dtype)
+    stride, weights = each * jax.process_count(), model.to_rollout(params, run.layout, cfg.dtype)
     for start in range(0, n, stride):
         first = start + jax.process_index() * each
         rows = [run.held_out[i % n] for i in range(first, first + each)]  # as many on each; not all count
@@ -793,7 +793,7 @@ def main(argv):
             tokens, advantages, sampler = [row["told"] for row in asked], np.ones(sequences), None
         else:
             # rollout: npq answers to each
-            weights = model.to_rollout(state["params"], run.shape, run.layout, cfg.dtype)
+            weights = model.to_rollout(state["params"], run.layout, cfg.dtype)
             out, answers = sample_answers(weights, asked, cfg.npq, jax.random.fold_in(key, step),
                                           f"step {step}/{total}", cfg, run, cfg.temperature)
             del weights  # before the update, which wants the memory
