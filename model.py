@@ -526,7 +526,7 @@ def state_specs(layout):
     return {"cache": (cache, cache)} | dict.fromkeys(("hidden_BD", "pad_B", "row_B", "live_B"), P(layout.rows))
 
 @partial(jax.jit, static_argnames=("cfg", "layout", "slots", "dtype"))
-def start(pad_B, row_B, cfg, layout, slots, dtype):
+def start(pad_B, row_B, *, cfg, layout, slots, dtype):
     """The state of a rollout: an empty cache, and which rows are alive."""
     B = len(row_B)
     sizes = {c: getattr(cfg, c, None) for c in "LKH"} | {"B": B, "S": slots}
@@ -608,251 +608,225 @@ def bucket(n):
     return power * 3 // 4 if n * 4 <= power * 3 else power
 
 def bytes_read(cfg, layout, dtype):
-    """-> (of the weights, of the cache a row and slot): bytes a device cannot but read in a decode step."""
-    whole = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # no embedding: a few rows of it
+    """Bytes that a device cannot but read in a decode step -> (of weights, of the cache for each row and slot)."""
+    whole = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # of an embedding that is no head, a few rows
     tp, each = layout.mesh.shape["tp"], jnp.dtype(dtype).itemsize
     return whole // tp * each, 2 * cfg.L * cfg.K // tp * cfg.H * each
 
 def rows_that_fit(cfg, layout, dtype, slots):
-    """Rows that a device decodes at once: their cache takes 60% of its free memory at most, as the rest is for
+    """Rows that a device decodes at once: their cache takes at most 60% of its free memory; the rest is for
     prompts, logits, and the smaller cache when rows are dropped."""
     stats = [d.memory_stats() or {} for d in layout.mesh.local_devices]
     free = min(s.get("bytes_limit", math.inf) - s.get("bytes_in_use", 0) for s in stats)
     free = float(np.min(multihost_utils.process_allgather(np.float32(free))))
-    rows = 0.6 * free / (bytes_read(cfg, layout, dtype)[1] * slots)
-    return max(1, int(min(rows, 2 ** 30)))
+    return max(1, int(min(2 ** 30, 0.6 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
 
-def smaller(live, now, weights, row):
+def plan_waves(B, shards, group, at_once):
+    """-> (numbers of the rows of each wave, [shards, rows of a device], -1 where there is none; how many alike stand
+    together on a device). Devices take whole groups, or equal parts of one."""
+    R = B // shards
+    group = max(g for g in range(1, min(at_once, R) + 1) if math.gcd(group, R) % g == 0)
+    n = -(-R // (min(at_once, R) // group * group))
+    width = -(-R // n // group) * group
+    ids = np.pad(np.arange(B).reshape(shards, R), ((0, 0), (0, n * width - R)), constant_values=-1)
+    return np.split(ids, n, 1), group
+
+def fewer_rows(live, now, weights, row):
     """The least half, quarter, ... of `now` rows a device that holds the live ones, where that saves a tenth of
-    a step's bytes, else `now`."""
+    the bytes of a step, else `now`."""
     fewer = now
     while fewer % 2 == 0 and fewer // 2 >= live:
         fewer //= 2
     return fewer if (now - fewer) * row >= 0.1 * (weights + now * row) else now
 
 def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, temperature=1.0, top_k=0, top_p=1.0,
-             stage=128, wave=0, progress=lambda done, tokens: None):
+             stage=128, at_once=0, progress=lambda done, tokens: None):
     """Answers to prompts, until each has produced one of cfg.stop_ids or max_answer tokens. weights: of
-    `to_rollout`; prompts: lists of token ids, this process's, as many in each, of which `group` after another
-    are the same and run once; key: a PRNG key. A row's tokens depend on its place among all, not on the layout.
+    `to_rollout`; prompts: lists of token ids, this process's, as many in each, `group` after another alike; key:
+    a PRNG key. A row's tokens depend on its place among those of all processes, not on the layout.
     Returns a dict of NumPy arrays: tokens_BT int32 [B, max_answer], the stop token last, then 0; lengths_B, stop
     token included; cut_B, no stop token came; logp_BT float32, each token's log-prob under what it was drawn
-    from, temperature, truncation included. Every `stage` tokens, rows that are done may go and `progress` hears
-    how many rows are done, and of how many tokens. wave: rows a device decodes at once, 0 = what fits."""
-    dtype, longest = weights["norm_D"].dtype, max(map(len, prompts))
-    width = bucket(int(np.max(multihost_utils.process_allgather(np.int32(longest)))))
+    from, temperature, truncation included. After a prefill and every `stage` tokens `progress` hears how many rows
+    are done and of how many tokens, and done rows may go. at_once: rows a device, in waves; 0 = what fits."""
+    width = bucket(int(np.max(multihost_utils.process_allgather(np.int32(max(map(len, prompts)))))))
     padded = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
     pads = np.array([width - len(p) for p in prompts], np.int32)
-    tokens, pads = multihost_utils.process_allgather((padded, pads), tiled=True)  # of all processes
-    put = lambda a: jax.make_array_from_callback(
-        a.shape, NamedSharding(layout.mesh, P(layout.rows)), lambda index: a[index])
-    B, shards, slots = len(tokens), math.prod(layout.mesh.shape[a] for a in layout.rows), width + max_answer
-    R = B // shards  # rows of a device
-    at_once = min(R, wave or rows_that_fit(cfg, layout, dtype, slots))
-    group = max(g for g in range(1, at_once + 1) if math.gcd(group, R) % g == 0)
-    waves = -(-R // (at_once // group * group))
-    at_once = -(-R // waves // group) * group
-    places = np.full((shards, waves * at_once), -1)  # -1: no row, to fill the last wave
-    places[:, :R] = np.arange(B).reshape(shards, R)
+    padded, pads = multihost_utils.process_allgather((padded, pads), tiled=True)  # of all processes
+    B, slots, dtype, fixed = len(pads), width + max_answer, weights["norm_D"].dtype, dict(cfg=cfg, layout=layout)
+    shards, place = math.prod(layout.mesh.shape[a] for a in layout.rows), NamedSharding(layout.mesh, P(layout.rows))
+    put = lambda a: jax.make_array_from_callback(a.shape, place, a.__getitem__)
+    waves, group = plan_waves(B, shards, group, at_once or rows_that_fit(cfg, layout, dtype, slots))
     out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
            "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
-    read, row = bytes_read(cfg, layout, dtype)
-    for ids in np.split(places, waves, 1):
-        state = start(put(pads[ids].ravel()), put(ids.astype(np.int32).ravel()), cfg, layout, slots, dtype)
+    tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
+    for ids in waves:
+        state = start(put(pads[ids].ravel()), put(ids.ravel()), slots=slots, dtype=dtype, **fixed)
         asked = ids[:, ::group]
-        some = max(n for n in range(1, asked.shape[1] + 1) if asked.shape[1] % n == 0 and (n == 1 or n * width <= 4096))
+        some = max(n for n in range(1, asked.shape[1] + 1) if asked.shape[1] % n == 0 and (n - 1) * width < 4096)
         for first in range(0, asked.shape[1], some):
             these = asked[:, first:first + some].ravel()
-            state = prefill(weights, state, put(tokens[these]), put(pads[these]), first * group, cfg=cfg,
-                            layout=layout, group=group)
+            state = prefill(weights, state, put(padded[these]), put(pads[these]), first * group, group=group, **fixed)
+        jax.block_until_ready(state)
+        tell()
         for t in range(0, max_answer, stage):
             until = min(t + stage, max_answer)
             window = min(bucket(width + until), slots)
-            state, got = decode(weights, state, key, width, t, until, cfg=cfg, layout=layout, window=window,
-                                steps=min(stage, max_answer), temperature=temperature, top_k=top_k, top_p=top_p)
+            state, got = decode(weights, state, key, width, t, until, window=window, steps=min(stage, max_answer),
+                                temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
             got, real = jax.device_get(got), ids.ravel() >= 0
+            rows, live = ids.ravel()[real], got["live_B"].reshape(ids.shape)
             for name in ("tokens_BT", "logp_BT"):
-                out[name][ids.ravel()[real], t:until] = got[name][real, :until - t]
-            out["lengths_B"][ids.ravel()[real]] += got["n_B"][real]
-            out["cut_B"][ids.ravel()[real]] = got["live_B"][real]
-            live = got["live_B"].reshape(ids.shape)
-            progress(B - int(out["cut_B"].sum()), int(out["lengths_B"].sum()))
+                out[name][rows, t:until] = got[name][real, :until - t]
+            out["lengths_B"][rows] += got["n_B"][real]
+            out["cut_B"][rows] = live.ravel()[real]
+            tell()
             if not live.any() or until == max_answer:
                 break
-            fewer = smaller(live.sum(1).max(), ids.shape[1], read, row * window)
+            read, row = bytes_read(cfg, layout, dtype)
+            fewer = fewer_rows(live.sum(1).max(), ids.shape[1], read, row * window)
             if fewer < ids.shape[1]:
                 index = np.argsort(~live, 1, kind="stable")[:, :fewer]
                 ids = np.take_along_axis(np.where(live, ids, -1), index, 1)
-                state = keep_rows(state, put(index.astype(np.int32).ravel()), layout=layout)
+                state = keep_rows(state, put(index.ravel()), layout=layout)
     mine = slice(jax.process_index() * len(prompts), (jax.process_index() + 1) * len(prompts))
     return {name: a[mine] for name, a in out.items()}
 
 # ---------------------------------------------------------------- benchmark
-SIZES = {  # V D F N K H L tied: Qwen2.5, and two that suit a CPU
+SIZES = {  # V D F N K H L tied: of the embedded default, one that suits a CPU, Qwen2.5
     "tiny": (320, 128, 256, 4, 2, 32, 2, 1), "45M": (151936, 256, 1024, 4, 2, 64, 6, 1),
     "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1), "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1),
     "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1), "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0),
     "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0), "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0)}
-FLAGS = dict(  # model: of SIZES, or a directory; batch: sequences in all; lengths in tokens; several: a,b,c
-    model="3B", layout="auto", batch=128, npq=8, prompt=256, answer=1024, dtype="bfloat16", transformers=0, aot="")
+FLAGS = dict(  # model: of SIZES, or a directory; batch: sequences in all; lengths in tokens; layout, aot: a,b,c
+    model="3B", layout="auto", batch=128, npq=8, prompt=256, answer=1024, dtype="bfloat16", aot="", transformers=0)
 
-def abstract(cfg, layout, batch, slots, dtype):
-    """The shapes of (weights, state) of a rollout, to compile for."""
+def loop_traffic(hlo, layers):
+    """Of the decode loop in a compiled program's text -> bytes a step: [what instructions read and write in device
+    memory, what collectives move, the largest copy or relayout]. Counted are operands and results of each top-level
+    instruction of the loop's body, the inner loop's `layers` times; what is sliced or updated in place, as the
+    slice; what lies in a TPU's VMEM, S(1), not at all, but for collectives."""
+    comps = {}  # computation -> {instruction: (type, op, operands, the computation it calls, number of a parameter)}
+    for head, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
+        lines = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)
+        comps[head] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]),
+                              (re.findall(r"(?:calls|body)=%([\w.-]+)", rest) or [0])[0], rest.split(")")[0])
+                       for name, kind, op, rest in lines}  # the root is the last
+    def arrays(kind):
+        """[(bytes, in device memory?)] of a type."""
+        found = re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", kind)
+        return [(math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8, "S(" not in layout)
+                for bits, dims, layout in found]
+    def read(comp, user, value):
+        """Bytes that an instruction reads of one of its operands."""
+        kind, op, operands, calls, _ = comps[comp][user]
+        if op in ("dynamic-slice", "slice", "gather") and value == operands[0]:
+            return arrays(kind)[0][0]
+        if op == "fusion":
+            return sum(used(calls, name) for name, inner in comps[calls].items() if inner[1] == "parameter"
+                       and operands[int(inner[4])] == value)
+        if op == "bitcast":
+            return used(comp, user)
+        return 0 if op == "dynamic-update-slice" and value == operands[0] else arrays(comps[comp][value][0])[0][0]
+    def used(comp, value):
+        """Bytes of a value inside a fusion that are read: all if it is the result."""
+        whole, users = arrays(comps[comp][value][0])[0][0], [u for u, i in comps[comp].items() if value in i[2]]
+        return min(whole, sum(read(comp, user, value) for user in users)) if users else whole
+    def written(comp, name):
+        """Bytes of each result that are written."""
+        kind, op, operands, calls, _ = comps[comp][name]
+        if op == "tuple":
+            return [n for operand in operands for n in written(comp, operand)]
+        if op in ("fusion", "bitcast"):
+            return written(calls, list(comps[calls])[-1]) if calls else written(comp, operands[0])
+        return [arrays(comps[comp][operands[1]][0] if op == "dynamic-update-slice" else kind)[0][0]]
+    def walk(comp):
+        total = np.zeros(3)
+        for name, (kind, op, operands, calls, _) in comps[comp].items():
+            types = [arrays(comps[comp][o][0]) for o in operands]
+            if op == "while":
+                more = walk(calls)
+                total = np.append(total[:2] + layers * more[:2], max(total[2], more[2]))
+            elif op.startswith(("all-", "reduce-scatter", "collective-")) and "-done" not in op:
+                total[:2] += sum(n for array in (arrays(kind), *types) for n, _ in array)
+            elif op.endswith("-start"):
+                total[0] += sum(n for n, here in arrays(kind) if here)
+            elif op not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast") and "-done" not in op:
+                total[0] += sum(read(comp, name, o) for o, array in zip(operands, types) if array and array[0][1])
+                total[0] += sum(n for n, (_, here) in zip(written(comp, name), arrays(kind)) if here)
+            inside = {i[1] for i in comps[calls].values()} if op == "fusion" else {op}
+            if inside & {"copy", "copy-start", "transpose", "reshape"} and inside <= {
+                    "copy", "copy-start", "transpose", "reshape", "bitcast", "parameter"}:
+                total[2] = max(total[2], max(n * here for n, here in arrays(kind)))
+        return total
+    loops = [calls for _, op, _, calls, _ in comps[list(comps)[-1]].values() if op == "while"]
+    return max((walk(loop) for loop in loops), key=lambda total: total[0])
+
+def check_loop(name, cfg, layout, args):
+    """Compile the last stage of decoding for devices that are not here -> what a step moves, in words."""
+    slots, dtype, rows = args.prompt + args.answer, jnp.dtype(args.dtype), jax.ShapeDtypeStruct((args.batch,), jnp.int32)
     place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, s))
     weights = nest({name: place(jax.ShapeDtypeStruct(shape, dtype), rollout_spec(name, layout))
                     for name, shape in shapes(cfg).items()})
-    rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    state = jax.eval_shape(partial(start, cfg=cfg, layout=layout, slots=slots, dtype=dtype), rows, rows)
-    return weights, jax.tree.map(place, state, state_specs(layout))
-
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
-MOVES = ("copy", "copy-start", "transpose", "reshape")
-
-def loop_traffic(hlo, layers):
-    """Of the decode loop in a compiled program's text -> (bytes of device memory that a step reads and writes,
-    bytes that collectives move, the largest result of a copy or relayout). Counted are operands and results of
-    each top-level instruction of the loop's body, the inner loop's `layers` times; what is sliced or updated in
-    place counts as the slice; what lies in a TPU's VMEM, S(1), does not."""
-    comps = {}  # computation -> {instruction: (its type, op, operands, the rest of its line)}; the last is its root
-    for head, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
-        comps[head] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]), rest) for name, kind, op, rest
-                       in re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)}
-    inside = lambda rest: next(iter(re.findall(r"(?:calls|body)=%([\w.-]+)", rest)), None)
-    def sizes(kind):
-        """Bytes of each array of a type, and whether it is in device memory."""
-        return [(math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8, "S(" not in layout) for bits,
-                dims, layout in re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", kind)]
-    def total(kind):
-        return sum(n for n, here in sizes(kind) if here)
-    def read(comp, name):
-        """Bytes that a computation reads of a value in it."""
-        whole = sizes(comps[comp][name][0])[0][0]
-        n = whole * (name == list(comps[comp])[-1])
-        for user, (kind, op, operands, rest) in comps[comp].items():
-            if op == "bitcast" and name in operands:
-                n += read(comp, user)
-            elif op in ("dynamic-slice", "slice", "gather") and name == operands[0]:
-                n += sizes(kind)[0][0]
-            elif op == "fusion":
-                numbers = [f"{i})" for i, operand in enumerate(operands) if operand == name]
-                n += sum(read(inside(rest), p) for p, v in comps[inside(rest)].items()
-                         if v[1] == "parameter" and v[3].split(",")[0] in numbers)
-            elif name in operands and not (op == "dynamic-update-slice" and name == operands[0]):
-                n += whole
-        return min(n, whole)
-    def written(comp, name):
-        """Bytes that a fusion writes for each of its results."""
-        kind, op, operands, rest = comps[comp][name]
-        if op == "tuple":
-            return [n for operand in operands for n in written(comp, operand)]
-        if op == "bitcast":
-            return written(comp, operands[0])
-        if op == "fusion":
-            return written(inside(rest), list(comps[inside(rest)])[-1])
-        return [sizes(comps[comp][operands[1]][0] if op == "dynamic-update-slice" else kind)[0][0]]
-    def walk(comp):
-        """(bytes, bytes moved by collectives, largest copy) of a loop's body."""
-        n, moved, copied = 0, 0, 0
-        for kind, op, operands, rest in comps[comp].values():
-            types = [comps[comp][o][0] for o in operands]
-            if op == "while":
-                more, more_moved, largest = walk(inside(rest))
-                n, moved, copied = n + layers * more, moved + layers * more_moved, max(copied, largest)
-            elif op == "fusion":
-                inner = inside(rest)
-                ps = {v[3].split(")")[0]: p for p, v in comps[inner].items() if v[1] == "parameter"}
-                n += sum(read(inner, ps[str(i)]) for i, t in enumerate(types) if total(t))
-                n += sum(w for w, (_, here) in zip(written(inner, list(comps[inner])[-1]), sizes(kind)) if here)
-                if all(v[1] in (*MOVES, "bitcast", "parameter", "constant") for v in comps[inner].values()):
-                    copied = max(copied, total(kind))
-            elif op in ("dynamic-slice", "slice", "gather"):
-                n += total(kind) + (total(types[0]) > 0) * sizes(kind)[0][0]
-            elif op == "dynamic-update-slice":
-                n += 2 * (total(types[0]) > 0) * sizes(types[1])[0][0]
-            elif op.startswith(COLLECTIVES):
-                n, moved = (x + sum(size for t in (kind, *types) for size, _ in sizes(t)) for x in (n, moved))
-            elif op.endswith("-start"):
-                n += total(kind)
-            elif op not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast") and "-done" not in op:
-                n += total(kind) + sum(map(total, types))
-            if op in MOVES:
-                copied = max(copied, max(size * here for size, here in sizes(kind)))
-        return n, moved, copied
-    bodies = [inside(rest) for kind, op, _, rest in comps[list(comps)[-1]].values() if op == "while"]
-    return max(map(walk, bodies))
-
-def check_loop(name, cfg, layout, args):
-    """Compile the last stage of decoding for absent devices -> what a step moves, in words."""
-    slots, dtype = args.prompt + args.answer, jnp.dtype(args.dtype)
-    program = decode.lower(
-        *abstract(cfg, layout, args.batch, slots, dtype), jax.eval_shape(lambda: jax.random.key(0)), args.prompt, 0,
-        1, cfg=cfg, layout=layout, window=slots, steps=128, temperature=1.0, top_k=0, top_p=1.0).compile()
+    fixed = dict(cfg=cfg, layout=layout)
+    state = jax.eval_shape(partial(start, slots=slots, dtype=dtype, **fixed), rows, rows)
+    program = decode.lower(weights, jax.tree.map(place, state, state_specs(layout)), jax.eval_shape(jax.random.key, 0),
+                           args.prompt, 0, 1, window=slots, steps=128, temperature=1.0, top_k=0, top_p=1.0, **fixed)
+    program = program.compile()
     read, row = bytes_read(cfg, layout, dtype)
-    cache = row * slots * args.batch // math.prod(layout.mesh.shape[a] for a in layout.rows)
-    n, moved, copied = loop_traffic(program.as_text(), cfg.L)
-    least, (_, speed) = read + cache, CHIPS[layout.mesh.devices.flat[0].device_kind]
-    return (f"a step reads at least {least / 1e9:.3f} GB, {least / speed * 1e3:.2f} ms; as compiled {n / 1e9:.3f} GB, "
-            f"{n / speed * 1e3:.2f} ms, x {n / least:.3f}; collectives move {moved / 1e9:.3f} GB, the largest copy is "
+    cache = row * slots * args.batch // math.prod(layout.mesh.shape[axis] for axis in layout.rows)
+    least, (n, moved, copied) = read + cache, loop_traffic(program.as_text(), cfg.L)
+    _, speed = CHIPS[layout.mesh.devices.flat[0].device_kind]
+    return (f"a step reads at least {least / 1e9:.3f} GB in {least / speed * 1e3:.2f} ms; as compiled {n / 1e9:.3f} GB in "
+            f"{n / speed * 1e3:.2f} ms, {n / least:.3f} of that; collectives move {moved / 1e9:.3f} GB; the largest copy is "
             f"{copied * cfg.L / cache:.3f} of a layer's cache; peak "
             f"{program.memory_analysis().peak_memory_in_bytes / 1e9:.2f} GB")
 
-def bandwidth_here():
-    """Bytes a second that this device reads: the sum of 1 GiB."""
-    x = jnp.ones(2 ** 28, jnp.float32)
-    total = jax.jit(jnp.sum)
-    return x.nbytes / min(timeit.repeat(lambda: total(x).block_until_ready(), number=1, repeat=6)[1:])
-
-def time_rollout(cfg, layout, weights, prompts, npq, answer):
-    """-> seconds of the prefill, of all of decoding; compiled before."""
-    for _ in range(2):
-        clock = [time.perf_counter()]
-        generate(weights, cfg, layout, prompts, jax.random.key(0), max_answer=answer, group=npq,
-                 progress=lambda *_: clock.append(time.perf_counter()))
-    return clock[1] - clock[0], clock[-1] - clock[1]
-
-def time_transformers(directory, prompts, answer, dtype):
-    """Seconds of transformers' generate, on the same weights, prompts and lengths."""
+def time_transformers(cfg, weights, mesh, prompts, answer, dtype):
+    """Seconds of transformers' generate with the same weights, prompts and lengths."""
     import torch, transformers
     where = "cuda" if torch.cuda.is_available() else "cpu"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(where)
+    config = transformers.Qwen2Config(
+        vocab_size=cfg.V, hidden_size=cfg.D, intermediate_size=cfg.F, num_hidden_layers=cfg.L, head_dim=cfg.H,
+        num_attention_heads=cfg.N, num_key_value_heads=cfg.K, tie_word_embeddings=cfg.tied, dtype=dtype,
+        rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta}, rms_norm_eps=cfg.rms_eps)
+    with tempfile.TemporaryDirectory() as directory:
+        save(directory, weights, cfg, mesh, dtype)
+        config.save_pretrained(directory)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(where)
     tokens = torch.tensor(prompts, device=where)
     def run(n):
         began = time.perf_counter()
-        out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=True, top_k=0, top_p=1.0,
-                              temperature=1.0, min_new_tokens=n, max_new_tokens=n, pad_token_id=0)
-        out.sum().item()
+        theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=True, top_k=0, top_p=1.0,
+                        temperature=1.0, min_new_tokens=n, max_new_tokens=n, pad_token_id=0).sum().item()
         return time.perf_counter() - began
-    run(2)
-    return run(answer)
+    return min(run(2) and run(answer), run(answer))
 
 def measure(name, cfg, layout, args):
-    """Time a rollout of random weights, or of a checkpoint's, on these devices -> what to print."""
-    dtype, rng = jnp.dtype(args.dtype), np.random.default_rng(0)
+    """Time rollouts here, the second time, when all is compiled -> what to print."""
+    dtype, key = jnp.dtype(args.dtype), jax.random.key(0)
     if name in SIZES:
-        def make():
-            keys = jax.random.split(jax.random.key(0), len(shapes(cfg)))
-            return nest({n: (0.02 * jax.random.normal(key, shape, dtype) + ("norm" in n)).astype(dtype)
-                         for key, (n, shape) in zip(keys, shapes(cfg).items())})
-        places = {n: NamedSharding(layout.mesh, rollout_spec(n, layout)) for n in shapes(cfg)}
-        weights = jax.jit(make, out_shardings=nest(places))()
+        make = lambda n, shape: (0.02 * jax.random.normal(key, shape) + ("norm" in n)).astype(dtype)
+        weights = nest({n: jax.jit(partial(make, n, shape), out_shardings=NamedSharding(layout.mesh, rollout_spec(
+            n, layout)))() for n, shape in shapes(cfg).items()})
     else:
         weights = to_rollout(load(Checkpoint(name, cfg), layout.mesh), layout, dtype)
-    groups = rng.integers(0, cfg.V, (args.batch // args.npq, args.prompt))
+    groups = np.random.default_rng(0).integers(0, cfg.V, (args.batch // args.npq, args.prompt))
     prompts = [row.tolist() for row in groups for _ in range(args.npq)]
-    times = time_rollout(cfg, layout, weights, prompts, args.npq, args.answer)
-    rows, (read, row) = args.batch // math.prod(layout.mesh.shape[a] for a in layout.rows), bytes_read(
-        cfg, layout, dtype)
-    least = read + row * rows * (args.prompt + args.answer / 2)  # of the mean step
-    per_step, speed = times[1] / args.answer, bandwidth_here()
-    text = (f"prefill {groups.size / times[0]:.0f} tok/s, decode {args.batch / per_step:.0f} tok/s, "
-            f"{per_step * 1e3:.2f} ms a step; it reads {least / 1e9:.2f} GB, {least / per_step / speed:.0%} of the "
-            f"{speed / 1e9:.0f} GB/s that this device reads")
+    for _ in range(3):
+        clock = [time.perf_counter()]
+        generate(weights, cfg, layout, prompts, key, max_answer=args.answer, group=args.npq,
+                 progress=lambda *_: clock.append(time.perf_counter()))
+    (prefill_s, decode_s), (read, row) = (clock[1] - clock[0], clock[-1] - clock[1]), bytes_read(cfg, layout, dtype)
+    rows = args.batch / math.prod(layout.mesh.shape[axis] for axis in layout.rows)
+    mean, step_s = read + row * rows * (args.prompt + args.answer / 2), decode_s / args.answer
+    x, total = jnp.ones(2 ** 28), jax.jit(jnp.sum)
+    speed = x.nbytes / min(timeit.repeat(lambda: total(x).block_until_ready(), number=1, repeat=6)[1:])
+    text = (f"prefill {groups.size / prefill_s:.0f} tok/s; decode {args.batch / step_s:.0f} tok/s, {step_s * 1e3:.2f} ms a "
+            f"step that reads at least {mean / 1e9:.3f} GB: {mean / step_s / speed:.1%} of the {speed / 1e9:.0f} GB/s at "
+            "which a device here sums 1 GiB")
     if args.transformers:
-        with tempfile.TemporaryDirectory() as directory:
-            write_hf(directory, cfg, weights, layout.mesh, args.dtype)
-            del weights
-            theirs = time_transformers(directory, prompts, args.answer, args.dtype)
-        text += f"; transformers' generate takes {theirs:.2f} s, this {sum(times):.2f}: {theirs / sum(times):.1f}x"
+        theirs, ours = time_transformers(cfg, weights, layout.mesh, prompts, args.answer, args.dtype), clock[-1] - clock[0]
+        text += f"; in all {ours:.3f} s, transformers {theirs:.3f} s: {theirs / ours:.2f}x"
     return text
 
 def benchmark(argv=None):
@@ -867,9 +841,9 @@ def benchmark(argv=None):
             from kernel import tpu_devices
         devices = np.array(tpu_devices(absent) if absent else jax.devices()).reshape(1, -1, 1)
         layout, why = rollout_layout(kind, cfg, Mesh(devices, ("dp", "fsdp", "tp")), args.dtype)
-        print(f"{name} {absent or devices[0, 0, 0].device_kind} {why}", flush=True)
+        print(f"{name} on {absent or devices[0, 0, 0].device_kind}: {why}", flush=True)
         text = (check_loop if absent else measure)(name, dataclasses.replace(cfg, stop_ids=()), layout, args)
-        print(f"    {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
+        print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
 
 if __name__ == "__main__":
     benchmark()

@@ -427,10 +427,10 @@ def test_rollouts_equal_uncached_forward():
     prompts = [p for p in groups for _ in range(4)]
     want, live, logps = uncached_answers(random_params(cfg, mesh()), cfg, prompts, 24, jax.random.key(11), 1.0)
     for dims, kind, options in (
-            ((1, 1, 1), "replicated", dict(stage=8)), ((1, 1, 1), "replicated", dict(stage=6, wave=12)),
-            ((1, 8, 1), "replicated", dict()), ((1, 8, 1), "tp", dict(stage=8)), ((2, 2, 2), "tp", dict(wave=4)),
-            ((1, 8, 1), "fsdp", dict(stage=8, wave=2)), ((2, 2, 2), "fsdp", dict()),
-            ((2, 4, 1), "maxtext", dict(stage=8, wave=9)), ((1, 8, 1), "auto", dict(group=1, wave=3))):
+            ((1, 1, 1), "replicated", dict(stage=8)), ((1, 1, 1), "replicated", dict(stage=6, at_once=12)),
+            ((1, 8, 1), "replicated", dict()), ((1, 8, 1), "tp", dict(stage=8)), ((2, 2, 2), "tp", dict(at_once=4)),
+            ((1, 8, 1), "fsdp", dict(stage=8, at_once=2)), ((2, 2, 2), "fsdp", dict()),
+            ((2, 4, 1), "maxtext", dict(stage=8, at_once=9)), ((1, 8, 1), "auto", dict(group=1, at_once=3))):
         on, heard = mesh(*dims), []
         with mock.patch.object(model, "keep_rows", wraps=model.keep_rows) as keep:
             out = generate(random_params(cfg, on), cfg, prompts, 24, on, kind, 11, **{"group": 4} | options,
@@ -465,7 +465,7 @@ def test_rollout_plans():
     assert model.rows_that_fit(cfg, layout, "bfloat16", 1280) == 2 ** 30
     table = {(9, 16, 100, 10): 16, (8, 16, 100, 10): 8, (3, 16, 100, 10): 4, (1, 16, 100, 10): 1,
              (0, 16, 100, 10): 1, (8, 16, 1000, 10): 16, (5, 12, 1, 10): 6, (5, 7, 1, 10): 7}
-    assert {k: model.smaller(*k) for k in table} == table
+    assert {k: model.fewer_rows(*k) for k in table} == table
     assert [model.bucket(n) for n in (1, 2, 3, 5, 24, 25, 100, 513)] == [1, 2, 3, 6, 24, 32, 128, 768]
 
 def test_load_streams():
