@@ -343,13 +343,13 @@ def rotate(x, rope, dtype):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(dtype)
 
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order="BKSH"):
-    """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees; order: of
-    the dimensions of keys and values."""
+    """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees; order:
+    of the dimensions of keys and values."""
     B, N, T, H = q_BNTH.shape
     q_BKGTH = q_BNTH.reshape(B, k_BKSH.shape[order.index("K")], -1, T, H)
-    scores = jnp.einsum(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * H ** -0.5
-    probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1).astype(v_BKSH.dtype)
-    out = jnp.einsum(f"BKGTS,{order}->BKGTH", probs, v_BKSH, preferred_element_type=jnp.float32)
+    scores = matmul(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH) * H ** -0.5
+    probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1)
+    out = matmul(f"BKGTS,{order}->BKGTH", probs.astype(v_BKSH.dtype), v_BKSH)
     return out.reshape(B, N, T, H)
 
 def layer(cfg, x_BTD, w, rope, attend):
@@ -394,38 +394,48 @@ Layout = namedtuple("Layout", "kind mesh rows order")
 CHIPS = {"TPU v4": (31, 1.2e12), "TPU v5 lite": (15.7, 8.2e11), "TPU v5": (95, 2.77e12),
          "TPU v6 lite": (31.2, 1.64e12)}  # GiB of memory, bytes a second: of devices that are not here
 
+def device_memory(device):
+    """GiB; inf where that is not known."""
+    try:
+        return (device.memory_stats() or {})["bytes_limit"] / 2 ** 30
+    except (KeyError, jax.errors.JaxRuntimeError):
+        return CHIPS.get(device.device_kind, [math.inf])[0]
+
 def rollout_layout(kind, cfg, mesh, dtype):
     """-> (Layout, why). replicated: whole weights on each device; tp: split by key/value heads within a host;
     fsdp: as in training, gathered layer by layer in each step; maxtext: likewise, rows over dp only; auto:
     replicated where that takes a quarter of the memory, else tp where that takes half, else fsdp."""
     device, (dp, fsdp, tp), n = mesh.devices.flat[0], mesh.devices.shape, mesh.size
     host = sum(d.process_index == device.process_index for d in mesh.devices.flat)
-    splits = [t for t in range(1, host + 1) if not (host % t or cfg.K % t or cfg.F % t or cfg.V % t)]
-    weights = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30
-    memory = device_memory(device) / 2 ** 30
-    t, why = splits[-1], "as asked"
+    t = max(t for t in range(1, host + 1) if not (host % t or cfg.K % t or cfg.F % t or cfg.V % t))
+    gib, memory = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30, device_memory(device)
+    why = "as asked"
     if kind == "auto":
-        kind = "replicated" if weights <= memory / 4 else "tp" if weights / t <= memory / 2 and t > 1 else "fsdp"
+        kind = "replicated" if gib <= memory / 4 else "tp" if t > 1 and gib / t <= memory / 2 else "fsdp"
         why = f"a device has {memory:.0f} GiB" if math.isfinite(memory) else "memory is not known"
     dims = {"replicated": (n, 1, 1), "tp": (n // t, 1, t)}.get(kind, (dp, fsdp * tp, 1))
-    regrouped = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
-    each = weights / math.prod(dims[1:])
-    return (Layout(kind, regrouped, ("dp",) if kind == "maxtext" else ROWS,
-                   "LSKBH" if device.platform == "tpu" else "LBKSH"),
-            f"{kind}, {dims[0]} x {dims[1] * dims[2]} devices, {each:.2g} of {weights:.2g} GiB each; {why}")
-
-def device_memory(device):
-    """Bytes; inf where that is not known."""
-    try:
-        return (device.memory_stats() or {})["bytes_limit"]
-    except (KeyError, jax.errors.JaxRuntimeError):
-        return CHIPS.get(device.device_kind, (math.inf,))[0] * 2 ** 30
+    each = gib / math.prod(dims[1:])
+    rows, order = ("dp",) if kind == "maxtext" else ROWS, "LSKBH" if device.platform == "tpu" else "LBKSH"
+    return (Layout(kind, Mesh(mesh.devices.reshape(dims), mesh.axis_names), rows, order),
+            f"{kind}, {dims[0]} x {n // dims[0]} devices, {each:.2g} of {gib:.2g} GiB of weights each; {why}")
 
 def rollout_spec(name, layout):
     """PartitionSpec of a parameter in a rollout."""
     if layout.kind in ("fsdp", "maxtext"):
         return spec(name)
     return P(*("tp" if c in "NKFV" else None for c in letters(name)))
+
+@partial(jax.jit, static_argnames=("layout", "dtype"))
+def to_rollout(params, layout, dtype):
+    """The weights of a rollout: cast where they lie, then moved to its layout, a layer at a time: all at once
+    would take their memory twice."""
+    def move(tree, cut):
+        tree = {name: a.astype(dtype) for name, a in tree.items()}
+        if layout.kind == "tp":  # by way of the whole, as XLA knows no shorter one, and warns
+            tree = {name: constrain(a, layout.mesh) for name, a in tree.items()}
+        return {k: constrain(a, layout.mesh, *rollout_spec(k, layout)[cut:]) for k, a in tree.items()}
+    top = {name: a for name, a in params.items() if name != "layers"}
+    return move(top, 0) | {"layers": jax.lax.map(partial(move, cut=1), params["layers"])}
 
 # ---------------------------------------------------------------- generation: prefill and decode step
 def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cache, slot):
@@ -451,8 +461,8 @@ def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cach
     return rms_norm(x[:, -1], weights["norm_D"], cfg.rms_eps), cache
 
 def truncate(z_BV, top_k, top_p):
-    """Set logits outside the top k, then outside the smallest set of mass top_p, to -inf: all below a threshold
-    of which 32 looks find a bit each, since floats order as their bits do. V may be split over tp."""
+    """Set logits outside the top k, then outside the smallest set of mass top_p, to -inf: all below a
+    threshold, of which 32 looks find a bit each, as floats are in the order of their bits."""
     total = lambda a_BV: jax.lax.psum(a_BV.sum(-1, keepdims=True), "tp")
     def above_threshold(enough, z_BV):
         bits = jax.lax.bitcast_convert_type(z_BV, jnp.int32)
@@ -479,18 +489,18 @@ def invert(mass_BX, target_B):
     return index, target_B - jnp.take_along_axis(cdf_BX - mass_BX, index[:, None], 1)[:, 0]
 
 def sample(z_BV, u_B, temperature, top_k, top_p):
-    """-> (token_B, its log-prob under the distribution it was drawn from), by inverting the CDF at uniforms u_B
-    in [0, 1): first over 128 columns X of the vocabulary, every 128th token, then in one. temperature 0: greedy,
-    as at 1. Inside a shard_map: V may be split over tp, which changes no order."""
+    """-> (token_B, its log-prob under the distribution it was drawn from), by inverting the CDF at uniforms
+    u_B in [0, 1): first over 128 columns X of the vocabulary, every 128th token, then in one. temperature 0:
+    greedy, as at 1. Inside a shard_map: V may be split over tp, and the draws are the same."""
     z_BV = truncate(z_BV / (temperature or 1), top_k, top_p)
     (B, V), shard, before = z_BV.shape, jax.lax.axis_index("tp"), 0
     best_B = z_BV.max(-1)
     top_B = jax.lax.pmax(best_B, "tp")
-    z_BZ = z_BV
+    z_BYX = z_BV
     if V % 128:  # token v of all belongs into column v % 128
-        before = shard * V % 128
-        z_BZ = jax.lax.dynamic_update_slice(jnp.full((B, (V + 254) // 128 * 128), -jnp.inf), z_BV, (0, before))
-    z_BYX = z_BZ.reshape(B, -1, 128)
+        before, z_BYX = shard * V % 128, jnp.full((B, (V + 254) // 128 * 128), -jnp.inf)
+        z_BYX = jax.lax.dynamic_update_slice(z_BYX, z_BV, (0, before))
+    z_BYX = z_BYX.reshape(B, -1, 128)
     mass_SBX = jax.lax.all_gather(jnp.exp(z_BYX - top_B[:, None, None]).sum(1), "tp")  # of S shards
     mass_BX = mass_SBX.sum(0)
     total_B = mass_BX.sum(-1)
@@ -509,70 +519,61 @@ def sample(z_BV, u_B, temperature, top_k, top_p):
     chosen_B = jax.lax.psum(jnp.where((0 <= mine_B) & (mine_B < V), chosen_B, 0.0), "tp")
     return token_B.astype(jnp.int32), chosen_B - top_B - jnp.log(total_B)
 
-@partial(jax.jit, static_argnames=("layout", "dtype"))
-def to_rollout(params, layout, dtype):
-    """The weights of a rollout: cast where they lie, then moved to its layout, a layer at a time: all at once would
-    take their memory twice."""
-    def move(tree, cut):
-        tree = {name: a.astype(dtype) for name, a in tree.items()}
-        if layout.kind == "tp":  # by way of the whole, as XLA knows no shorter one, and warns
-            tree = {name: constrain(a, layout.mesh) for name, a in tree.items()}
-        return {name: constrain(a, layout.mesh, *rollout_spec(name, layout)[cut:]) for name, a in tree.items()}
-    top = {name: a for name, a in params.items() if name != "layers"}
-    return move(top, 0) | {"layers": jax.lax.map(partial(move, cut=1), params["layers"])}
-
+# The state of a rollout: cache, a pair; hidden_BD, of the last token; pad_B, slots that a prompt leaves
+# empty; row_B, the row's number among all, -1 for none; live_B.
 def state_specs(layout):
-    cache = P(*({"B": layout.rows, "K": "tp"}.get(c) for c in layout.order))
-    return {"cache": (cache, cache)} | dict.fromkeys(("hidden_BD", "pad_B", "row_B", "live_B"), P(layout.rows))
+    cache, rows = P(*({"B": layout.rows, "K": "tp"}.get(c) for c in layout.order)), P(layout.rows)
+    return {"cache": (cache, cache), "hidden_BD": rows, "pad_B": rows, "row_B": rows, "live_B": rows}
+
+def row_axis(a, layout):
+    return layout.order.index("B") if a.ndim == len(layout.order) else 0
 
 @partial(jax.jit, static_argnames=("cfg", "layout", "slots", "dtype"))
 def start(pad_B, row_B, *, cfg, layout, slots, dtype):
-    """The state of a rollout: an empty cache, and which rows are alive."""
-    B = len(row_B)
-    sizes = {c: getattr(cfg, c, None) for c in "LKH"} | {"B": B, "S": slots}
-    state = {"cache": 2 * (jnp.zeros([sizes[c] for c in layout.order], dtype),), "pad_B": pad_B, "row_B": row_B,
-             "hidden_BD": jnp.zeros((B, cfg.D), dtype), "live_B": row_B >= 0}
+    """The state with an empty cache."""
+    sizes = {"L": cfg.L, "K": cfg.K, "H": cfg.H, "B": len(row_B), "S": slots}
+    cache = jnp.zeros([sizes[c] for c in layout.order], dtype)
+    state = {"cache": (cache, cache), "hidden_BD": jnp.zeros((len(row_B), cfg.D), dtype), "pad_B": pad_B,
+             "row_B": row_B, "live_B": row_B >= 0}
     return jax.tree.map(lambda a, s: constrain(a, layout.mesh, *s), state, state_specs(layout))
 
 @partial(jax.jit, static_argnames=("cfg", "layout", "group"), donate_argnames="state")
 def prefill(weights, state, prompts_BP, pad_B, first, *, cfg, layout, group):
     """Run prompts and put their keys and values, `group` times each, into rows first.. of every device."""
-    (B, P_), order, mesh = prompts_BP.shape, layout.order, layout.mesh
+    B, width = prompts_BP.shape
     if jax.process_index() == 0:
-        print(f"tracing prefill: {B} prompts of {P_} tokens")
-    positions = jnp.arange(P_) - pad_B[:, None]
-    mask = (jnp.arange(P_) >= pad_B[:, None])[:, None] & jnp.tri(P_, dtype=bool)
+        print(f"tracing prefill: {B} prompts of {width} tokens")
     specs = {k: s for k, s in state_specs(layout).items() if k in ("cache", "hidden_BD")}
-    dims = [{"B": B, "S": P_}.get(c, n) for c, n in zip(order, state["cache"][0].shape)]
-    empty = constrain(jnp.zeros(dims, state["hidden_BD"].dtype), mesh, *specs["cache"][0])
-    hidden, cache = cached_forward(weights, cfg, layout, prompts_BP, jnp.maximum(positions, 0), mask,
-                                   (empty, empty), 0)
-    def place(state, new, first):
-        def one(a, n):
-            axis = order.index("B") if a.ndim == len(order) else 0
-            index = [0] * a.ndim
-            index[axis] = first
-            return jax.lax.dynamic_update_slice(a, jnp.repeat(n, group, axis), index)
-        return jax.tree.map(one, state, new)
-    new = {"cache": cache, "hidden_BD": hidden}
-    new = jax.shard_map(place, mesh=mesh, in_specs=(specs, specs, P()), out_specs=specs)(
+    sizes = [{"B": B, "S": width}.get(c, n) for c, n in zip(layout.order, state["cache"][0].shape)]
+    empty = constrain(jnp.zeros(sizes, state["hidden_BD"].dtype), layout.mesh, *specs["cache"][0])
+    positions = jnp.arange(width) - pad_B[:, None]
+    mask = (positions >= 0)[:, None] & jnp.tri(width, dtype=bool)
+    hidden_BD, cache = cached_forward(
+        weights, cfg, layout, prompts_BP, jnp.maximum(positions, 0), mask, (empty, empty), 0)
+    def place(old, new, first):
+        def put(a, n):
+            axis = row_axis(a, layout)
+            return jax.lax.dynamic_update_slice(
+                a, jnp.repeat(n, group, axis), [first * (i == axis) for i in range(a.ndim)])
+        return jax.tree.map(put, old, new)
+    new = {"cache": cache, "hidden_BD": hidden_BD}
+    return state | jax.shard_map(place, mesh=layout.mesh, in_specs=(specs, specs, P()), out_specs=specs)(
         {k: state[k] for k in new}, new, first)
-    return state | new
 
-@partial(jax.jit, static_argnames=("layout",))
+@partial(jax.jit, static_argnames="layout")
 def keep_rows(state, index_B, *, layout):
-    """The state of some rows: index_B counts within each device's."""
+    """The state of some rows; index_B counts within each device's."""
+    take = lambda state, index_B: jax.tree.map(lambda a: jnp.take(a, index_B, row_axis(a, layout)), state)
     specs = state_specs(layout)
-    def take(state, index_B):
-        return jax.tree.map(lambda a: jnp.take(a, index_B, layout.order.index("B") if a.ndim == 5 else 0), state)
-    return jax.shard_map(take, mesh=layout.mesh, in_specs=(specs, P(layout.rows)), out_specs=specs)(state, index_B)
+    return jax.shard_map(take, mesh=layout.mesh, in_specs=(specs, P(layout.rows)), out_specs=specs)(
+        state, index_B)
 
 @partial(jax.jit, donate_argnames="state",
          static_argnames=("cfg", "layout", "window", "steps", "temperature", "top_k", "top_p"))
-def decode(weights, state, key, prompt, t, until, *, cfg, layout, window, steps, temperature, top_k, top_p):
-    """Answer tokens t .. until - 1, at most `steps`, of all rows that live, which see the first `window` slots ->
-    (state, {tokens_BT, logp_BT, n_B: how many, live_B})."""
-    mesh, rows, B = layout.mesh, layout.rows, len(state["row_B"])
+def decode(weights, state, key, width, t, until, *, cfg, layout, window, steps, temperature, top_k, top_p):
+    """Answer tokens t .. until - 1, at most `steps`, after prompts `width` wide, that see the first `window`
+    slots -> (state, {tokens_BT, logp_BT, n_B: how many, live_B})."""
+    mesh, rows, B, slots = layout.mesh, layout.rows, len(state["row_B"]), jnp.arange(window)
     if jax.process_index() == 0:
         print(f"tracing decode: {B} rows, {window} slots, temperature {temperature}")
     draw = jax.shard_map(
@@ -582,24 +583,22 @@ def decode(weights, state, key, prompt, t, until, *, cfg, layout, window, steps,
         i, state, out = carry
         z_BV = constrain(matmul("BD,VD->BV", state["hidden_BD"], head(weights)), mesh, rows, "tp")
         uniform = lambda row: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, t + i), row))
-        token, logp = draw(z_BV, jax.vmap(uniform)(state["row_B"]))
-        live = state["live_B"]
-        token = jnp.where(live, token, 0)
-        out = {"tokens_BT": out["tokens_BT"].at[:, i].set(token), "n_B": out["n_B"] + live,
-               "logp_BT": out["logp_BT"].at[:, i].set(jnp.where(live, logp, 0.0))}
-        slot = prompt + t + i
-        S = jnp.arange(window)
-        mask = (S >= state["pad_B"][:, None]) & (S <= slot)
-        hidden, cache = cached_forward(weights, cfg, layout, token[:, None], (slot - state["pad_B"])[:, None],
-                                       mask[:, None], state["cache"], slot)
-        live &= ~jnp.isin(token, jnp.array(cfg.stop_ids, jnp.int32))
-        return i + 1, state | {"hidden_BD": hidden, "cache": cache, "live_B": live}, out
+        token_B, logp_B = draw(z_BV, jax.vmap(uniform)(state["row_B"]))
+        live_B, slot, pad_B = state["live_B"], width + t + i, state["pad_B"]
+        token_B = jnp.where(live_B, token_B, 0)
+        out = {"tokens_BT": out["tokens_BT"].at[:, i].set(token_B), "n_B": out["n_B"] + live_B,
+               "logp_BT": out["logp_BT"].at[:, i].set(jnp.where(live_B, logp_B, 0.0))}
+        mask_BS = (slots >= pad_B[:, None]) & (slots <= slot)
+        hidden_BD, cache = cached_forward(weights, cfg, layout, token_B[:, None], (slot - pad_B)[:, None],
+                                          mask_BS[:, None], state["cache"], slot)
+        live_B &= ~jnp.isin(token_B, jnp.array(cfg.stop_ids, jnp.int32))
+        return i + 1, state | {"hidden_BD": hidden_BD, "cache": cache, "live_B": live_B}, out
     out = {"tokens_BT": jnp.zeros((B, steps), jnp.int32), "logp_BT": jnp.zeros((B, steps)),
            "n_B": jnp.zeros(B, jnp.int32)}
     out = jax.tree.map(lambda a: constrain(a, mesh, rows), out)
-    _, state, out = jax.lax.while_loop(lambda c: (t + c[0] < until) & c[1]["live_B"].any(), step, (0, state, out))
-    out["live_B"] = state["live_B"]
-    return state, jax.tree.map(lambda a: constrain(a, mesh), out)
+    _, state, out = jax.lax.while_loop(
+        lambda carry: (t + carry[0] < until) & carry[1]["live_B"].any(), step, (0, state, out))
+    return state, jax.tree.map(lambda a: constrain(a, mesh), out | {"live_B": state["live_B"]})
 
 # ---------------------------------------------------------------- generate
 def bucket(n):
@@ -608,10 +607,13 @@ def bucket(n):
     return power * 3 // 4 if n * 4 <= power * 3 else power
 
 def bytes_read(cfg, layout, dtype):
-    """Bytes that a device cannot but read in a decode step -> (of weights, of the cache for each row and slot)."""
+    """Bytes that a device cannot but read in a decode step -> (of weights, of the cache a row and slot)."""
     whole = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # of an embedding that is no head, a few rows
     tp, each = layout.mesh.shape["tp"], jnp.dtype(dtype).itemsize
     return whole // tp * each, 2 * cfg.L * cfg.K // tp * cfg.H * each
+
+def row_shards(layout):
+    return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
 
 def rows_that_fit(cfg, layout, dtype, slots):
     """Rows that a device decodes at once: their cache takes at most 60% of its free memory; the rest is for
@@ -622,8 +624,8 @@ def rows_that_fit(cfg, layout, dtype, slots):
     return max(1, int(min(2 ** 30, 0.6 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
 
 def plan_waves(B, shards, group, at_once):
-    """-> (numbers of the rows of each wave, [shards, rows of a device], -1 where there is none; how many alike stand
-    together on a device). Devices take whole groups, or equal parts of one."""
+    """-> (numbers of each wave's rows, [shards, rows of a device], -1: none; how many alike stand together).
+    A device takes whole groups, or equal parts of one."""
     R = B // shards
     group = max(g for g in range(1, min(at_once, R) + 1) if math.gcd(group, R) % g == 0)
     n = -(-R // (min(at_once, R) // group * group))
@@ -632,8 +634,8 @@ def plan_waves(B, shards, group, at_once):
     return np.split(ids, n, 1), group
 
 def fewer_rows(live, now, weights, row):
-    """The least half, quarter, ... of `now` rows a device that holds the live ones, where that saves a tenth of
-    the bytes of a step, else `now`."""
+    """The least half, quarter, ... of `now` rows a device that holds the live ones, where that saves a tenth
+    of a step's bytes, else `now`."""
     fewer = now
     while fewer % 2 == 0 and fewer // 2 >= live:
         fewer //= 2
@@ -642,47 +644,51 @@ def fewer_rows(live, now, weights, row):
 def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, temperature=1.0, top_k=0, top_p=1.0,
              stage=128, at_once=0, progress=lambda done, tokens: None):
     """Answers to prompts, until each has produced one of cfg.stop_ids or max_answer tokens. weights: of
-    `to_rollout`; prompts: lists of token ids, this process's, as many in each, `group` after another alike; key:
-    a PRNG key. A row's tokens depend on its place among those of all processes, not on the layout.
-    Returns a dict of NumPy arrays: tokens_BT int32 [B, max_answer], the stop token last, then 0; lengths_B, stop
-    token included; cut_B, no stop token came; logp_BT float32, each token's log-prob under what it was drawn
-    from, temperature, truncation included. After a prefill and every `stage` tokens `progress` hears how many rows
-    are done and of how many tokens, and done rows may go. at_once: rows a device, in waves; 0 = what fits."""
+    `to_rollout`; prompts: lists of token ids, this process's, as many in each, `group` after another alike;
+    key: a PRNG key. A row's tokens depend on its place among those of all processes, not on the layout.
+    Returns a dict of NumPy arrays: tokens_BT int32 [B, max_answer], the stop token last, then 0; lengths_B,
+    stop token included; cut_B, no stop token came; logp_BT float32, each token's log-prob under what it was
+    drawn from, temperature, truncation included. After a prefill and every `stage` tokens `progress` hears
+    how many rows are done and of how many tokens; these may go. at_once: rows a device; 0 = what fits."""
     width = bucket(int(np.max(multihost_utils.process_allgather(np.int32(max(map(len, prompts)))))))
-    padded = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
+    tokens = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
     pads = np.array([width - len(p) for p in prompts], np.int32)
-    padded, pads = multihost_utils.process_allgather((padded, pads), tiled=True)  # of all processes
-    B, slots, dtype, fixed = len(pads), width + max_answer, weights["norm_D"].dtype, dict(cfg=cfg, layout=layout)
-    shards, place = math.prod(layout.mesh.shape[a] for a in layout.rows), NamedSharding(layout.mesh, P(layout.rows))
-    put = lambda a: jax.make_array_from_callback(a.shape, place, a.__getitem__)
-    waves, group = plan_waves(B, shards, group, at_once or rows_that_fit(cfg, layout, dtype, slots))
+    tokens, pads = multihost_utils.process_allgather((tokens, pads), tiled=True)  # of all processes
+    B, slots, dtype = len(pads), width + max_answer, weights["norm_D"].dtype
+    (read, row), fixed = bytes_read(cfg, layout, dtype), dict(cfg=cfg, layout=layout)
+    rows = NamedSharding(layout.mesh, P(layout.rows))
+    put = lambda a: jax.make_array_from_callback(a.shape, rows, a.__getitem__)
     out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
            "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
     tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
+    waves, group = plan_waves(
+        B, row_shards(layout), group, at_once or rows_that_fit(cfg, layout, dtype, slots))
     for ids in waves:
         state = start(put(pads[ids].ravel()), put(ids.ravel()), slots=slots, dtype=dtype, **fixed)
         asked = ids[:, ::group]
-        some = max(n for n in range(1, asked.shape[1] + 1) if asked.shape[1] % n == 0 and (n - 1) * width < 4096)
-        for first in range(0, asked.shape[1], some):
-            these = asked[:, first:first + some].ravel()
-            state = prefill(weights, state, put(padded[these]), put(pads[these]), first * group, group=group, **fixed)
+        n = asked.shape[1]  # prompts a device, of which some at a time, up to about 4,096 tokens
+        some = max(i for i in range(1, n + 1) if n % i == 0 and (i == 1 or i * width <= 4096))
+        for i in range(0, n, some):
+            these = asked[:, i:i + some].ravel()
+            state = prefill(
+                weights, state, put(tokens[these]), put(pads[these]), i * group, group=group, **fixed)
         jax.block_until_ready(state)
         tell()
         for t in range(0, max_answer, stage):
             until = min(t + stage, max_answer)
             window = min(bucket(width + until), slots)
-            state, got = decode(weights, state, key, width, t, until, window=window, steps=min(stage, max_answer),
-                                temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
+            state, got = decode(
+                weights, state, key, width, t, until, window=window, steps=min(stage, max_answer),
+                temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
             got, real = jax.device_get(got), ids.ravel() >= 0
-            rows, live = ids.ravel()[real], got["live_B"].reshape(ids.shape)
+            who, live = ids.ravel()[real], got["live_B"].reshape(ids.shape)
             for name in ("tokens_BT", "logp_BT"):
-                out[name][rows, t:until] = got[name][real, :until - t]
-            out["lengths_B"][rows] += got["n_B"][real]
-            out["cut_B"][rows] = live.ravel()[real]
+                out[name][who, t:until] = got[name][real, :until - t]
+            out["lengths_B"][who] += got["n_B"][real]
+            out["cut_B"][who] = got["live_B"][real]
             tell()
             if not live.any() or until == max_answer:
                 break
-            read, row = bytes_read(cfg, layout, dtype)
             fewer = fewer_rows(live.sum(1).max(), ids.shape[1], read, row * window)
             if fewer < ids.shape[1]:
                 index = np.argsort(~live, 1, kind="stable")[:, :fewer]
@@ -697,89 +703,95 @@ SIZES = {  # V D F N K H L tied: of the embedded default, one that suits a CPU, 
     "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1), "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1),
     "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1), "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0),
     "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0), "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0)}
-FLAGS = dict(  # model: of SIZES, or a directory; batch: sequences in all; lengths in tokens; layout, aot: a,b,c
-    model="3B", layout="auto", batch=128, npq=8, prompt=256, answer=1024, dtype="bfloat16", aot="", transformers=0)
+FLAGS = dict(  # model: of SIZES, or a directory; batch: rows in all; prompt, answer: tokens; several: a,b,c
+    model="3B", layout="auto", aot="", batch=128, npq=8, prompt=256, answer=1024, dtype="bfloat16",
+    transformers=0)
 
 def loop_traffic(hlo, layers):
-    """Of the decode loop in a compiled program's text -> bytes a step: [what instructions read and write in device
-    memory, what collectives move, the largest copy or relayout]. Counted are operands and results of each top-level
-    instruction of the loop's body, the inner loop's `layers` times; what is sliced or updated in place, as the
-    slice; what lies in a TPU's VMEM, S(1), not at all, but for collectives."""
-    comps = {}  # computation -> {instruction: (type, op, operands, the computation it calls, number of a parameter)}
-    for head, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
-        lines = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)
-        comps[head] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]),
+    """Of the decode loop in a compiled program's text -> bytes a step: [what instructions read and write in
+    device memory, what collectives move, the largest copy or relayout]. Counted are operands and results of
+    each top-level instruction of the loop's body, the inner loop's `layers` times; what is sliced or updated
+    in place, as the slice; what lies in a TPU's VMEM, S(1), not at all, but for collectives."""
+    comps = {}  # computation -> {instruction: (type, op, operands, what it calls, a parameter's number)}
+    for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
+        lines = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)  # root last
+        comps[name] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]),
                               (re.findall(r"(?:calls|body)=%([\w.-]+)", rest) or [0])[0], rest.split(")")[0])
-                       for name, kind, op, rest in lines}  # the root is the last
+                       for name, kind, op, rest in lines}
     def arrays(kind):
         """[(bytes, in device memory?)] of a type."""
         found = re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", kind)
         return [(math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8, "S(" not in layout)
                 for bits, dims, layout in found]
+    def size(comp, name):
+        return arrays(comps[comp][name][0])[0][0]
     def read(comp, user, value):
         """Bytes that an instruction reads of one of its operands."""
-        kind, op, operands, calls, _ = comps[comp][user]
-        if op in ("dynamic-slice", "slice", "gather") and value == operands[0]:
-            return arrays(kind)[0][0]
+        _, op, operands, calls, _ = comps[comp][user]
         if op == "fusion":
-            return sum(used(calls, name) for name, inner in comps[calls].items() if inner[1] == "parameter"
-                       and operands[int(inner[4])] == value)
+            return sum(used(calls, name) for name, (_, inner, *_, number) in comps[calls].items()
+                       if inner == "parameter" and operands[int(number)] == value)
         if op == "bitcast":
             return used(comp, user)
-        return 0 if op == "dynamic-update-slice" and value == operands[0] else arrays(comps[comp][value][0])[0][0]
+        if op in ("dynamic-slice", "slice", "gather") and value == operands[0]:
+            return size(comp, user)
+        return 0 if op == "dynamic-update-slice" and value == operands[0] else size(comp, value)
     def used(comp, value):
         """Bytes of a value inside a fusion that are read: all if it is the result."""
-        whole, users = arrays(comps[comp][value][0])[0][0], [u for u, i in comps[comp].items() if value in i[2]]
-        return min(whole, sum(read(comp, user, value) for user in users)) if users else whole
+        reads = [read(comp, user, value) for user, i in comps[comp].items() if value in i[2]]
+        return min(sum(reads), size(comp, value)) if reads else size(comp, value)
     def written(comp, name):
         """Bytes of each result that are written."""
         kind, op, operands, calls, _ = comps[comp][name]
         if op == "tuple":
             return [n for operand in operands for n in written(comp, operand)]
-        if op in ("fusion", "bitcast"):
-            return written(calls, list(comps[calls])[-1]) if calls else written(comp, operands[0])
-        return [arrays(comps[comp][operands[1]][0] if op == "dynamic-update-slice" else kind)[0][0]]
+        if op == "fusion":
+            return written(calls, list(comps[calls])[-1])
+        if op == "bitcast":
+            return written(comp, operands[0])
+        return [size(comp, operands[1])] if op == "dynamic-update-slice" else [arrays(kind)[0][0]]
     def walk(comp):
-        total = np.zeros(3)
+        total, moves = np.zeros(3), {"copy", "copy-start", "transpose", "reshape"}
+        free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
         for name, (kind, op, operands, calls, _) in comps[comp].items():
-            types = [arrays(comps[comp][o][0]) for o in operands]
+            types, inside = [arrays(comps[comp][o][0]) for o in operands], {op}
+            if op == "fusion":
+                inside = {inner[1] for inner in comps[calls].values()}
             if op == "while":
                 more = walk(calls)
                 total = np.append(total[:2] + layers * more[:2], max(total[2], more[2]))
-            elif op.startswith(("all-", "reduce-scatter", "collective-")) and "-done" not in op:
+            elif op.startswith(("all-", "reduce-scatter", "collective-")) and not op.endswith("-done"):
                 total[:2] += sum(n for array in (arrays(kind), *types) for n, _ in array)
             elif op.endswith("-start"):
-                total[0] += sum(n for n, here in arrays(kind) if here)
-            elif op not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast") and "-done" not in op:
-                total[0] += sum(read(comp, name, o) for o, array in zip(operands, types) if array and array[0][1])
-                total[0] += sum(n for n, (_, here) in zip(written(comp, name), arrays(kind)) if here)
-            inside = {i[1] for i in comps[calls].values()} if op == "fusion" else {op}
-            if inside & {"copy", "copy-start", "transpose", "reshape"} and inside <= {
-                    "copy", "copy-start", "transpose", "reshape", "bitcast", "parameter"}:
+                total[0] += sum(n * here for n, here in arrays(kind))
+            elif op not in free and not op.endswith("-done"):
+                total[0] += sum(read(comp, name, o) for o, array in zip(operands, types) if array[0][1])
+                total[0] += sum(n * here for n, (_, here) in zip(written(comp, name), arrays(kind)))
+            if inside & moves and inside <= moves | free:
                 total[2] = max(total[2], max(n * here for n, here in arrays(kind)))
         return total
     loops = [calls for _, op, _, calls, _ in comps[list(comps)[-1]].values() if op == "while"]
-    return max((walk(loop) for loop in loops), key=lambda total: total[0])
+    return max(map(walk, loops), key=lambda total: total[0])
 
 def check_loop(name, cfg, layout, args):
     """Compile the last stage of decoding for devices that are not here -> what a step moves, in words."""
-    slots, dtype, rows = args.prompt + args.answer, jnp.dtype(args.dtype), jax.ShapeDtypeStruct((args.batch,), jnp.int32)
+    slots, dtype, fixed = args.prompt + args.answer, jnp.dtype(args.dtype), dict(cfg=cfg, layout=layout)
     place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, s))
     weights = nest({name: place(jax.ShapeDtypeStruct(shape, dtype), rollout_spec(name, layout))
                     for name, shape in shapes(cfg).items()})
-    fixed = dict(cfg=cfg, layout=layout)
+    rows = jax.ShapeDtypeStruct((args.batch,), jnp.int32)
     state = jax.eval_shape(partial(start, slots=slots, dtype=dtype, **fixed), rows, rows)
-    program = decode.lower(weights, jax.tree.map(place, state, state_specs(layout)), jax.eval_shape(jax.random.key, 0),
-                           args.prompt, 0, 1, window=slots, steps=128, temperature=1.0, top_k=0, top_p=1.0, **fixed)
-    program = program.compile()
+    state, key = jax.tree.map(place, state, state_specs(layout)), jax.eval_shape(jax.random.key, 0)
+    program = decode.lower(weights, state, key, args.prompt, 0, 1, window=slots, steps=128, temperature=1.0,
+                           top_k=0, top_p=1.0, **fixed).compile()
     read, row = bytes_read(cfg, layout, dtype)
-    cache = row * slots * args.batch // math.prod(layout.mesh.shape[axis] for axis in layout.rows)
+    cache = row * slots * args.batch // row_shards(layout)
     least, (n, moved, copied) = read + cache, loop_traffic(program.as_text(), cfg.L)
     _, speed = CHIPS[layout.mesh.devices.flat[0].device_kind]
-    return (f"a step reads at least {least / 1e9:.3f} GB in {least / speed * 1e3:.2f} ms; as compiled {n / 1e9:.3f} GB in "
-            f"{n / speed * 1e3:.2f} ms, {n / least:.3f} of that; collectives move {moved / 1e9:.3f} GB; the largest copy is "
-            f"{copied * cfg.L / cache:.3f} of a layer's cache; peak "
-            f"{program.memory_analysis().peak_memory_in_bytes / 1e9:.2f} GB")
+    return (f"a step reads at least {least / 1e9:.3f} GB in {least / speed * 1e3:.2f} ms; as compiled "
+            f"{n / 1e9:.3f} GB in {n / speed * 1e3:.2f} ms, {n / least:.3f} of that; collectives move "
+            f"{moved / 1e9:.3f} GB; the largest copy is {copied * cfg.L / cache:.3f} of a layer's cache; "
+            f"peak {program.memory_analysis().peak_memory_in_bytes / 1e9:.2f} GB")
 
 def time_transformers(cfg, weights, mesh, prompts, answer, dtype):
     """Seconds of transformers' generate with the same weights, prompts and lengths."""
@@ -793,21 +805,21 @@ def time_transformers(cfg, weights, mesh, prompts, answer, dtype):
         save(directory, weights, cfg, mesh, dtype)
         config.save_pretrained(directory)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(where)
-    tokens = torch.tensor(prompts, device=where)
-    def run(n):
+    tokens, times = torch.tensor(prompts, device=where), []
+    for n in (2, answer, answer):
         began = time.perf_counter()
         theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=True, top_k=0, top_p=1.0,
                         temperature=1.0, min_new_tokens=n, max_new_tokens=n, pad_token_id=0).sum().item()
-        return time.perf_counter() - began
-    return min(run(2) and run(answer), run(answer))
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
 
 def measure(name, cfg, layout, args):
-    """Time rollouts here, the second time, when all is compiled -> what to print."""
+    """Time rollouts here, the third time, when all is compiled -> what to print."""
     dtype, key = jnp.dtype(args.dtype), jax.random.key(0)
     if name in SIZES:
-        make = lambda n, shape: (0.02 * jax.random.normal(key, shape) + ("norm" in n)).astype(dtype)
-        weights = nest({n: jax.jit(partial(make, n, shape), out_shardings=NamedSharding(layout.mesh, rollout_spec(
-            n, layout)))() for n, shape in shapes(cfg).items()})
+        random = lambda n, shape: (0.02 * jax.random.normal(key, shape) + ("norm" in n)).astype(dtype)
+        weights = nest({n: jax.jit(partial(random, n, shape), out_shardings=NamedSharding(
+            layout.mesh, rollout_spec(n, layout)))() for n, shape in shapes(cfg).items()})
     else:
         weights = to_rollout(load(Checkpoint(name, cfg), layout.mesh), layout, dtype)
     groups = np.random.default_rng(0).integers(0, cfg.V, (args.batch // args.npq, args.prompt))
@@ -816,21 +828,21 @@ def measure(name, cfg, layout, args):
         clock = [time.perf_counter()]
         generate(weights, cfg, layout, prompts, key, max_answer=args.answer, group=args.npq,
                  progress=lambda *_: clock.append(time.perf_counter()))
-    (prefill_s, decode_s), (read, row) = (clock[1] - clock[0], clock[-1] - clock[1]), bytes_read(cfg, layout, dtype)
-    rows = args.batch / math.prod(layout.mesh.shape[axis] for axis in layout.rows)
-    mean, step_s = read + row * rows * (args.prompt + args.answer / 2), decode_s / args.answer
+    whole, first, step = clock[-1] - clock[0], clock[1] - clock[0], (clock[-1] - clock[1]) / args.answer
+    read, row = bytes_read(cfg, layout, dtype)
+    mean = read + row * args.batch / row_shards(layout) * (args.prompt + args.answer / 2)
     x, total = jnp.ones(2 ** 28), jax.jit(jnp.sum)
     speed = x.nbytes / min(timeit.repeat(lambda: total(x).block_until_ready(), number=1, repeat=6)[1:])
-    text = (f"prefill {groups.size / prefill_s:.0f} tok/s; decode {args.batch / step_s:.0f} tok/s, {step_s * 1e3:.2f} ms a "
-            f"step that reads at least {mean / 1e9:.3f} GB: {mean / step_s / speed:.1%} of the {speed / 1e9:.0f} GB/s at "
-            "which a device here sums 1 GiB")
+    text = (f"prefill {groups.size / first:.0f} tok/s; decode {args.batch / step:.0f} tok/s, "
+            f"{step * 1e3:.2f} ms a step that reads at least {mean / 1e9:.3f} GB, {mean / step / speed:.1%} "
+            f"of the {speed / 1e9:.0f} GB/s at which a device here sums 1 GiB")
     if args.transformers:
-        theirs, ours = time_transformers(cfg, weights, layout.mesh, prompts, args.answer, args.dtype), clock[-1] - clock[0]
-        text += f"; in all {ours:.3f} s, transformers {theirs:.3f} s: {theirs / ours:.2f}x"
+        theirs = time_transformers(cfg, weights, layout.mesh, prompts, args.answer, args.dtype)
+        text += f"; in all {whole:.3f} s, transformers {theirs:.3f} s: {theirs / whole:.2f}x"
     return text
 
 def benchmark(argv=None):
-    parser = argparse.ArgumentParser(description="Rollouts: tokens a second, and bytes against the memory's speed.")
+    parser = argparse.ArgumentParser(description="The speed of rollouts, against that of the memory.")
     for name, default in FLAGS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default!r}")
     args = parser.parse_args(argv)

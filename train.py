@@ -89,7 +89,8 @@ TINY_MODEL = dict(
     intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
 OWN = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
-FREE = OWN | {*"out rollout_sharding micro_batch loss_impl mesh eval_every save_every keep resume wandb".split()}  # on resume
+FREE = OWN | {  # on resume
+    *"out rollout_sharding micro_batch loss_impl mesh eval_every save_every keep resume wandb".split()}
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -406,8 +407,7 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
 
 # ---------------------------------------------------------------- rollout, advantages, rows
 def sample_answers(weights, rows, group, key, what, cfg, run, temperature, top_k=0, top_p=1.0):
-    """Answers to the prompts of this host's rows, `group` after another alike -> what `model.generate` returns;
-    the texts."""
+    """Answers to this host's rows, `group` after another alike -> (what `model.generate` returns, texts)."""
     clock = [time.time()] * 2
     def tell(done, tokens):
         line = f"{what}: {done} answers done, {tokens} tokens, {tokens / (time.time() - clock[0]):.0f} tok/s"
