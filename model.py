@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.layout import Layout as DeviceLayout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -440,19 +441,20 @@ def to_rollout(params, layout, dtype):
 # ---------------------------------------------------------------- generation: prefill and decode step
 def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cache, slot):
     """Forward for T new tokens whose keys and values go to cache slots slot.. -> (last hidden [B, D], cache).
-    They see the first S slots. The cache is carried through the scan and updated in place: as a scan's xs and
-    ys it would be copied whole."""
-    order, rope, dtype = layout.order, rope_tables(positions_BT, cfg), weights["norm_D"].dtype
+    The cache is carried through the scan and updated in place: as a scan's xs and ys it would be copied, and
+    also if XLA were free to lay it out otherwise, as it does for many rows."""
+    order, rope = layout.order, rope_tables(positions_BT, cfg)
     at = lambda **start: [start.get(c, 0) for c in order]
-    seen = [{"L": 1, "S": mask_BTS.shape[-1]}.get(c, n) for c, n in zip(order, cache[0].shape)]
+    pin = lambda c: with_layout_constraint(c, DeviceLayout(tuple(range(len(order)))))
     def body(carry, xs):
         (x, cache), (w, number) = carry, xs
         if layout.kind == "fsdp":
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}
         def attend(q, *new):
             new = (jnp.einsum(f"BKSH->{order[1:]}", a)[None] for a in new)
-            full = tuple(jax.lax.dynamic_update_slice(c, n, at(L=number, S=slot)) for c, n in zip(cache, new))
-            k, v = (jax.lax.dynamic_slice(c, at(L=number), seen)[0] for c in full)
+            full = tuple(pin(jax.lax.dynamic_update_slice(c, n, at(L=number, S=slot)))
+                         for c, n in zip(cache, new))
+            k, v = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in full)
             return attention(q, k, v, mask_BTS, order[1:]), full
         x, cache = layer(cfg, x, w, rope, attend)
         return (constrain(x, layout.mesh, layout.rows), cache), None
@@ -560,22 +562,26 @@ def prefill(weights, state, prompts_BP, pad_B, first, *, cfg, layout, group):
     return state | jax.shard_map(place, mesh=layout.mesh, in_specs=(specs, specs, P()), out_specs=specs)(
         {k: state[k] for k in new}, new, first)
 
-@partial(jax.jit, static_argnames="layout")
-def keep_rows(state, index_B, *, layout):
-    """The state of some rows; index_B counts within each device's."""
-    take = lambda state, index_B: jax.tree.map(lambda a: jnp.take(a, index_B, row_axis(a, layout)), state)
+@partial(jax.jit, static_argnames=("layout", "slots"))
+def regrow(state, index_B, *, layout, slots):
+    """The state of some rows, with a cache of so many slots; index_B counts within each device's rows."""
+    def take(state, index_B):
+        state = jax.tree.map(lambda a: jnp.take(a, index_B, row_axis(a, layout)), state)
+        more = [(0, (slots - n) * (c == "S")) for c, n in zip(layout.order, state["cache"][0].shape)]
+        return state | {"cache": jax.tree.map(lambda a: jnp.pad(a, more), state["cache"])}
     specs = state_specs(layout)
     return jax.shard_map(take, mesh=layout.mesh, in_specs=(specs, P(layout.rows)), out_specs=specs)(
         state, index_B)
 
 @partial(jax.jit, donate_argnames="state",
-         static_argnames=("cfg", "layout", "window", "steps", "temperature", "top_k", "top_p"))
-def decode(weights, state, key, width, t, until, *, cfg, layout, window, steps, temperature, top_k, top_p):
-    """Answer tokens t .. until - 1, at most `steps`, after prompts `width` wide, that see the first `window`
-    slots -> (state, {tokens_BT, logp_BT, n_B: how many, live_B})."""
-    mesh, rows, B, slots = layout.mesh, layout.rows, len(state["row_B"]), jnp.arange(window)
+         static_argnames=("cfg", "layout", "steps", "temperature", "top_k", "top_p"))
+def decode(weights, state, key, width, t, until, *, cfg, layout, steps, temperature, top_k, top_p):
+    """Answer tokens t .. until - 1, at most `steps`, after prompts `width` wide -> (state, {tokens_BT,
+    logp_BT, n_B: how many, live_B})."""
+    mesh, rows, B = layout.mesh, layout.rows, len(state["row_B"])
+    slots = jnp.arange(state["cache"][0].shape[layout.order.index("S")])
     if jax.process_index() == 0:
-        print(f"tracing decode: {B} rows, {window} slots, temperature {temperature}")
+        print(f"tracing decode: {B} rows, {len(slots)} slots, temperature {temperature}")
     draw = jax.shard_map(
         partial(sample, temperature=temperature, top_k=top_k, top_p=top_p), mesh=mesh, check_vma=False,
         in_specs=(P(rows, "tp"), P(rows)), out_specs=P(rows))
@@ -616,12 +622,12 @@ def row_shards(layout):
     return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
 
 def rows_that_fit(cfg, layout, dtype, slots):
-    """Rows that a device decodes at once: their cache takes at most 60% of its free memory; the rest is for
-    prompts, logits, and the smaller cache when rows are dropped."""
+    """Rows that a device decodes at once: their cache takes half of its free memory; the rest is for prompts,
+    logits, and the one from which the last cache grew, of up to 3/4 its size."""
     stats = [d.memory_stats() or {} for d in layout.mesh.local_devices]
     free = min(s.get("bytes_limit", math.inf) - s.get("bytes_in_use", 0) for s in stats)
     free = float(np.min(multihost_utils.process_allgather(np.float32(free))))
-    return max(1, int(min(2 ** 30, 0.6 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
+    return max(1, int(min(2 ** 30, 0.5 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
 
 def plan_waves(B, shards, group, at_once):
     """-> (numbers of each wave's rows, [shards, rows of a device], -1: none; how many alike stand together).
@@ -641,6 +647,18 @@ def fewer_rows(live, now, weights, row):
         fewer //= 2
     return fewer if (now - fewer) * row >= 0.1 * (weights + now * row) else now
 
+def prefilled(weights, tokens, pads, ids, group, put, *, cfg, layout, slots):
+    """The state of a wave after its prompts, of which a device runs some at a time: up to 4,096 tokens."""
+    state = start(put(pads[ids].ravel()), put(ids.ravel()), slots=slots, dtype=weights["norm_D"].dtype,
+                  cfg=cfg, layout=layout)
+    asked, n = ids[:, ::group], ids.shape[1] // group
+    some = max(i for i in range(1, n + 1) if n % i == 0 and (i == 1 or i * tokens.shape[1] <= 4096))
+    for i in range(0, n, some):
+        these = asked[:, i:i + some].ravel()
+        state = prefill(weights, state, put(tokens[these]), put(pads[these]), i * group, group=group, cfg=cfg,
+                        layout=layout)
+    return jax.block_until_ready(state)
+
 def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, temperature=1.0, top_k=0, top_p=1.0,
              stage=128, at_once=0, progress=lambda done, tokens: None):
     """Answers to prompts, until each has produced one of cfg.stop_ids or max_answer tokens. weights: of
@@ -654,46 +672,38 @@ def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, tempera
     tokens = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
     pads = np.array([width - len(p) for p in prompts], np.int32)
     tokens, pads = multihost_utils.process_allgather((tokens, pads), tiled=True)  # of all processes
-    B, slots, dtype = len(pads), width + max_answer, weights["norm_D"].dtype
-    (read, row), fixed = bytes_read(cfg, layout, dtype), dict(cfg=cfg, layout=layout)
-    rows = NamedSharding(layout.mesh, P(layout.rows))
-    put = lambda a: jax.make_array_from_callback(a.shape, rows, a.__getitem__)
+    B, dtype, fixed = len(pads), weights["norm_D"].dtype, dict(cfg=cfg, layout=layout)
+    (read, row), place = bytes_read(cfg, layout, dtype), NamedSharding(layout.mesh, P(layout.rows))
+    put = lambda a: jax.make_array_from_callback(a.shape, place, a.__getitem__)
     out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
            "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
     tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
     waves, group = plan_waves(
-        B, row_shards(layout), group, at_once or rows_that_fit(cfg, layout, dtype, slots))
+        B, row_shards(layout), group, at_once or rows_that_fit(cfg, layout, dtype, width + max_answer))
     for ids in waves:
-        state = start(put(pads[ids].ravel()), put(ids.ravel()), slots=slots, dtype=dtype, **fixed)
-        asked = ids[:, ::group]
-        n = asked.shape[1]  # prompts a device, of which some at a time, up to about 4,096 tokens
-        some = max(i for i in range(1, n + 1) if n % i == 0 and (i == 1 or i * width <= 4096))
-        for i in range(0, n, some):
-            these = asked[:, i:i + some].ravel()
-            state = prefill(
-                weights, state, put(tokens[these]), put(pads[these]), i * group, group=group, **fixed)
-        jax.block_until_ready(state)
-        tell()
         for t in range(0, max_answer, stage):
             until = min(t + stage, max_answer)
-            window = min(bucket(width + until), slots)
-            state, got = decode(
-                weights, state, key, width, t, until, window=window, steps=min(stage, max_answer),
-                temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
-            got, real = jax.device_get(got), ids.ravel() >= 0
-            who, live = ids.ravel()[real], got["live_B"].reshape(ids.shape)
+            grown, now = min(bucket(width + until), width + max_answer), ids.shape[1]
+            if t == 0:
+                state = prefilled(weights, tokens, pads, ids, group, put, slots=grown, **fixed)
+                tell()
+            fewer = fewer_rows(live.sum(1).max(), now, read, row * grown) if t else now
+            if t and (grown, fewer) != (slots, now):
+                index = np.argsort(~live, 1, kind="stable")[:, :fewer]
+                ids = np.take_along_axis(np.where(live, ids, -1), index, 1)
+                state = regrow(state, put(index.ravel()), layout=layout, slots=grown)
+            slots, real = grown, ids.ravel() >= 0
+            state, got = decode(weights, state, key, width, t, until, steps=min(stage, max_answer),
+                                temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
+            got, who = jax.device_get(got), ids.ravel()[real]
             for name in ("tokens_BT", "logp_BT"):
                 out[name][who, t:until] = got[name][real, :until - t]
             out["lengths_B"][who] += got["n_B"][real]
             out["cut_B"][who] = got["live_B"][real]
+            live = got["live_B"].reshape(ids.shape)
             tell()
-            if not live.any() or until == max_answer:
+            if not live.any():
                 break
-            fewer = fewer_rows(live.sum(1).max(), ids.shape[1], read, row * window)
-            if fewer < ids.shape[1]:
-                index = np.argsort(~live, 1, kind="stable")[:, :fewer]
-                ids = np.take_along_axis(np.where(live, ids, -1), index, 1)
-                state = keep_rows(state, put(index.ravel()), layout=layout)
     mine = slice(jax.process_index() * len(prompts), (jax.process_index() + 1) * len(prompts))
     return {name: a[mine] for name, a in out.items()}
 
@@ -782,7 +792,7 @@ def check_loop(name, cfg, layout, args):
     rows = jax.ShapeDtypeStruct((args.batch,), jnp.int32)
     state = jax.eval_shape(partial(start, slots=slots, dtype=dtype, **fixed), rows, rows)
     state, key = jax.tree.map(place, state, state_specs(layout)), jax.eval_shape(jax.random.key, 0)
-    program = decode.lower(weights, state, key, args.prompt, 0, 1, window=slots, steps=128, temperature=1.0,
+    program = decode.lower(weights, state, key, args.prompt, 0, 1, steps=128, temperature=1.0,
                            top_k=0, top_p=1.0, **fixed).compile()
     read, row = bytes_read(cfg, layout, dtype)
     cache = row * slots * args.batch // row_shards(layout)
