@@ -11,7 +11,7 @@ norms and softmax in float32. Architecture: Qwen2 technical report, arXiv 2407.1
 
 import argparse, dataclasses, glob, itertools, json, math, os, re, tempfile, time, timeit
 from collections import namedtuple
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -392,6 +392,7 @@ def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
 # ---------------------------------------------------------------- the layout of a rollout
 # mesh: the training mesh's devices, regrouped; rows: the axes that share out the rows; order: of a cache
 Layout = namedtuple("Layout", "kind mesh rows order")
+LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 CHIPS = {"TPU v4": (31, 1.2e12), "TPU v5 lite": (15.7, 8.2e11), "TPU v5": (95, 2.77e12),
          "TPU v6 lite": (31.2, 1.64e12)}  # GiB of memory, bytes a second: of devices that are not here
 
@@ -409,8 +410,9 @@ def rollout_layout(kind, cfg, mesh, dtype):
     device, (dp, fsdp, tp), n = mesh.devices.flat[0], mesh.devices.shape, mesh.size
     host = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     t = max(t for t in range(1, host + 1) if not (host % t or cfg.K % t or cfg.F % t or cfg.V % t))
-    gib, memory = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30, device_memory(device)
-    why = "as asked"
+    gib, why = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30, "as asked"
+    memory = min(device_memory(d) for d in mesh.devices.flat if d.process_index == jax.process_index())
+    memory = float(np.min(multihost_utils.process_allgather(np.float32(memory))))  # all choose the same
     if kind == "auto":
         kind = "replicated" if gib <= memory / 4 else "tp" if t > 1 and gib / t <= memory / 2 else "fsdp"
         why = f"a device has {memory:.0f} GiB" if math.isfinite(memory) else "memory is not known"
@@ -426,17 +428,23 @@ def rollout_spec(name, layout):
         return spec(name)
     return P(*("tp" if c in "NKFV" else None for c in letters(name)))
 
-@partial(jax.jit, static_argnames=("layout", "dtype"))
-def to_rollout(params, layout, dtype):
-    """The weights of a rollout: cast where they lie, then moved to its layout, a layer at a time: all at once
-    would take their memory twice."""
+@cache
+def mover(names, layout, dtype):
+    """The compiled `to_rollout`, of parameters with these names."""
     def move(tree, cut):
         tree = {name: a.astype(dtype) for name, a in tree.items()}
         if layout.kind == "tp":  # by way of the whole, as XLA knows no shorter one, and warns
             tree = {name: constrain(a, layout.mesh) for name, a in tree.items()}
         return {k: constrain(a, layout.mesh, *rollout_spec(k, layout)[cut:]) for k, a in tree.items()}
-    top = {name: a for name, a in params.items() if name != "layers"}
-    return move(top, 0) | {"layers": jax.lax.map(partial(move, cut=1), params["layers"])}
+    def move_all(params):  # a layer at a time: all at once would take their memory twice
+        top = {name: a for name, a in params.items() if name != "layers"}
+        return move(top, 0) | {"layers": jax.lax.map(partial(move, cut=1), params["layers"])}
+    places = {name: NamedSharding(layout.mesh, rollout_spec(name, layout)) for name in names}
+    return jax.jit(move_all, out_shardings=nest(places))  # constraints alone may be dropped
+
+def to_rollout(params, layout, dtype):
+    """The weights of a rollout: cast where they lie, then moved to its layout."""
+    return mover(tuple(flatten(params)), layout, dtype)(params)
 
 # ---------------------------------------------------------------- generation: prefill and decode step
 def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cache, slot):
@@ -459,7 +467,7 @@ def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cach
         x, cache = layer(cfg, x, w, rope, attend)
         return (constrain(x, layout.mesh, layout.rows), cache), None
     x = constrain(weights["embed_VD"][tokens_BT], layout.mesh, layout.rows)
-    (x, cache), _ = jax.lax.scan(body, (x, cache), (weights["layers"], jnp.arange(cfg.L)))
+    (x, cache), _ = jax.lax.scan(body, (x, tuple(cache)), (weights["layers"], jnp.arange(cfg.L)))
     return rms_norm(x[:, -1], weights["norm_D"], cfg.rms_eps), cache
 
 def truncate(z_BV, top_k, top_p):
@@ -507,8 +515,8 @@ def sample(z_BV, u_B, temperature, top_k, top_p):
     mass_BX = mass_SBX.sum(0)
     total_B = mass_BX.sum(-1)
     if temperature == 0:
-        token_B = jnp.where(best_B == top_B, shard * V + jnp.argmax(z_BV, -1), 2 ** 31 - 1)
-        token_B = jax.lax.pmin(token_B, "tp")
+        last = V * jax.lax.axis_size("tp") - 1
+        token_B = jax.lax.pmin(jnp.where(best_B == top_B, shard * V + jnp.argmax(z_BV, -1), last), "tp")
     else:
         column_B, rest_B = invert(mass_BX, u_B * total_B)
         which_B, rest_B = invert(mass_SBX[:, jnp.arange(B), column_B].T, rest_B)
@@ -521,23 +529,19 @@ def sample(z_BV, u_B, temperature, top_k, top_p):
     chosen_B = jax.lax.psum(jnp.where((0 <= mine_B) & (mine_B < V), chosen_B, 0.0), "tp")
     return token_B.astype(jnp.int32), chosen_B - top_B - jnp.log(total_B)
 
-# The state of a rollout: cache, a pair; hidden_BD, of the last token; pad_B, slots that a prompt leaves
-# empty; row_B, the row's number among all, -1 for none; live_B.
+# The state of a rollout: (keys, values, hidden [B, D] of the last token). Beside it, of each row: pad_B, the
+# slots that its prompt leaves empty; row_B, its number among all, -1 for none; live_B.
 def state_specs(layout):
-    cache, rows = P(*({"B": layout.rows, "K": "tp"}.get(c) for c in layout.order)), P(layout.rows)
-    return {"cache": (cache, cache), "hidden_BD": rows, "pad_B": rows, "row_B": rows, "live_B": rows}
+    cache = P(*({"B": layout.rows, "K": "tp"}.get(c) for c in layout.order))
+    return cache, cache, P(layout.rows)
 
-def row_axis(a, layout):
-    return layout.order.index("B") if a.ndim == len(layout.order) else 0
-
-@partial(jax.jit, static_argnames=("cfg", "layout", "slots", "dtype"))
-def start(pad_B, row_B, *, cfg, layout, slots, dtype):
+@partial(jax.jit, static_argnames=("B", "cfg", "layout", "slots", "dtype"))
+def start(*, B, cfg, layout, slots, dtype):
     """The state with an empty cache."""
-    sizes = {"L": cfg.L, "K": cfg.K, "H": cfg.H, "B": len(row_B), "S": slots}
+    sizes = {"L": cfg.L, "K": cfg.K, "H": cfg.H, "B": B, "S": slots}
     cache = jnp.zeros([sizes[c] for c in layout.order], dtype)
-    state = {"cache": (cache, cache), "hidden_BD": jnp.zeros((len(row_B), cfg.D), dtype), "pad_B": pad_B,
-             "row_B": row_B, "live_B": row_B >= 0}
-    return jax.tree.map(lambda a, s: constrain(a, layout.mesh, *s), state, state_specs(layout))
+    state = cache, cache, jnp.zeros((B, cfg.D), dtype)
+    return tuple(constrain(a, layout.mesh, *spec) for a, spec in zip(state, state_specs(layout)))
 
 @partial(jax.jit, static_argnames=("cfg", "layout", "group"), donate_argnames="state")
 def prefill(weights, state, prompts_BP, pad_B, first, *, cfg, layout, group):
@@ -545,66 +549,72 @@ def prefill(weights, state, prompts_BP, pad_B, first, *, cfg, layout, group):
     B, width = prompts_BP.shape
     if jax.process_index() == 0:
         print(f"tracing prefill: {B} prompts of {width} tokens")
-    specs = {k: s for k, s in state_specs(layout).items() if k in ("cache", "hidden_BD")}
-    sizes = [{"B": B, "S": width}.get(c, n) for c, n in zip(layout.order, state["cache"][0].shape)]
-    empty = constrain(jnp.zeros(sizes, state["hidden_BD"].dtype), layout.mesh, *specs["cache"][0])
+    *empty, _ = start(B=B, cfg=cfg, layout=layout, slots=width, dtype=state[2].dtype)
     positions = jnp.arange(width) - pad_B[:, None]
     mask = (positions >= 0)[:, None] & jnp.tri(width, dtype=bool)
     hidden_BD, cache = cached_forward(
-        weights, cfg, layout, prompts_BP, jnp.maximum(positions, 0), mask, (empty, empty), 0)
+        weights, cfg, layout, prompts_BP, jnp.maximum(positions, 0), mask, empty, 0)
     def place(old, new, first):
         def put(a, n):
-            axis = row_axis(a, layout)
+            axis = layout.order.index("B") if a.ndim > 2 else 0
             return jax.lax.dynamic_update_slice(
                 a, jnp.repeat(n, group, axis), [first * (i == axis) for i in range(a.ndim)])
-        return jax.tree.map(put, old, new)
-    new = {"cache": cache, "hidden_BD": hidden_BD}
-    return state | jax.shard_map(place, mesh=layout.mesh, in_specs=(specs, specs, P()), out_specs=specs)(
-        {k: state[k] for k in new}, new, first)
+        return tuple(map(put, old, new))
+    specs = state_specs(layout)
+    return jax.shard_map(place, mesh=layout.mesh, in_specs=(specs, specs, P()), out_specs=specs)(
+        state, (*cache, hidden_BD), first)
 
 @partial(jax.jit, static_argnames=("layout", "slots"))
-def regrow(state, index_B, *, layout, slots):
-    """The state of some rows, with a cache of so many slots; index_B counts within each device's rows."""
-    def take(state, index_B):
-        state = jax.tree.map(lambda a: jnp.take(a, index_B, row_axis(a, layout)), state)
-        more = [(0, (slots - n) * (c == "S")) for c, n in zip(layout.order, state["cache"][0].shape)]
-        return state | {"cache": jax.tree.map(lambda a: jnp.pad(a, more), state["cache"])}
-    specs = state_specs(layout)
-    return jax.shard_map(take, mesh=layout.mesh, in_specs=(specs, P(layout.rows)), out_specs=specs)(
-        state, index_B)
+def regrow(a, index_B, *, layout, slots):
+    """Some rows of one array of a state, if of the cache with so many slots; index_B counts within each
+    device's rows. A layer at a time: else a copy of all would come between."""
+    def take(a, index_B):
+        if a.ndim == 2:
+            return jnp.take(a, index_B, 0)
+        sizes = {"B": len(index_B), "S": slots}
+        new = jnp.zeros([sizes.get(c, n) for c, n in zip(layout.order, a.shape)], a.dtype)
+        def move(i, new):
+            rows = jax.lax.dynamic_slice_in_dim(a, i, 1)
+            rows = jnp.take(rows, index_B, layout.order.index("B"), mode="clip")
+            return jax.lax.dynamic_update_slice(new, rows, [i, 0, 0, 0, 0])
+        return jax.lax.fori_loop(0, len(a), move, new)
+    spec = state_specs(layout)[0 if a.ndim > 2 else 2]
+    return jax.shard_map(take, mesh=layout.mesh, in_specs=(spec, P(layout.rows)), out_specs=spec,
+                         check_vma=False)(a, index_B)
 
 @partial(jax.jit, donate_argnames="state",
          static_argnames=("cfg", "layout", "steps", "temperature", "top_k", "top_p"))
-def decode(weights, state, key, width, t, until, *, cfg, layout, steps, temperature, top_k, top_p):
+def decode(weights, state, pad_B, row_B, live_B, key, width, t, until, *, cfg, layout, steps, temperature,
+           top_k, top_p):
     """Answer tokens t .. until - 1, at most `steps`, after prompts `width` wide -> (state, {tokens_BT,
     logp_BT, n_B: how many, live_B})."""
-    mesh, rows, B = layout.mesh, layout.rows, len(state["row_B"])
-    slots = jnp.arange(state["cache"][0].shape[layout.order.index("S")])
+    mesh, rows, B = layout.mesh, layout.rows, len(row_B)
+    slots = jnp.arange(state[0].shape[layout.order.index("S")])
     if jax.process_index() == 0:
         print(f"tracing decode: {B} rows, {len(slots)} slots, temperature {temperature}")
     draw = jax.shard_map(
         partial(sample, temperature=temperature, top_k=top_k, top_p=top_p), mesh=mesh, check_vma=False,
         in_specs=(P(rows, "tp"), P(rows)), out_specs=P(rows))
     def step(carry):
-        i, state, out = carry
-        z_BV = constrain(matmul("BD,VD->BV", state["hidden_BD"], head(weights)), mesh, rows, "tp")
+        i, (*cache, hidden_BD), out = carry
+        z_BV = constrain(matmul("BD,VD->BV", hidden_BD, head(weights)), mesh, rows, "tp")
         uniform = lambda row: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, t + i), row))
-        token_B, logp_B = draw(z_BV, jax.vmap(uniform)(state["row_B"]))
-        live_B, slot, pad_B = state["live_B"], width + t + i, state["pad_B"]
+        token_B, logp_B = draw(z_BV, jax.vmap(uniform)(row_B))
+        live_B, slot = out["live_B"], width + t + i
         token_B = jnp.where(live_B, token_B, 0)
         out = {"tokens_BT": out["tokens_BT"].at[:, i].set(token_B), "n_B": out["n_B"] + live_B,
-               "logp_BT": out["logp_BT"].at[:, i].set(jnp.where(live_B, logp_B, 0.0))}
+               "logp_BT": out["logp_BT"].at[:, i].set(jnp.where(live_B, logp_B, 0.0)),
+               "live_B": live_B & ~jnp.isin(token_B, jnp.array(cfg.stop_ids, jnp.int32))}
         mask_BS = (slots >= pad_B[:, None]) & (slots <= slot)
-        hidden_BD, cache = cached_forward(weights, cfg, layout, token_B[:, None], (slot - pad_B)[:, None],
-                                          mask_BS[:, None], state["cache"], slot)
-        live_B &= ~jnp.isin(token_B, jnp.array(cfg.stop_ids, jnp.int32))
-        return i + 1, state | {"hidden_BD": hidden_BD, "cache": cache, "live_B": live_B}, out
+        hidden_BD, cache = cached_forward(
+            weights, cfg, layout, token_B[:, None], (slot - pad_B)[:, None], mask_BS[:, None], cache, slot)
+        return i + 1, (*cache, hidden_BD), out
     out = {"tokens_BT": jnp.zeros((B, steps), jnp.int32), "logp_BT": jnp.zeros((B, steps)),
-           "n_B": jnp.zeros(B, jnp.int32)}
-    out = jax.tree.map(lambda a: constrain(a, mesh, rows), out)
+           "n_B": jnp.zeros(B, jnp.int32), "live_B": live_B}
+    out = {name: constrain(a, mesh, rows) for name, a in out.items()}
     _, state, out = jax.lax.while_loop(
-        lambda carry: (t + carry[0] < until) & carry[1]["live_B"].any(), step, (0, state, out))
-    return state, jax.tree.map(lambda a: constrain(a, mesh), out | {"live_B": state["live_B"]})
+        lambda carry: (t + carry[0] < until) & carry[2]["live_B"].any(), step, (0, state, out))
+    return state, {name: constrain(a, mesh) for name, a in out.items()}
 
 # ---------------------------------------------------------------- generate
 def bucket(n):
@@ -648,14 +658,13 @@ def fewer_rows(live, now, weights, row):
     return fewer if (now - fewer) * row >= 0.1 * (weights + now * row) else now
 
 def prefilled(weights, tokens, pads, ids, group, put, *, cfg, layout, slots):
-    """The state of a wave after its prompts, of which a device runs some at a time: up to 4,096 tokens."""
-    state = start(put(pads[ids].ravel()), put(ids.ravel()), slots=slots, dtype=weights["norm_D"].dtype,
-                  cfg=cfg, layout=layout)
-    asked, n = ids[:, ::group], ids.shape[1] // group
-    some = max(i for i in range(1, n + 1) if n % i == 0 and (i == 1 or i * tokens.shape[1] <= 4096))
+    """The state of a wave after its prompts, of which a device runs some at a time: about 4,096 tokens."""
+    width, n = tokens.shape[1] * max(1, group // 8), ids.shape[1] // group  # copies take memory, too
+    state = start(B=ids.size, slots=slots, dtype=weights["norm_D"].dtype, cfg=cfg, layout=layout)
+    some = max(i for i in range(1, n + 1) if n % i == 0 and (i == 1 or i * width <= 4096))
     for i in range(0, n, some):
-        these = asked[:, i:i + some].ravel()
-        state = prefill(weights, state, put(tokens[these]), put(pads[these]), i * group, group=group, cfg=cfg,
+        asked = ids[:, ::group][:, i:i + some].ravel()
+        state = prefill(weights, state, put(tokens[asked]), put(pads[asked]), i * group, group=group, cfg=cfg,
                         layout=layout)
     return jax.block_until_ready(state)
 
@@ -673,33 +682,37 @@ def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, tempera
     pads = np.array([width - len(p) for p in prompts], np.int32)
     tokens, pads = multihost_utils.process_allgather((tokens, pads), tiled=True)  # of all processes
     B, dtype, fixed = len(pads), weights["norm_D"].dtype, dict(cfg=cfg, layout=layout)
-    (read, row), place = bytes_read(cfg, layout, dtype), NamedSharding(layout.mesh, P(layout.rows))
-    put = lambda a: jax.make_array_from_callback(a.shape, place, a.__getitem__)
+    (read, row), rows = bytes_read(cfg, layout, dtype), NamedSharding(layout.mesh, P(layout.rows))
+    put = lambda a: jax.make_array_from_callback(a.shape, rows, a.__getitem__)
     out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
            "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
     tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
     waves, group = plan_waves(
         B, row_shards(layout), group, at_once or rows_that_fit(cfg, layout, dtype, width + max_answer))
     for ids in waves:
+        state, live = None, ids >= 0  # the last wave's cache goes first
         for t in range(0, max_answer, stage):
-            until = min(t + stage, max_answer)
-            grown, now = min(bucket(width + until), width + max_answer), ids.shape[1]
+            until, now = min(t + stage, max_answer), ids.shape[1]
+            slots = min(bucket(width + until), width + max_answer)
+            fewer = fewer_rows(live.sum(1).max(), now, read, row * slots)
             if t == 0:
-                state = prefilled(weights, tokens, pads, ids, group, put, slots=grown, **fixed)
+                state = prefilled(weights, tokens, pads, ids, group, put, slots=slots, **fixed)
                 tell()
-            fewer = fewer_rows(live.sum(1).max(), now, read, row * grown) if t else now
-            if t and (grown, fewer) != (slots, now):
+            elif (slots, fewer) != (before, now):
                 index = np.argsort(~live, 1, kind="stable")[:, :fewer]
-                ids = np.take_along_axis(np.where(live, ids, -1), index, 1)
-                state = regrow(state, put(index.ravel()), layout=layout, slots=grown)
-            slots, real = grown, ids.ravel() >= 0
-            state, got = decode(weights, state, key, width, t, until, steps=min(stage, max_answer),
-                                temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
-            got, who = jax.device_get(got), ids.ravel()[real]
+                ids, live = (np.take_along_axis(a, index, 1) for a in (ids, live))
+                state, place = list(state), put(index.ravel())
+                for i in range(3):  # one after the other, so that less is held twice
+                    state[i] = regrow(state[i], place, layout=layout, slots=slots)
+            before, who = slots, ids.ravel()
+            state, got = decode(
+                weights, tuple(state), put(pads[who]), put(who), put(live.ravel()), key, width, t, until,
+                steps=min(stage, max_answer), temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
+            got, real = jax.device_get(got), who >= 0
             for name in ("tokens_BT", "logp_BT"):
-                out[name][who, t:until] = got[name][real, :until - t]
-            out["lengths_B"][who] += got["n_B"][real]
-            out["cut_B"][who] = got["live_B"][real]
+                out[name][who[real], t:until] = got[name][real, :until - t]
+            out["lengths_B"][who[real]] += got["n_B"][real]
+            out["cut_B"][who[real]] = got["live_B"][real]
             live = got["live_B"].reshape(ids.shape)
             tell()
             if not live.any():
@@ -761,7 +774,8 @@ def loop_traffic(hlo, layers):
             return written(comp, operands[0])
         return [size(comp, operands[1])] if op == "dynamic-update-slice" else [arrays(kind)[0][0]]
     def walk(comp):
-        total, moves = np.zeros(3), {"copy", "copy-start", "transpose", "reshape"}
+        total = np.zeros(3)
+        moves = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "convert"}
         free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
         for name, (kind, op, operands, calls, _) in comps[comp].items():
             types, inside = [arrays(comps[comp][o][0]) for o in operands], {op}
@@ -789,11 +803,11 @@ def check_loop(name, cfg, layout, args):
     place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, s))
     weights = nest({name: place(jax.ShapeDtypeStruct(shape, dtype), rollout_spec(name, layout))
                     for name, shape in shapes(cfg).items()})
-    rows = jax.ShapeDtypeStruct((args.batch,), jnp.int32)
-    state = jax.eval_shape(partial(start, slots=slots, dtype=dtype, **fixed), rows, rows)
-    state, key = jax.tree.map(place, state, state_specs(layout)), jax.eval_shape(jax.random.key, 0)
-    program = decode.lower(weights, state, key, args.prompt, 0, 1, steps=128, temperature=1.0,
-                           top_k=0, top_p=1.0, **fixed).compile()
+    state = jax.eval_shape(partial(start, B=args.batch, slots=slots, dtype=dtype, **fixed))
+    rows = [place(jax.ShapeDtypeStruct((args.batch,), kind), P(layout.rows)) for kind in ("i4", "i4", "?")]
+    program = decode.lower(
+        weights, tuple(map(place, state, state_specs(layout))), *rows, jax.eval_shape(jax.random.key, 0),
+        args.prompt, 0, 1, steps=128, temperature=1.0, top_k=0, top_p=1.0, **fixed).compile()
     read, row = bytes_read(cfg, layout, dtype)
     cache = row * slots * args.batch // row_shards(layout)
     least, (n, moved, copied) = read + cache, loop_traffic(program.as_text(), cfg.L)
@@ -862,6 +876,9 @@ def benchmark(argv=None):
         if absent:
             from kernel import tpu_devices
         devices = np.array(tpu_devices(absent) if absent else jax.devices()).reshape(1, -1, 1)
+        if kind not in ("auto", *LAYOUTS) or args.batch % args.npq or args.batch % devices.size:
+            parser.error(f"--layout is one of auto, {', '.join(LAYOUTS)}; --npq {args.npq} and {devices.size}"
+                         f" devices must divide --batch {args.batch}")
         layout, why = rollout_layout(kind, cfg, Mesh(devices, ("dp", "fsdp", "tp")), args.dtype)
         print(f"{name} on {absent or devices[0, 0, 0].device_kind}: {why}", flush=True)
         text = (check_loop if absent else measure)(name, dataclasses.replace(cfg, stop_ids=()), layout, args)

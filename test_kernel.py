@@ -151,6 +151,9 @@ def generate(params, cfg, prompts, max_answer, on=None, kind="replicated", seed=
     """model.generate in float32, with the weights in the layout that it wants."""
     layout, _ = model.rollout_layout(kind, cfg, on or mesh(), "float32")
     weights = model.to_rollout(params, layout, "float32")
+    for name, a in model.flatten(weights).items():
+        wanted = NamedSharding(layout.mesh, model.rollout_spec(name, layout))
+        assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
     return model.generate(
         weights, cfg, layout, prompts, jax.random.key(seed), max_answer=max_answer, **options)
 
@@ -426,17 +429,19 @@ def test_rollouts_equal_uncached_forward():
     cfg, seed = dataclasses.replace(TIED, V=208, stop_ids=tuple(range(0, 60, 3))), 11
     prompts = [p for p in random_prompts(cfg, (5, 3, 8, 1, 2, 6, 4, 7)) for _ in range(4)]
     want, live, logps = uncached_answers(random_params(cfg, mesh()), cfg, prompts, 24, jax.random.key(seed))
-    errors, looks, dropped = {}, set(), 0
+    errors, looks, slots, dropped = {}, set(), set(), 0
     for dims, kind, options in (
             ((1, 1, 1), "replicated", dict(stage=8)), ((1, 1, 1), "replicated", dict(stage=6, at_once=12)),
-            ((1, 8, 1), "replicated", {}), ((2, 2, 2), "fsdp", {}), ((1, 8, 1), "tp", dict(stage=8)),
+            ((1, 8, 1), "replicated", {}), ((2, 2, 2), "fsdp", {}), ((2, 4, 1), "tp", dict(stage=8)),
             ((2, 2, 2), "tp", dict(at_once=4)), ((1, 8, 1), "fsdp", dict(stage=8, at_once=2)),
             ((2, 4, 1), "maxtext", dict(stage=8, at_once=9)), ((1, 8, 1), "auto", dict(group=1, at_once=3))):
         on, heard = mesh(*dims), []
         with mock.patch.object(model, "regrow", wraps=model.regrow) as regrow:
             out = generate(random_params(cfg, on), cfg, prompts, 24, on, kind, seed,
                            progress=lambda *a: heard.append(a), **{"group": 4} | options)
-        dropped += sum(len(c.args[0]["row_B"]) > len(c.args[1]) for c in regrow.call_args_list)
+        for (a, index), how in regrow.call_args_list:
+            slots.add(how["slots"])
+            dropped += a.ndim == 2 and len(a) > len(index)
         looks.add(len(heard))
         for i, row in enumerate(want):
             n = out["lengths_B"][i]
@@ -444,8 +449,21 @@ def test_rollouts_equal_uncached_forward():
             assert n == len(row) and out["cut_B"][i] == live[i] and not out["logp_BT"][i, n:].any()
             errors[dims, kind, i] = abs(out["logp_BT"][i, :n] - logps[i]).max()
         assert heard[-1] == (len(live) - sum(live), sum(map(len, want))), heard
-    assert dropped > 3 and len(looks) > 3, (dropped, looks)
+    assert dropped > 3 and len(looks) > 3 and {24, 32} <= slots, (dropped, looks, slots)
     check_errors(errors, 1e-4, f"{sum(map(len, want))} tokens equal 9 times, rows went {dropped} times, logp")
+
+def test_decode_works_in_place_and_ends():
+    """A cache that goes in is gone; after the token that ends all rows, no more slots are written."""
+    cfg, olds, states = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V))), [], []
+    def watched(weights, state, *args, decode=model.decode, **options):
+        states[:], got = decode(weights, state, *args, **options)
+        olds.extend(state)
+        return tuple(states), got
+    with mock.patch.object(model, "decode", watched):
+        out = generate(random_params(cfg, mesh()), cfg, random_prompts(cfg, (4, 4)), 24, at_once=1, stage=9)
+    assert len(olds) == 6 and all(a.is_deleted() for a in olds), "a copy is made"
+    assert (out["lengths_B"] == 1).all() and not out["cut_B"].any()
+    assert_array_equal(jnp.abs(states[0]).max((0, 1, 2, 4)) > 0, np.arange(16) < 5)  # [L, B, K, S, H]
 
 def test_rollout_plans():
     """Layouts by size and memory; rows at once by free memory; when a smaller batch pays."""

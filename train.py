@@ -660,9 +660,9 @@ def set_up(argv):
     check(end is not None, f"{directory}/tokenizer.json has no <|im_end|>: not the tokenizer of a Qwen2")
     check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
     layout, why = model.rollout_layout(cfg.rollout_sharding, shape, mesh, cfg.dtype)
-    check(cfg.rollout_sharding != "tp" or layout.mesh.shape["tp"] > 1, f"rollout_sharding = tp finds nothing "
-          f"that divides {jax.local_device_count()} local devices, {shape.K} key/value heads and {shape.V} "
-          "tokens; try --rollout_sharding auto")
+    check(cfg.rollout_sharding != "tp" or layout.mesh.shape["tp"] > 1, "rollout_sharding = tp finds "
+          f"nothing that divides {jax.local_device_count()} local devices, {shape.K} key/value heads, feed-forward "
+          f"size {shape.F} and vocabulary {shape.V}; try --rollout_sharding auto")
     say(f"rollout: {why}")
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
     rows = with_prompts(cfg.data, False, tokenizer, cfg)
