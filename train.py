@@ -661,8 +661,8 @@ def set_up(argv):
     check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
     layout, why = model.rollout_layout(cfg.rollout_sharding, shape, mesh, cfg.dtype)
     check(cfg.rollout_sharding != "tp" or layout.mesh.shape["tp"] > 1, "rollout_sharding = tp finds "
-          f"nothing that divides {jax.local_device_count()} local devices, {shape.K} key/value heads, feed-forward "
-          f"size {shape.F} and vocabulary {shape.V}; try --rollout_sharding auto")
+          f"nothing that divides {jax.local_device_count()} local devices, {shape.K} key/value heads, "
+          f"feed-forward size {shape.F} and vocabulary {shape.V}; try --rollout_sharding auto")
     say(f"rollout: {why}")
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
     rows = with_prompts(cfg.data, False, tokenizer, cfg)
