@@ -1191,7 +1191,7 @@ def test_train_uses_every_flag():
 
 def test_train_readme_names_what_exists():
     text = (HERE / "README.md").read_text(encoding="utf-8")
-    fields = {f.name for f in dataclasses.fields(train.Config)} | {*kernel.FLAGS}
+    fields = {f.name for f in dataclasses.fields(train.Config)} | {*kernel.FLAGS, *model.FLAGS}
     named = partial(re.findall, r"(?<![\w-])--([a-z][\w-]*)")
     flags = {*named(text)} - {*named((HERE / "launch.sh").read_text()), "help", "location", "recursive"}
     assert flags and flags <= fields, f"no such flags: {flags - fields}"
