@@ -568,7 +568,8 @@ def open_run(cfg):
               f"{'; '.join(changed[:3])}; choose another --out, or --resume force to go on with it")
     steps = everywhere(np.array([0] * 99 + model.saved_steps(cfg.out))[-99:]).tolist()
     done = max(set.intersection(*map(set, steps)), default=0)  # the newest that every process can load
-    if os.path.isdir(f"{cfg.out}/final") and done >= cfg.sft_steps + cfg.steps:
+    written = everywhere(os.path.isdir(f"{cfg.out}/final"))[0]  # by process 0; another's disk may be its own
+    if written and done >= cfg.sft_steps + cfg.steps:
         say(f"{cfg.out} is finished: {done} steps; see {cfg.out}/final and {cfg.out}/metrics.jsonl")
         raise SystemExit(0)
     return done
