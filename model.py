@@ -28,6 +28,10 @@ ROWS = ("dp", "fsdp")  # the mesh axes that share out the rows of a batch
 class CheckpointError(Exception):
     """A model directory that cannot be used: the message names the file, what it has and what it should."""
 
+def everywhere(value):
+    """What each process has, stacked: [processes, ...]; every process must call."""
+    return np.asarray(multihost_utils.process_allgather(np.asarray(value))).reshape(-1, *np.shape(value))
+
 # ---------------------------------------------------------------- config
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -158,9 +162,9 @@ def flatten(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): a
             for path, a in jax.tree_util.tree_leaves_with_path(tree)}
 
-def shardings(cfg, mesh, fsdp=True):
+def shardings(cfg, mesh):
     """NamedSharding of every parameter, as a nested dict."""
-    return nest({name: NamedSharding(mesh, spec(name, fsdp)) for name in shapes(cfg)})
+    return nest({name: NamedSharding(mesh, spec(name)) for name in shapes(cfg)})
 
 def write_random(directory, config, seed):
     """Write config.json and random weights (normal, of `initializer_range`) as a Hugging Face directory."""
@@ -412,7 +416,7 @@ def rollout_layout(kind, cfg, mesh, dtype):
     t = max(t for t in range(1, host + 1) if not (host % t or cfg.K % t or cfg.F % t or cfg.V % t))
     gib, why = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30, "as asked"
     memory = min(device_memory(d) for d in mesh.devices.flat if d.process_index == jax.process_index())
-    memory = float(np.min(multihost_utils.process_allgather(np.float32(memory))))  # all choose the same
+    memory = everywhere(np.float32(memory)).min()  # all choose the same
     if kind == "auto":
         kind = "replicated" if gib <= memory / 4 else "tp" if t > 1 and gib / t <= memory / 2 else "fsdp"
         why = f"a device has {memory:.0f} GiB" if math.isfinite(memory) else "memory is not known"
@@ -636,7 +640,7 @@ def rows_that_fit(cfg, layout, dtype, slots):
     logits, and the one from which the last cache grew, of up to 3/4 its size."""
     stats = [d.memory_stats() or {} for d in layout.mesh.local_devices]
     free = min(s.get("bytes_limit", math.inf) - s.get("bytes_in_use", 0) for s in stats)
-    free = float(np.min(multihost_utils.process_allgather(np.float32(free))))
+    free = float(everywhere(np.float32(free)).min())
     return max(1, int(min(2 ** 30, 0.5 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
 
 def plan_waves(B, shards, group, at_once):
@@ -677,10 +681,10 @@ def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, tempera
     stop token included; cut_B, no stop token came; logp_BT float32, each token's log-prob under what it was
     drawn from, temperature, truncation included. After a prefill and every `stage` tokens `progress` hears
     how many rows are done and of how many tokens; these may go. at_once: rows a device; 0 = what fits."""
-    width = bucket(int(np.max(multihost_utils.process_allgather(np.int32(max(map(len, prompts)))))))
+    width = bucket(int(everywhere(max(map(len, prompts))).max()))
     tokens = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
     pads = np.array([width - len(p) for p in prompts], np.int32)
-    tokens, pads = multihost_utils.process_allgather((tokens, pads), tiled=True)  # of all processes
+    tokens, pads = everywhere(tokens).reshape(-1, width), everywhere(pads).ravel()
     B, dtype, fixed = len(pads), weights["norm_D"].dtype, dict(cfg=cfg, layout=layout)
     (read, row), rows = bytes_read(cfg, layout, dtype), NamedSharding(layout.mesh, P(layout.rows))
     put = lambda a: jax.make_array_from_callback(a.shape, rows, a.__getitem__)

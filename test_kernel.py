@@ -452,6 +452,14 @@ def test_rollouts_equal_uncached_forward():
     assert dropped > 3 and len(looks) > 3 and {24, 32} <= slots, (dropped, looks, slots)
     check_errors(errors, 1e-4, f"{sum(map(len, want))} tokens equal 9 times, rows went {dropped} times, logp")
 
+def test_greedy_answers_equal_on_meshes():
+    cfg, prompts = dataclasses.replace(TIED, V=208), random_prompts(TIED, (5, 3, 8, 8, 1, 2, 4, 7))
+    one, *many = (generate(random_params(cfg, on), cfg, prompts, 24, on, kind, temperature=0.0)
+                  for on, kind in ((mesh(), "auto"), (mesh(2, 2, 2), "replicated"), (mesh(2, 2, 2), "tp")))
+    for other in many:
+        assert_allclose(one["logp_BT"], other.pop("logp_BT"), rtol=0, atol=1e-4)
+        assert all((one[k] == a).all() for k, a in other.items())
+
 def test_decode_works_in_place_and_ends():
     """A cache that goes in is gone; after the token that ends all rows, no more slots are written."""
     cfg, olds, states = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V))), [], []

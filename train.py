@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import kernel, model
+from model import LAYOUTS, everywhere
 
 # ---------------------------------------------------------------- Config: every flag of the program
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Config:
     max_prompt: int = 512        # longer prompts, template included, are skipped
     max_answer: int = 512        # longer answers are cut, and a cut answer scores 0
     temperature: float = 1.0     # of sampling; the loss divides its logits by the same number
-    rollout_sharding: Literal["auto", "replicated", "tp", "fsdp", "maxtext"] = "auto"  # of weights meanwhile
+    rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # where the weights lie meanwhile
     # the update
     lr: float = 1e-6             # learning rate of GRPO
     sft_lr: float = 1e-5         # learning rate of the supervised steps
@@ -328,10 +328,6 @@ def connect(cfg):
     want = cfg.require_processes or found[0], cfg.require_devices or found[1]
     check(found == want, "jax.process_count() = {} with {} devices, expected {} with {}: was only worker 0 "
           "started? `bash launch.sh TYPE` starts all".format(*found, *want))
-
-def everywhere(value):
-    """What each process has, stacked: [processes, ...]; every process must call."""
-    return np.asarray(multihost_utils.process_allgather(np.asarray(value))).reshape(-1, *np.shape(value))
 
 def commit():
     """The commit this is, and whether files differ from it; launch.sh tells it where it sent the files."""
