@@ -277,9 +277,15 @@ def one_device(settings, h_nD, head_Vd, y_n, vectors):
         dh_cD = jax.lax.psum_scatter(dh_CD, SHARDS, tiled=True)
         return dW_VD, (logp_c, entropy_c, loss_c, dh_cD.astype(h_cD.dtype))
     split = lambda a: jnp.pad(a, ((0, -n % c),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, c, *a.shape[1:])
-    first = (jnp.arange(-(-n // c)) == 0).astype(jnp.int32)
+    args = jax.tree.map(split, (h_nD, y_n, vectors))
+    def body(i, carry):
+        dW_VD, new = chunk(carry[0], ((i == 0).astype(jnp.int32), *jax.tree.map(lambda a: a[i], args)))
+        return dW_VD, tuple(a.at[i].set(b) for a, b in zip(carry[1], new))
     dW_VD = jax.lax.empty((share, D), jnp.float32) if terms is not None else None
-    dW_VD, out = jax.lax.scan(chunk, dW_VD, (first, *jax.tree.map(split, (h_nD, y_n, vectors))))
+    of_tokens = [jnp.zeros_like(args[2]["weight"])] * (2 if terms is None else 3)
+    out = (*of_tokens, *[jnp.zeros_like(args[0])] * (terms is not None))
+    last = jax.lax.pmax(jnp.max(jnp.where(vectors["weight"] > 0, jnp.arange(n), 0)), SHARDS)
+    dW_VD, out = jax.lax.fori_loop(0, last // c + 1, body, (dW_VD, out))  # empty rows lie at the end
     out = tuple(a.reshape(-1, *a.shape[2:])[:n] for a in out)
     return out if terms is None else (*out, rows_to_columns(dW_VD, shards)[:V])
 
@@ -346,9 +352,10 @@ def grpo_loss(hidden_ND, head_VD, targets_N, vectors, mesh, *, temperature=1., i
         tokens = stats | {"logp": logp_N, "entropy": entropy_N}
         return loss, {k: jnp.where(vectors["weight"] > 0, a, 0.0) for k, a in tokens.items()}
 
-def score(hidden_ND, head_VD, targets_N, mesh, *, temperature=1., impl="jax", blocks=None):
-    """-> (logp [N], entropy [N]) of the targets: one GEMM, no gradients. Arguments as in `grpo_loss`."""
-    inputs = *jax.lax.stop_gradient((hidden_ND, head_VD)), targets_N, {"weight": jnp.ones(len(targets_N))}
+def score(hidden_ND, head_VD, targets_N, weight_N, mesh, *, temperature=1., impl="jax", blocks=None):
+    """-> (logp [N], entropy [N]) of the targets that have a weight, without meaning of the others: one GEMM,
+    no gradients. Arguments as in `grpo_loss`."""
+    inputs = *jax.lax.stop_gradient((hidden_ND, head_VD)), targets_N, {"weight": weight_N}
     return loss_and_gradients(Settings(mesh, None, False, temperature, impl, blocks), *inputs)
 
 # ---------------------------------------------------------------- benchmark

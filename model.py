@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout as DeviceLayout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-ROWS = ("dp", "fsdp")  # the mesh axes that share out the rows of a batch
+AXES = ("dp", "fsdp", "tp")  # of a mesh
+ROWS = ("dp", "fsdp")  # those that share out the rows of a batch
 
 class CheckpointError(Exception):
     """A model directory that cannot be used: the message names the file, what it has and what it should."""
@@ -342,70 +344,224 @@ def rope_tables(positions_BT, cfg):
     angle = positions_BT[:, None, :, None].astype(jnp.float32) * inverse
     return jnp.cos(angle), jnp.sin(angle)
 
-def rotate(x, rope, dtype):
+def rotate(x, rope):
     """Rotate the pairs (i, i + H/2) of float32 [B, heads, T, H]."""
     (cos, sin), (a, b) = rope, jnp.split(x, 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(dtype)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order="BKSH"):
     """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees; order:
-    of the dimensions of keys and values."""
+    of the dimensions of keys and values. Queries come scaled."""
     B, N, T, H = q_BNTH.shape
     q_BKGTH = q_BNTH.reshape(B, k_BKSH.shape[order.index("K")], -1, T, H)
-    scores = matmul(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH) * H ** -0.5
+    scores = matmul(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH)
     probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1)
     out = matmul(f"BKGTS,{order}->BKGTH", probs.astype(v_BKSH.dtype), v_BKSH)
     return out.reshape(B, N, T, H)
 
-def layer(cfg, x_BTD, w, rope, attend):
-    """One transformer layer -> (x_BTD, extra); attend(q, k, v) -> ([B,N,T,H], extra) is what queries see."""
-    dtype = x_BTD.dtype
-    h = rms_norm(x_BTD, w["attn_norm_LD"], cfg.rms_eps)
+def layer(cfg, x_BTD, w, rope, attend, enter=lambda h: h, leave=lambda y: y):
+    """One transformer layer -> (x_BTD, extra); attend(q, k, v) -> ([B,N,T,H], extra) is what queries see.
+    enter, leave: around what a device has a part of the heads and of F for."""
+    dtype, kept = x_BTD.dtype, lambda a: checkpoint_name(a.astype(x_BTD.dtype), "dot")
+    h = enter(rms_norm(x_BTD, w["attn_norm_LD"], cfg.rms_eps))
     q = matmul("BTD,DNH->BNTH", h, w["wq_LDNH"]) + w["bq_LNH"][:, None]
     k = matmul("BTD,DKH->BKTH", h, w["wk_LDKH"]) + w["bk_LKH"][:, None]
     v = matmul("BTD,DKH->BKTH", h, w["wv_LDKH"]) + w["bv_LKH"][:, None]
-    out, extra = attend(rotate(q, rope, dtype), rotate(k, rope, dtype), v.astype(dtype))
-    x_BTD = x_BTD + matmul("BNTH,NHD->BTD", out.astype(dtype), w["wo_LNHD"]).astype(dtype)
-    h = rms_norm(x_BTD, w["mlp_norm_LD"], cfg.rms_eps)
-    gated = jax.nn.silu(matmul("BTD,DF->BTF", h, w["w_gate_LDF"])) * matmul("BTD,DF->BTF", h, w["w_up_LDF"])
-    return x_BTD + matmul("BTF,FD->BTD", gated.astype(dtype), w["w_down_LFD"]).astype(dtype), extra
+    q = q * cfg.H ** -0.5
+    out, extra = attend(kept(rotate(q, rope)), kept(rotate(k, rope)), kept(v))
+    x_BTD = kept(x_BTD + leave(matmul("BNTH,NHD->BTD", kept(out), w["wo_LNHD"])).astype(dtype))
+    h = enter(rms_norm(x_BTD, w["mlp_norm_LD"], cfg.rms_eps))
+    gate, up = kept(matmul("BTD,DF->BTF", h, w["w_gate_LDF"])), kept(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
+    return x_BTD + leave(matmul("BTF,FD->BTD", jax.nn.silu(gate) * up, w["w_down_LFD"])).astype(dtype), extra
+
+def flops(cfg, lengths):
+    """Of a forward and backward over whole sequences, recomputation not counted: 6 a parameter and token, and
+    12 a layer, head dimension and pair of tokens, of which one sees the other (arXiv 2204.02311, appendix B)."""
+    parameters = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # an embedding that is no head only looks up
+    return float(sum(6 * parameters * n + 6 * cfg.L * cfg.N * cfg.H * n * (n + 1) for n in lengths))
 
 def head(params):
     """The LM head [V, D]: its own, or the tied embedding."""
     return params.get("head_VD", params["embed_VD"])
 
-def forward(params, cfg, mesh, tokens_BT, positions_BT, segments_BT, dtype):
-    """The training forward: hidden states after the last norm, [B, T, D] in `dtype`; times `head`: logits.
-    A token sees the tokens at or before it in its row that have its segment id. Each layer is recomputed in
-    the backward (remat): what stays in memory is [L, B, T, D]."""
-    with jax.named_scope("embed"):  # each device looks up its slice of D for all rows: no table is gathered
-        tokens = constrain(tokens_BT, mesh, "dp", None)
-        x = constrain(params["embed_VD"][tokens], mesh, "dp", None, ("fsdp", "tp"))
-        x = constrain(x.astype(dtype), mesh, ROWS)
-    rope = rope_tables(positions_BT, cfg)
-    mask = (segments_BT[:, :, None] == segments_BT[:, None]) & jnp.tri(tokens_BT.shape[1], dtype=bool)
-    @jax.checkpoint
-    def body(x, w):  # FSDP: a layer's weights are cast, then gathered over fsdp, as it runs
-        w = {name: constrain(a.astype(dtype), mesh, *spec(name, fsdp=False)[1:]) for name, a in w.items()}
-        x, _ = layer(cfg, x, w, rope, lambda q, k, v: (attention(q, k, v, mask), None))
-        return constrain(x, mesh, ROWS), None
-    with jax.named_scope("layers"):
-        x, _ = jax.lax.scan(body, x, params["layers"])
-    return constrain(rms_norm(x, params["norm_D"].astype(dtype), cfg.rms_eps), mesh, ROWS)
+# ---------------------------------------------------------------- the training forward, and the way back
+ATTENTION = "splash", "cudnn", "blockwise"
+REMAT = {  # what of a layer is kept for the way back, beside its input; all else is computed again
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names("dot"),
+    "none": jax.checkpoint_policies.save_anything_except_these_names("weight")}
+TOKENS_AT_ONCE = 2048  # of a device, in a layer: wide matrix products, while what lies between them stays small
+How = namedtuple("How", "dtype attention remat", defaults=["blockwise", "full"])
+
+def see(q_BNTH, k_BKTH, v_BKTH, segments_BT, impl, platform):
+    """Causal attention within segments -> [B, N, T, H]; queries come scaled. splash: on TPUs (elsewhere its
+    interpretation); cudnn: on GPUs; blockwise: anywhere, 512 queries after another."""
+    T, N = q_BNTH.shape[2], q_BNTH.shape[1]
+    if impl == "splash":
+        from jax.experimental.pallas.ops.tpu.splash_attention import (
+            splash_attention_kernel as splash, splash_attention_mask as masks)
+        block = min(512, -(-T // 128) * 128)
+        pad = lambda a, axis, fill: jnp.pad(
+            a, [(0, -T % block * (i == axis)) for i in range(a.ndim)], constant_values=fill)
+        q, k, v = (pad(a, 2, 0) for a in (q_BNTH, k_BKTH, v_BKTH))
+        sizes = {f"block_{name}": block for name in "q kv kv_compute q_dkv kv_dkv kv_dkv_compute".split()}
+        attend = splash.make_splash_mha(
+            masks.MultiHeadMask([masks.CausalMask((q.shape[2],) * 2)] * N), head_shards=1, q_seq_shards=1,
+            block_sizes=splash.BlockSizes(**sizes, use_fused_bwd_kernel=True), interpret=platform != "tpu")
+        one = lambda q, k, v, s: attend(q, k, v, splash.SegmentIds(s, s))
+        return jax.vmap(one)(q, k, v, pad(segments_BT, 1, -1))[:, :, :T]
+    mask = lambda a, b: ((segments_BT[:, a:b, None] == segments_BT[:, None, :b])
+                         & (jnp.arange(a, b)[:, None] >= jnp.arange(b)))
+    if impl == "cudnn":
+        q, k, v = (a.transpose(0, 2, 1, 3) for a in (q_BNTH, k_BKTH, v_BKTH))
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask(0, T)[:, None], scale=1.0, implementation=impl)
+        return out.transpose(0, 2, 1, 3)
+    block = jax.checkpoint(lambda a, b: attention(q_BNTH[:, :, a:b], k_BKTH[:, :, :b], v_BKTH[:, :, :b],
+                                                  mask(a, b)), static_argnums=(0, 1))
+    return jnp.concatenate([block(a, min(a + 512, T)) for a in range(0, T, 512)], 2)
+
+# What follows runs in a shard_map: on this device's rows, with its shards of the weights.
+@jax.custom_vjp
+def enter(h):
+    """Before what tp splits: on the way back, the devices' parts of the gradient are summed (Megatron's f)."""
+    return h
+enter.defvjp(lambda h: (h, None), lambda _, g: (jax.lax.psum(g, "tp"),))
+
+@jax.custom_vjp
+def leave(y):
+    """After it: the devices' parts are summed (Megatron's g)."""
+    return jax.lax.psum(y, "tp")
+leave.defvjp(lambda y: (leave(y), None), lambda _, g: (g,))
+
+def split_over_fsdp(name, w):
+    """The dimension of a layer's weight that is, or None."""
+    return [*spec(f"layers/{name}")[1:], "fsdp"].index("fsdp") if "fsdp" in spec(f"layers/{name}") else None
+
+def gather(w, dtype):
+    """A layer's weights, rounded and whole over fsdp, yet float32, that their gradients add up so."""
+    whole = lambda a, axis: a if axis is None else jax.lax.all_gather(a, "fsdp", axis=axis, tiled=True)
+    with jax.named_scope("gather"):
+        return {name: whole(a.astype(dtype), split_over_fsdp(name, a)).astype(jnp.float32) for name, a in w.items()}
+
+def scatter(dw):
+    """Their gradients, summed over all rows, into shards."""
+    def part(g, axis):
+        return jax.lax.psum(g, ROWS) if axis is None else jax.lax.psum(
+            jax.lax.psum_scatter(g, "fsdp", scatter_dimension=axis, tiled=True), "dp")
+    with jax.named_scope("scatter"):
+        return {name: part(g, split_over_fsdp(name, g)) for name, g in dw.items()}
+
+def some_rows(x, w, positions, segments, cfg, how, platform):
+    """A layer."""
+    w = {name: checkpoint_name(a.astype(how.dtype), "weight") for name, a in w.items()}
+    attend = lambda q, k, v: (see(q, k, v, segments, how.attention, platform), None)
+    return layer(cfg, x, w, rope_tables(positions, cfg), attend, enter, leave)[0]
+
+def look_up(embed_Vd, tokens_BT, dtype):
+    """Each device looks up its slice of D for all rows over fsdp: no table is gathered."""
+    x = embed_Vd[jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)].astype(dtype)
+    x = jax.lax.all_gather(x, "tp", axis=2, tiled=True)
+    return jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+
+def look_up_back(grad_Vd, tokens_BT, dx_BTD):
+    dx, d = jax.lax.all_to_all(dx_BTD, "fsdp", split_axis=2, concat_axis=0, tiled=True), grad_Vd.shape[1]
+    dx = jax.lax.dynamic_slice_in_dim(dx, jax.lax.axis_index("tp") * d, d, 2).astype(jnp.float32)
+    tokens = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
+    return grad_Vd + jax.lax.psum(jnp.zeros_like(grad_Vd).at[tokens].add(dx), "dp")
+
+def rows_at_once(B, T):
+    """Of B rows; they are few enough that of empty ones few are computed."""
+    return max(1, min(TOKENS_AT_ONCE // T, B // 8))
+
+def forward(params, cfg, mesh, rows, how):
+    """The training forward -> (hidden states after the last norm, [B, T, D]; times `head`: logits; back).
+    rows: tokens, positions, segments [B, T]; a token sees those at or before it in its row and segment.
+    rows["filled"], int32 [dp * fsdp]: how many of its rows a device computes, the first; 
+    Of a layer [B, T, D] stays in memory, and what
+    how.remat keeps; all else is computed again, some rows at a time. back(grads, d_hidden [B, T, D]): adds
+    to grads, float32 like the parameters, in place."""
+    inner, P_rows = ("embed_VD", "norm_D", "layers"), P(ROWS)
+    mine, places = ({k: tree[k] for k in inner} for tree in (params, jax.tree.map(lambda s: s.spec, shardings(cfg, mesh))))
+    packed = tuple(rows[k] for k in ("filled", "tokens", "positions", "segments"))
+    norm = lambda x, scale: rms_norm(x, scale.astype(how.dtype), cfg.rms_eps)
+    run = jax.checkpoint(partial(some_rows, cfg=cfg, how=how, platform=mesh.devices.flat[0].platform), policy=REMAT[how.remat])
+    def parts(a):  # what is computed together
+        at_once = rows_at_once(*a.shape[:2])
+        a = jnp.pad(a, [(0, -len(a) % at_once)] + [(0, 0)] * (a.ndim - 1))
+        return a.reshape(-1, at_once, *a.shape[1:])
+    loop = lambda filled, at_once, body, init: jax.lax.fori_loop(0, -(-filled[0] // at_once), body, init)
+    take = lambda tree, i: jax.tree.map(lambda a: a[i], tree)
+    put = lambda tree, new, i: jax.tree.map(lambda a, b: a.at[i].set(b), tree, new)
+    def vjp(x, w, *where):
+        nonlocal tree
+        y, pull = jax.vjp(run, x, w, *where)
+        pull.args_res[:] = [None] * len(pull.args_res)  # they are at hand
+        kept, tree = jax.tree.flatten(pull)
+        return y, kept
+    def up(mine, filled, tokens, *where):
+        where = tuple(map(parts, where))
+        def one_layer(x, w):
+            w = gather(w, how.dtype)
+            def some(i, carry):
+                x, kept = carry
+                y, new = vjp(x[i], w, *take(where, i))
+                return x.at[i].set(y), put(kept, new, i)
+            kept = jax.eval_shape(lambda: vjp(x[0], w, *take(where, 0))[1])
+            kept = jax.tree.map(lambda a: jax.lax.empty((len(x), *a.shape), a.dtype), kept)
+            new, kept = loop(filled, x.shape[1], some, (x, kept))
+            return new, [x, *kept]
+        with jax.named_scope("embed"):
+            x = parts(look_up(mine["embed_VD"], tokens, how.dtype))
+        with jax.named_scope("layers"):
+            x, kept = jax.lax.scan(one_layer, x, mine["layers"])
+        return norm(x.reshape(-1, *x.shape[2:])[:len(tokens)], mine["norm_D"]), [x, *kept]
+    def down(grads, mine, kept, dx, filled, tokens, *where):
+        where, (x, *kept) = tuple(map(parts, where)), kept
+        def one_layer(carry, xs):
+            (dx, grads), ((x, *kept), w, number) = carry, xs
+            w = gather(w, how.dtype)
+            def some(i, carry):
+                (dx, dw), pull = carry, jax.tree.unflatten(tree, take(kept, i))
+                pull.args_res[:] = [x[i], *jax.tree.leaves(w), *take(where, i)]
+                d, more, *_ = pull(dx[i])
+                return dx.at[i].set(d), jax.tree.map(jnp.add, dw, more)
+            dx, dw = loop(filled, dx.shape[1], some, (dx, jax.tree.map(jnp.zeros_like, w)))
+            dw = scatter(dw)
+            return (dx, {name: g.at[number].add(dw[name]) for name, g in grads.items()}), None
+        dx, d_norm = jax.vjp(norm, x, mine["norm_D"])[1](parts(dx))
+        with jax.named_scope("layers_back"):
+            xs = kept, mine["layers"], jnp.arange(cfg.L)
+            (dx, layers), _ = jax.lax.scan(one_layer, (dx, grads["layers"]), xs, reverse=True)
+        with jax.named_scope("embed_back"):
+            embed = look_up_back(grads["embed_VD"], tokens, dx.reshape(-1, *dx.shape[2:])[:len(tokens)])
+        return {"embed_VD": embed, "norm_D": grads["norm_D"] + jax.lax.psum(d_norm, ROWS), "layers": layers}
+    tree, on = None, partial(jax.shard_map, mesh=mesh, check_vma=False)
+    hidden, kept = on(up, in_specs=(places, *[P_rows] * 4), out_specs=(P_rows, P(AXES)))(mine, *packed)
+    def back(grads, d_hidden):
+        run = on(down, in_specs=(places, places, P(AXES), *[P_rows] * 5), out_specs=places)
+        return grads | run({k: grads[k] for k in inner}, mine, kept, d_hidden, *packed)
+    return hidden, back
 
 # ---------------------------------------------------------------- the layout of a rollout
 # mesh: the training mesh's devices, regrouped; rows: the axes that share out the rows; order: of a cache
 Layout = namedtuple("Layout", "kind mesh rows order")
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
-CHIPS = {"TPU v4": (31, 1.2e12), "TPU v5 lite": (15.7, 8.2e11), "TPU v5": (95, 2.77e12),
-         "TPU v6 lite": (31.2, 1.64e12)}  # GiB of memory, bytes a second: of devices that are not here
+Chip = namedtuple("Chip", "gib bandwidth flops")  # of memory, its bytes a second, bfloat16 operations a second
+CHIPS = {"TPU v4": Chip(31, 1.2e12, 275e12), "TPU v5 lite": Chip(15.7, 8.2e11, 197e12),
+         "TPU v5": Chip(95, 2.77e12, 459e12), "TPU v6 lite": Chip(31.2, 1.64e12, 918e12),
+         "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12), "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12),
+         "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12)}
+
+def chip(device):
+    """The Chip of a device, by the start of its device_kind; where that is not known: inf, 0, 0."""
+    return next((c for kind, c in CHIPS.items() if device.device_kind.startswith(kind)), Chip(math.inf, 0, 0))
 
 def device_memory(device):
     """GiB; inf where that is not known."""
     try:
         return (device.memory_stats() or {})["bytes_limit"] / 2 ** 30
     except (KeyError, jax.errors.JaxRuntimeError):
-        return CHIPS.get(device.device_kind, [math.inf])[0]
+        return chip(device).gib
 
 def rollout_layout(kind, cfg, mesh, dtype):
     """-> (Layout, why). replicated: whole weights on each device; tp: split by key/value heads within a host;
@@ -635,13 +791,16 @@ def bytes_read(cfg, layout, dtype):
 def row_shards(layout):
     return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
 
-def rows_that_fit(cfg, layout, dtype, slots):
-    """Rows that a device decodes at once: their cache takes half of its free memory; the rest is for prompts,
+def rows_that_fit(cfg, layout, dtype, slots, free):
+    """Rows that a device decodes at once: their cache takes half of its free bytes; the rest is for prompts,
     logits, and the one from which the last cache grew, of up to 3/4 its size."""
+    return max(1, int(min(2 ** 30, 0.5 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
+
+def free_memory(layout):
+    """Bytes, of the device that has least."""
     stats = [d.memory_stats() or {} for d in layout.mesh.local_devices]
     free = min(s.get("bytes_limit", math.inf) - s.get("bytes_in_use", 0) for s in stats)
-    free = float(everywhere(np.float32(free)).min())
-    return max(1, int(min(2 ** 30, 0.5 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
+    return float(everywhere(np.float32(free)).min())
 
 def plan_waves(B, shards, group, at_once):
     """-> (numbers of each wave's rows, [shards, rows of a device], -1: none; how many alike stand together).
@@ -672,6 +831,18 @@ def prefilled(weights, tokens, pads, ids, group, put, *, cfg, layout, slots):
                         layout=layout)
     return jax.block_until_ready(state)
 
+def lower_decode(cfg, layout, dtype, B, slots):
+    """Decoding of B rows with so many slots, to be compiled; the devices need not be here."""
+    fixed = dict(cfg=cfg, layout=layout)
+    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, s))
+    weights = nest({name: place(jax.ShapeDtypeStruct(shape, dtype), rollout_spec(name, layout))
+                    for name, shape in shapes(cfg).items()})
+    state = jax.eval_shape(partial(start, B=B, slots=slots, dtype=dtype, **fixed))
+    rows = [place(jax.ShapeDtypeStruct((B,), kind), P(layout.rows)) for kind in ("i4", "i4", "?")]
+    return decode.lower(
+        weights, tuple(map(place, state, state_specs(layout))), *rows, jax.eval_shape(jax.random.key, 0),
+        slots - 1, 0, 1, steps=128, temperature=1.0, top_k=0, top_p=1.0, **fixed)
+
 def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, temperature=1.0, top_k=0, top_p=1.0,
              stage=128, at_once=0, progress=lambda done, tokens: None):
     """Answers to prompts, until each has produced one of cfg.stop_ids or max_answer tokens. weights: of
@@ -692,7 +863,7 @@ def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, tempera
            "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
     tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
     waves, group = plan_waves(
-        B, row_shards(layout), group, at_once or rows_that_fit(cfg, layout, dtype, width + max_answer))
+        B, row_shards(layout), group, at_once or rows_that_fit(cfg, layout, dtype, width + max_answer, free_memory(layout)))
     for ids in waves:
         state, live = None, ids >= 0  # the last wave's cache goes first
         for t in range(0, max_answer, stage):
@@ -803,19 +974,12 @@ def loop_traffic(hlo, layers):
 
 def check_loop(name, cfg, layout, args):
     """Compile the last stage of decoding for devices that are not here -> what a step moves, in words."""
-    slots, dtype, fixed = args.prompt + args.answer, jnp.dtype(args.dtype), dict(cfg=cfg, layout=layout)
-    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, s))
-    weights = nest({name: place(jax.ShapeDtypeStruct(shape, dtype), rollout_spec(name, layout))
-                    for name, shape in shapes(cfg).items()})
-    state = jax.eval_shape(partial(start, B=args.batch, slots=slots, dtype=dtype, **fixed))
-    rows = [place(jax.ShapeDtypeStruct((args.batch,), kind), P(layout.rows)) for kind in ("i4", "i4", "?")]
-    program = decode.lower(
-        weights, tuple(map(place, state, state_specs(layout))), *rows, jax.eval_shape(jax.random.key, 0),
-        args.prompt, 0, 1, steps=128, temperature=1.0, top_k=0, top_p=1.0, **fixed).compile()
+    slots, dtype = args.prompt + args.answer, jnp.dtype(args.dtype)
+    program = lower_decode(cfg, layout, dtype, args.batch, slots).compile()
     read, row = bytes_read(cfg, layout, dtype)
     cache = row * slots * args.batch // row_shards(layout)
     least, (n, moved, copied) = read + cache, loop_traffic(program.as_text(), cfg.L)
-    _, speed = CHIPS[layout.mesh.devices.flat[0].device_kind]
+    speed = chip(layout.mesh.devices.flat[0]).bandwidth
     return (f"a step reads at least {least / 1e9:.3f} GB in {least / speed * 1e3:.2f} ms; as compiled "
             f"{n / 1e9:.3f} GB in {n / speed * 1e3:.2f} ms, {n / least:.3f} of that; collectives move "
             f"{moved / 1e9:.3f} GB; the largest copy is {copied * cfg.L / cache:.3f} of a layer's cache; "

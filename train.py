@@ -7,7 +7,7 @@ One step: sample `npq` answers to each of `batch` questions a host, score them, 
 advantages, update. A process has its own questions, all run every jitted call, process 0 prints and writes.
 """
 
-import argparse, contextlib, dataclasses, difflib, fractions, glob, hashlib, inspect, itertools, json, math
+import argparse, contextlib, dataclasses, difflib, fractions, functools, glob, hashlib, inspect, itertools, json, math
 import os, random, re, shlex, shutil, socket, subprocess, sys, time, traceback, urllib.request
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ import optax
 import tokenizers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import kernel, model
-from model import LAYOUTS, everywhere
+from model import ATTENTION, LAYOUTS, REMAT, everywhere
 
 # ---------------------------------------------------------------- Config: every flag of the program
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +59,12 @@ class Config:
     loss_agg: Literal["token", "sequence", "constant"] = "token"  # mean | of answers' means | sum/max_answer
     ppo_epochs: int = 1          # passes over a step's answers
     minibatches: int = 1         # updates per pass
-    micro_batch: int = 0         # rows per device in one forward/backward; 0 = all of a minibatch
+    micro_batch: int = 0         # rows per device in one forward/backward; 0 = the largest that fits
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = bfloat16, on CPU float32
     loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPUs in bfloat16
+    attention: Literal["auto", *ATTENTION] = "auto"  # auto = splash on TPUs, cudnn on GPUs
+    remat: Literal[tuple(REMAT)] = "full"  # what is computed again: all | not matrix products | nothing
+    offload: Literal["none", "optimizer", "params"] = "none"  # to the host's memory; params: both
     # the devices
     mesh: str = "auto"           # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: int = 0   # stop unless so many JAX processes run; 0 = any number
@@ -78,6 +81,8 @@ class Config:
     top_p: float = 1.0           # likewise
     save_every: int = 50         # steps between checkpoints; there is always one at the end; 0 = only that
     keep: int = 2                # newest checkpoints kept
+    plan: str = ""               # v6e-8 or such: print what fits there, for how long, and stop; here: this machine
+    sweep: str = ""              # with --plan: one flag's values, as micro_batch=8,16 or max_answer=1024,2048
     resume: Literal["auto", "force"] = "auto"  # force = go on even if flags changed the meaning of the run
     wandb: str = ""              # project on wandb.ai; "" = none
 
@@ -90,7 +95,8 @@ TINY_MODEL = dict(
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
 OWN = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
 FREE = OWN | {  # on resume
-    *"out rollout_sharding micro_batch loss_impl mesh eval_every save_every keep resume wandb".split()}
+    *"out rollout_sharding micro_batch loss_impl attention remat offload mesh eval_every save_every keep resume plan "
+    "sweep wandb".split()}
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -123,6 +129,7 @@ def parse(argv):
     for f in dataclasses.fields(Config):
         choices = get_args(f.type) or None
         parser.add_argument(f"--{f.name}", type=str if choices else f.type, choices=choices,
+                            **dict(nargs="?", const="here") if f.name == "plan" else {},
                             help=f"{comments[f.name]} (default {f.default!r})")
     argv = list(argv)
     for i in reversed(range(1, len(argv))):
@@ -363,6 +370,24 @@ def make_tiny(directory, seed):
     os.rename(aside, directory)
     return directory
 
+def hosts(mesh):
+    """JAX processes that its devices belong to."""
+    return len({d.process_index for d in mesh.devices.flat})
+
+def resolve(cfg, shape, mesh):
+    """What is `auto`, by the kind of device."""
+    kind = mesh.devices.flat[0].platform
+    dtype = cfg.dtype.replace("auto", "float32" if kind == "cpu" else "bfloat16")
+    attention = {"tpu": "splash" if shape.H in (64, 128) else "blockwise",
+                 "gpu": "cudnn" if dtype == "bfloat16" else "blockwise"}.get(kind, "blockwise")
+    return dataclasses.replace(
+        cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
+        loss_impl=cfg.loss_impl.replace("auto", "pallas" if (kind, dtype) == ("tpu", "bfloat16") else "jax"))
+
+def row_width(longest, mesh):
+    """Of sequences up to `longest` tokens: rounded up, as tp divides the tokens of a row."""
+    return -(-longest // (8 * mesh.shape["tp"])) * 8 * mesh.shape["tp"]
+
 def make_mesh(spec, devices):
     """`dp,fsdp,tp` over the devices, each process's together: the rows of a batch lie in process order."""
     n, processes = len(devices), len({d.process_index for d in devices})
@@ -377,10 +402,14 @@ def make_mesh(spec, devices):
 
 def check_sizes(cfg, shape, mesh, tokenizer_size):
     """Every divisibility of the run, in one place, before weights load."""
-    processes, local, sequences = jax.process_count(), jax.local_device_count(), cfg.batch * cfg.npq
-    (dp, fsdp, tp), backend = mesh.devices.shape, jax.default_backend()
+    processes, sequences = len({d.process_index for d in mesh.devices.flat}), cfg.batch * cfg.npq
+    local, (dp, fsdp, tp), backend = mesh.size // processes, mesh.devices.shape, mesh.devices.flat[0].platform
     check(cfg.loss_impl != "pallas" or (backend, cfg.dtype) == ("tpu", "bfloat16"),
           f"pallas is for tpu, bfloat16, not {backend}, {cfg.dtype}; try --loss_impl jax")
+    check(cfg.attention != "cudnn" or (backend, cfg.dtype) == ("gpu", "bfloat16"),
+          f"cudnn is for gpu, bfloat16, not {backend}, {cfg.dtype}; try --attention auto")
+    check(cfg.attention != "splash" or shape.H in (64, 128) or backend != "tpu",
+          f"splash is for head sizes 64 and 128, not {shape.H}; try --attention blockwise")
     unit = local // math.gcd(cfg.batch, local)  # what npq must be a multiple of
     low = max(1, cfg.npq // unit) * unit
     check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do "
@@ -425,34 +454,67 @@ def group_advantages(rewards, npq, kind):
     a *= {"grpo": 1 / np.where(flat, 1, r.std(1, keepdims=True)), "drgrpo": 1, "rloo": npq / (npq - 1)}[kind]
     return np.where(flat, 0, a).reshape(-1)
 
-def make_rows(prompts, answers, advantages, width, cfg, sampler=None):
-    """Sequences -> NumPy rows of `width`, one each: what position t sees (tokens, positions, segments; 0 is
-    padding) and is to predict (targets; per target weight, 0 = no loss, advantage, sampler's log-prob)."""
-    shape, floats = (len(prompts), width), ["weight", "advantage"] + ["sampler"] * (sampler is not None)
-    rows = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segments", "targets")}
-    rows |= {k: np.zeros(shape, np.float32) for k in floats}
-    for i, (prompt, answer) in enumerate(zip(prompts, answers)):
-        end, said = len(prompt) + len(answer), slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-        rows["tokens"][i, :end] = prompt + answer
-        rows["positions"][i, :end] = range(end)
-        rows["segments"][i, :end] = 1
-        rows["targets"][i, said] = answer
-        weights = {"token": 1, "sequence": 1 / len(answer), "constant": 1 / cfg.max_answer}
-        rows["weight"][i, said] = weights[cfg.loss_agg]
-        rows["advantage"][i, said] = advantages[i]
-        if sampler is not None:
-            rows["sampler"][i, said] = sampler[i][:len(answer)]
+def pack(lengths, width):
+    """Sequences into rows of `width` -> [[places in lengths] per row], by best fit, longest first."""
+    rows, free = [], np.zeros(0, int)
+    for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        left = np.where(free >= lengths[i], free, width + 1)
+        if not rows or left.min() > width:
+            rows, free, left = rows + [[]], np.append(free, width), np.append(left, width)
+        rows[j := int(left.argmin())].append(i)
+        free[j] -= lengths[i]
     return rows
 
-def to_minibatches(rows, cfg, mesh):
-    """This host's rows -> `minibatches` dicts of global arrays [micro-batches, rows, width]. Each takes every
-    minibatches-th row, so that the same rows go together on any number of hosts."""
-    shards = mesh.shape["dp"] * mesh.shape["fsdp"] // jax.process_count()
-    def split(a):
-        height = shards * cfg.micro_batch or len(a)
-        a = np.pad(a, ((0, -len(a) % height), (0, 0))).reshape(-1, height, a.shape[1])  # weight 0: no loss
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, P(None, model.ROWS)), a)
-    return [{k: split(a[m::cfg.minibatches]) for k, a in rows.items()} for m in range(cfg.minibatches)]
+def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler=None):
+    """Packed sequences -> NumPy arrays of `shape` [rows, width]: what a position sees (tokens, positions,
+    segments; 0 is padding) and is to predict (targets; per target weight, 0 = no loss, advantage, sampler's
+    log-prob)."""
+    rows = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segments", "targets")}
+    rows |= {k: np.zeros(shape, np.float32) for k in ["weight", "advantage"] + ["sampler"] * (sampler is not None)}
+    for r, sequences in packed.items():
+        start = 0
+        for segment, i in enumerate(sequences, 1):
+            p, n = len(prompts[i]), len(answers[i])
+            all, said = np.s_[r, start:start + p + n], np.s_[r, start + p - 1:start + p + n - 1]
+            rows["tokens"][all] = prompts[i] + answers[i]
+            rows["positions"][all] = range(p + n)
+            rows["segments"][all] = segment
+            rows["targets"][said] = answers[i]
+            rows["weight"][said] = {"token": 1, "sequence": 1 / n, "constant": 1 / cfg.max_answer}[cfg.loss_agg]
+            rows["advantage"][said] = advantages[i]
+            if sampler is not None:
+                rows["sampler"][said] = sampler[i][:n]
+            start += p + n
+    return rows
+
+def make_batches(prompts, answers, advantages, cfg, run, sampler=None):
+    """This host's sequences -> (`minibatches` lists of micro-batches, counts). A micro-batch is a dict of
+    global arrays [micro_batch rows of all devices, width], of which a device computes the first `filled`. Each
+    minibatch takes every minibatches-th sequence, so that the same go together on any number of hosts. Weights
+    are normalised here, once, over all hosts: any split into rows and passes gives the same gradient."""
+    shards, width = run.mesh.shape["dp"] * run.mesh.shape["fsdp"] // jax.process_count(), run.row_width
+    lengths = [len(p) + len(a) for p, a in zip(prompts, answers)]
+    parts, needs, placed = [], [], NamedSharding(run.mesh, P(model.ROWS))
+    for m in range(cfg.minibatches):
+        ids = range(len(prompts))[m::cfg.minibatches]
+        parts.append([[ids[i] for i in row] for row in pack([lengths[i] for i in ids], width)])
+        n = sum(len(answers[i]) for i in ids)
+        needs.append([-(-len(parts[m]) // shards), n if cfg.loss_agg == "token" else len(ids), n])
+    needs = everywhere(np.array(needs))  # [hosts, minibatches, 3]
+    at_once, batches, computed = model.rows_at_once(run.micro_batch, width), [], 0
+    for packed, passes, total in zip(parts, -(-needs.max(0)[:, 0] // run.micro_batch), needs.sum(0)[:, 1]):
+        height, batch = shards * run.micro_batch, []
+        for k in range(passes):
+            mine = packed[k * height:(k + 1) * height]  # dealt out to the devices, so that they do the same
+            places = {i % shards * run.micro_batch + i // shards: row for i, row in enumerate(mine)}
+            rows = make_rows(places, prompts, answers, advantages, (height, width), cfg, sampler)
+            rows["weight"] /= total
+            rows["filled"] = (len(mine) + shards - 1 - np.arange(shards)).astype(np.int32) // shards
+            computed += int((-(-rows["filled"] // at_once) * at_once).sum())
+            batch.append({k: jax.make_array_from_process_local_data(placed, a) for k, a in rows.items()})
+        batches.append(batch)
+    counts = everywhere([computed * width, sum(lengths), model.flops(run.shape, lengths)]).sum(0).tolist()
+    return batches, dict(zip(("slots", "tokens", "flops", "valid_tokens"), counts + [int(needs[..., 2].sum())]))
 
 # ---------------------------------------------------------------- the update
 def optimizer(cfg):
@@ -473,52 +535,226 @@ def learning_rate(cfg, step):
         "constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[cfg.decay]
 
 def loss_inputs(params, rows, cfg, shape, mesh):
-    """Rows of one micro-batch -> (hidden [N, D], LM head, targets [N]): what log-probs are a function of."""
-    hidden = model.forward(
-        params, shape, mesh, rows["tokens"], rows["positions"], rows["segments"], jnp.dtype(cfg.dtype))
-    return hidden.reshape(-1, shape.D), model.head(params), rows["targets"].reshape(-1)
+    """Rows -> (hidden [N, D], LM head, targets [N]): what log-probs are a function of; and the way back."""
+    how = model.How(jnp.dtype(cfg.dtype), cfg.attention, cfg.remat)
+    hidden, back = model.forward(params, shape, mesh, rows, how)
+    return (hidden.reshape(-1, shape.D), model.head(params), rows["targets"].reshape(-1)), back
 
 @partial(jax.jit, static_argnames=("cfg", "shape", "mesh"))
-def score(params, batch, *, cfg, shape, mesh):
-    """Log-probs of a minibatch's targets under `params`, [micro-batches, rows, width]."""
-    say(f"tracing score: {batch['tokens'].shape}")
-    def one(rows):
-        inputs = loss_inputs(params, rows, cfg, shape, mesh)
-        logp_N, _ = kernel.score(*inputs, mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
-        return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
-    return jax.lax.map(one, batch)
+def score(params, rows, *, cfg, shape, mesh):
+    """Log-probs of the targets of a micro-batch under `params`, [rows, width]."""
+    say(f"tracing score: {rows['tokens'].shape}")
+    inputs, _ = loss_inputs(params, rows, cfg, shape, mesh)
+    logp_N, _ = kernel.score(*inputs, rows["weight"].reshape(-1), mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
+    return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
 
-def loss_and_metrics(params, rows, cfg, shape, mesh):
+def loss_and_metrics(hidden_ND, head_VD, targets_N, rows, cfg, mesh):
     """-> (loss, metrics) of one micro-batch; metrics are sums over its tokens, or maxima (`/max`)."""
     vectors = {k: rows[k].reshape(-1) for k in ("weight", "advantage", "old", "sampler", "ref") if k in rows}
     loss, stats = kernel.grpo_loss(
-        *loss_inputs(params, rows, cfg, shape, mesh), vectors, mesh, temperature=cfg.temperature,
+        hidden_ND, head_VD, targets_N, vectors, mesh, temperature=cfg.temperature,
         clip_low=cfg.clip_low, clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap,
         entropy_bonus=cfg.entropy_bonus * ("sampler" in rows), impl=cfg.loss_impl)  # none when imitating
     stats["nll"] = -stats.pop("logp")
     maxima = {k + "/max": stats[k].max() for k in ("ratio", "logprob_gap") if k in stats}
     return loss, {"loss": loss} | {k: v.sum() for k, v in stats.items()} | maxima
 
-@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames=("params", "state"))
-def update(params, state, batch, lr, *, cfg, shape, mesh):
-    """One optimizer step on one minibatch -> (params, optimizer state, metrics). Normalised once, over all
-    its micro-batches and hosts, before the scan: any micro_batch and any mesh give the same gradient."""
-    say(f"tracing update: {batch['tokens'].shape}, {', '.join(sorted(batch))}")
-    gradient = jax.value_and_grad(partial(loss_and_metrics, cfg=cfg, shape=shape, mesh=mesh), has_aux=True)
-    shards, weight = model.shardings(shape, mesh), batch["weight"]
-    total = weight.sum() if cfg.loss_agg == "token" else (weight > 0).any(-1).sum()
-    batch = batch | {"weight": weight / total}
-    def accumulate(grads, rows):
-        (_, metrics), more = gradient(params, rows)
-        return jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, more), shards), metrics
-    grads, metrics = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), batch)
-    with jax.named_scope("optimizer"):
-        direction, state = optimizer(cfg).update(grads, state, params)
-        params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
-        params = jax.lax.with_sharding_constraint(params, shards)
-    metrics = {k: m.max() if k.endswith("/max") else m.sum() for k, m in metrics.items()}
-    metrics |= {"grad_norm": optax.global_norm(grads), "valid_tokens": (weight > 0).sum()}
-    return params, state, metrics
+@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames="grads", keep_unused=True)
+def accumulate(grads, params, rows, resting, *, cfg, shape, mesh):
+    """Add the gradient of one micro-batch to grads, in place -> (grads, metrics). resting: what else lies in
+    memory meanwhile, optimizer state and such; it is not read: the compiler is to count it."""
+    say(f"tracing accumulate: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
+    (*inputs, targets_N), back = loss_inputs(params, rows, cfg, shape, mesh)
+    gradient = jax.value_and_grad(loss_and_metrics, argnums=(0, 1), has_aux=True)
+    (_, metrics), (d_hidden, d_head) = gradient(*inputs, targets_N, rows, cfg, mesh)
+    grads = back(grads, d_hidden.reshape(*rows["tokens"].shape, -1))
+    name = "embed_VD" if shape.tied else "head_VD"
+    grads |= {name: grads[name] + d_head}
+    return jax.lax.with_sharding_constraint(grads, model.shardings(shape, mesh)), metrics
+
+@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames=("params", "state", "grads"))
+def apply(params, state, grads, lr, *, cfg, shape, mesh):
+    """One optimizer step -> (params, optimizer state, norm of the gradient)."""
+    params, state = jax.device_put((params, state), jax.memory.Space.Device)  # from where they rest
+    direction, state = optimizer(cfg).update(grads, state, params)
+    params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
+    params = jax.lax.with_sharding_constraint(params, model.shardings(shape, mesh))
+    back = lambda tree, rests: jax.device_put(tree, jax.memory.Space.Host) if rests else tree
+    return (back(params, cfg.offload == "params"), back(state, cfg.offload != "none"), optax.global_norm(grads))
+
+@partial(jax.jit, static_argnames=("shape", "mesh"))
+def zeros(*, shape, mesh):
+    """Gradients to add to."""
+    make = lambda size, place: jax.lax.with_sharding_constraint(jnp.zeros(size), place)
+    return jax.tree.map(make, model.nest(model.shapes(shape)), model.shardings(shape, mesh),
+                        is_leaf=lambda a: isinstance(a, tuple))
+
+def abstract_state(cfg, shape, mesh):
+    """{params, opt, ref where there is a KL}, as shapes and where they lie: moments as the parameters whose
+    names they carry, at rest in the host's memory what `offload` says."""
+    def place(path, a, rests):
+        where = NamedSharding(mesh, model.spec(path[-1].key) if a.ndim else P())
+        where = where.with_memory_kind("pinned_host") if rests and a.ndim else where
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
+    put = lambda tree, rests: jax.tree_util.tree_map_with_path(partial(place, rests=rests), tree)
+    params = jax.eval_shape(partial(zeros, shape=shape, mesh=mesh))
+    ref = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.dtype)), params)
+    return {"params": put(params, cfg.offload == "params"),
+            "opt": put(jax.eval_shape(optimizer(cfg).init, params), cfg.offload != "none"),
+            **({"ref": put(ref, False)} if cfg.beta else {})}
+
+# ---------------------------------------------------------------- the plan: memory and time, before a run
+def compiled_gib(lowered):
+    """-> (GiB that a compiled program takes of a device, does it fit): nothing is run. What is too much for a
+    TPU is not compiled to its end; then GiB is the compiler's estimate."""
+    try:
+        m = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as e:
+        total = re.search(r"\(([\d.]+)([MGT])\) exceeds", str(e))
+        if not total:
+            raise
+        return float(total[1]) * {"M": 2 ** -10, "G": 1, "T": 2 ** 10}[total[2]], False
+    return (m.peak_memory_in_bytes or m.argument_size_in_bytes + m.temp_size_in_bytes) / 2 ** 30, True
+
+@functools.cache
+def needed(micro_batch, width, cfg, shape, mesh):
+    """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile. 0: the
+    optimizer step."""
+    state, fixed = abstract_state(cfg, shape, mesh), dict(cfg=cfg, shape=shape, mesh=mesh)
+    grads = abstract_state(dataclasses.replace(cfg, offload="none"), shape, mesh)["params"]
+    if not micro_batch:
+        return compiled_gib(apply.lower(state["params"], state["opt"], grads, 0.0, **fixed))
+    n, on = mesh.shape["dp"] * mesh.shape["fsdp"], NamedSharding(mesh, P(model.ROWS))
+    floats = ["weight", "advantage"] + ["sampler"] * (cfg.steps > 0) + ["ref"] * (cfg.steps and cfg.beta > 0)
+    floats += ["old"] * (cfg.steps > 0 and cfg.minibatches * cfg.ppo_epochs > 1)
+    kinds = dict.fromkeys("tokens positions segments targets".split(), "i4") | dict.fromkeys(floats, "f4")
+    rows = {k: jax.ShapeDtypeStruct((n * micro_batch, width), kind, sharding=on) for k, kind in kinds.items()}
+    rows["filled"] = jax.ShapeDtypeStruct((n,), "i4", sharding=on)
+    lowered = accumulate.lower(grads, state["params"], rows, [state["opt"], state.get("ref")], **fixed)
+    both = compiled_gib(lowered), needed(0, width, cfg, shape, mesh)
+    gib = max(gib for gib, _ in both)
+    return gib, all(fits for _, fits in both) and gib <= model.device_memory(mesh.devices.flat[0])
+
+def largest(need, limit, most, first):
+    """The largest micro-batch up to `most` that fits by need(n) -> (GiB, fits), 0 if none, and all that was
+    asked: `first`, another, where the line through the two meets the limit, and that is confirmed."""
+    tried, low, high, guess = {}, 0, most + 1, min(first, most)
+    while low + 1 < high:
+        tried[guess] = need(guess)
+        low, high = (guess, high) if tried[guess][1] else (low, guess)
+        guess = 2 * low or max(1, min(8, guess // 4))
+        if len(tried) > 1:
+            (a, (x, _)), (b, (y, _)) = sorted(tried.items())[:2]
+            guess = math.floor(a + (limit - x) * (b - a) / max(y - x, 1e-9))
+            if low and guess <= low:
+                break
+        guess = min(max(guess, low + 1), high - 1)
+    return low, tried
+
+def rows_to_fill(cfg, mesh):
+    """Rows per device of a minibatch whose sequences have a row each."""
+    return cfg.batch * cfg.npq * hosts(mesh) // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
+
+def choose_micro_batch(cfg, shape, mesh, width):
+    """The largest that fits, up to what a step fills; or what the flag says, which must fit."""
+    most, limit = cfg.micro_batch or rows_to_fill(cfg, mesh), model.device_memory(mesh.devices.flat[0])
+    program = dataclasses.replace(cfg, out="", seed=0, steps=min(1, cfg.steps)), shape, mesh, width
+    key = hashlib.sha256(repr((most, limit, jax.__version__, *program)).encode()).hexdigest()
+    cache, known = os.path.expanduser("~/.cache/podgrpo/micro_batch.json"), {}
+    with contextlib.suppress(model.CheckpointError):
+        known = model.read_json(cache)
+    if key not in known:
+        chosen, tried = largest(lambda n: needed(n, width, cfg, shape, mesh), limit, most, most)
+        known[key] = [chosen, *(tried.get(n, [0])[0] for n in (chosen, most))]
+        with contextlib.suppress(OSError):  # the next run need not search again
+            os.makedirs(os.path.dirname(cache), exist_ok=True)
+            model.write_json(cache, known)
+    chosen, gib, wanted = everywhere(known[key]).min(0).tolist()
+    over = f"{wanted:.2f} GiB of a device's {limit:.2f}, {wanted - limit:.2f} too much"
+    check(chosen, f"rows of {width} tokens do not fit, not even one per device: {most} take {over}; {ADVICE}")
+    check(chosen == most or not cfg.micro_batch, f"micro_batch = {most} takes {over}; the largest that fits is "
+          f"--micro_batch {chosen:.0f}")
+    say(f"micro_batch {chosen:.0f}, the largest that fits of {rows_to_fill(cfg, mesh)} rows that a device can have to do: "
+        f"{gib:.2f} GiB of its {limit:.2f}")
+    return int(chosen)
+
+def plan_memory(cfg, shape, mesh, width):
+    """Print what micro-batches take of a device, -> {of the largest that fits, or of what cfg says}."""
+    limit, state = model.device_memory(mesh.devices.flat[0]), abstract_state(cfg, shape, mesh)
+    row = shape.L * width * shape.D * jnp.dtype(cfg.dtype).itemsize / 2 ** 30  # kept of each layer
+    say(f"rows of {width} tokens; {cfg.optimizer}, remat {cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, "
+        f"loss {cfg.loss_impl}; {limit:.2f} GiB a device")
+    def need(n):
+        say(f"compiling the update with micro_batch {n} ...")
+        return needed(n, width, cfg, shape, mesh)
+    if cfg.micro_batch:
+        tried = {cfg.micro_batch: need(cfg.micro_batch)}
+        low = cfg.micro_batch * tried[cfg.micro_batch][1]
+    else:
+        low, tried = largest(need, limit, int(min(1024, 1 + limit // row)), 8)
+    known = sorted(tried)[:2]
+    guesses = {2 ** i for i in range(11) if 2 ** i <= 2 * low} if len(known) > 1 else set()
+    say(f"{'micro_batch':>12} {'peak GiB':>10}")
+    for n in sorted(guesses | set(tried)):
+        (a, x), (b, y) = [(n, tried[n][0]) for n in (known[0], known[-1])]
+        gib = tried[n][0] if n in tried else x + (n - a) * (y - x) / (b - a)
+        fits = tried[n][1] if n in tried else gib <= limit
+        say(f"{'~' * (n not in tried):>5}{n:7} {gib:10.2f}  " + ("fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"))
+    return {"micro_batch": low, "gib": round(tried[low or max(tried)][0], 3), "limit_gib": limit, "fits": low > 0}
+
+def plan_time(cfg, shape, layout, mesh):
+    """Print what a step takes where all prompts and answers have their full length, with the arithmetic."""
+    device, n, dtype, length = mesh.devices.flat[0], mesh.size, jnp.dtype(cfg.dtype), cfg.max_prompt + cfg.max_answer
+    chip, sequences = model.chip(device), cfg.batch * cfg.npq * hosts(mesh)
+    (weights, slot), rows = model.bytes_read(shape, layout, dtype), -(-sequences // model.row_shards(layout))
+    resident = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(
+        abstract_state(cfg, shape, mesh)) if a.sharding.memory_kind != "pinned_host")
+    free = model.device_memory(device) * 2 ** 30 - resident - weights
+    at_once = min(rows, model.rows_that_fit(shape, layout, dtype, length, free))
+    gib, fits = compiled_gib(model.lower_decode(shape, layout, dtype, at_once * model.row_shards(layout), length))
+    waves, gib, gb = -(-rows // at_once), gib + resident / 2 ** 30, slot * (cfg.max_prompt + cfg.max_answer / 2) / 1e9
+    say(f"rollout, {layout.kind}: {rows} rows a device, {at_once} at once: {gib:.2f} GiB, of which parameters and optimizer "
+        f"{resident / 2 ** 30:.2f}" + "; too much" * (not fits or gib > model.device_memory(device)))
+    if not chip.flops:
+        return say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
+    decode = cfg.max_answer * (waves * weights / 1e9 + rows * gb) * 1e9 / chip.bandwidth
+    passes = cfg.ppo_epochs + (cfg.ppo_epochs * cfg.minibatches > 1) / 3
+    flops = model.flops(shape, [length]) * sequences * passes
+    update = flops / (ASSUMED_MFU * chip.flops * n)
+    say(f"a step, estimated: {decode + update:.1f} s, all prompts and answers of full length\n"
+        f"  rollout {decode:.1f} s = {cfg.max_answer} tokens x ({waves} x {weights / 1e9:.2f} GB of weights + {rows} rows x "
+        f"{gb:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
+        f"  update {update:.1f} s = {flops / 1e15:.2f} PFLOP, {sequences} x {length} tokens, / ({ASSUMED_MFU} x "
+        f"{chip.flops / 1e12:.0f} TFLOP/s x {n} devices)")
+ADVICE = "try --remat full, --offload optimizer or params, a smaller --max_answer or more devices"
+ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
+SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
+
+def plan(cfg):
+    """What fits devices that need not be here, and how long a step takes: all is compiled, nothing run."""
+    with stop_on(Exception, f"--plan {cfg.plan} cannot be compiled for here; it takes a type such as v6e-8, and libtpu, "
+                 "which is for x86-64 Linux"):
+        devices = jax.devices() if cfg.plan == "here" else kernel.tpu_devices(cfg.plan)
+    name, _, values = cfg.sweep.partition("=")
+    check(not cfg.sweep or values and name in SWEPT, f"sweep = {cfg.sweep} is not a list such as micro_batch=8,16; "
+          f"swept can be {', '.join(SWEPT)}")
+    mesh, shape, table = make_mesh(cfg.mesh, devices), model.read_config(model_directory(cfg, "*.json")), []
+    say(f"{cfg.plan}: {hosts(mesh)} hosts with {mesh.size // hosts(mesh)} {devices[0].device_kind} each, mesh {dict(mesh.shape)}; "
+        f"{shape.n_params / 1e6:.0f}M parameters\n{cfg.batch} questions x {cfg.npq} answers = {cfg.batch * cfg.npq} sequences "
+        f"per host, at most {rows_to_fill(cfg, mesh)} rows per device in each of {cfg.minibatches} minibatches")
+    for value in values.split(",") if values else [""]:
+        with stop_on(ValueError, f"sweep = {cfg.sweep}"):
+            swept = {name: type(getattr(cfg, name))(value)} if value else {}
+        one = resolve(dataclasses.replace(cfg, **swept), shape, mesh)
+        check_sizes(one, shape, mesh, 0)
+        table.append(swept | plan_memory(one, shape, mesh, row_width(one.max_prompt + one.max_answer, mesh)))
+    plan_time(one, shape, model.rollout_layout(one.rollout_sharding, shape, mesh, one.dtype)[0], mesh)
+    if swept:
+        columns = [name] + ["micro_batch"] * (name != "micro_batch") + ["gib", "fits"]
+        say("\n".join("".join(f"{v!s:>14}" for v in row) for row in [columns, *([t[c] for c in columns] for t in table)]))
+        with open(f"plan-{cfg.plan}.jsonl", "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(row) + "\n" for row in table)
+    say(f"largest that fits: micro_batch {max(t['micro_batch'] for t in table)}")
 
 # ---------------------------------------------------------------- files and checkpoints
 def write_jsonl(cfg, name, rows, mode="a"):
@@ -637,18 +873,15 @@ def with_prompts(name, held_out, tokenizer, cfg):
         * (skipped > 0) + f"; {unmarked} have no number in their answer" * (unmarked > 0))
     return kept
 
-def set_up(argv):
-    """Command line -> (Config, run: what does not change); all mistakes are found here."""
-    cfg = parse(argv)
+def set_up(cfg):
+    """-> (Config, run: what does not change); all mistakes are found here."""
     connect(cfg)
-    mesh, backend = make_mesh(cfg.mesh, jax.devices()), jax.default_backend()
-    auto = {"dtype": "float32" if backend == "cpu" else "bfloat16",
-            "loss_impl": "pallas" if backend == "tpu" and cfg.dtype != "float32" else "jax"}
-    auto = {k: v for k, v in auto.items() if getattr(cfg, k) == "auto"}
-    cfg = dataclasses.replace(cfg, require_processes=jax.process_count(), **auto)
+    mesh = make_mesh(cfg.mesh, jax.devices())
+    cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     done = open_run(cfg)
     directory = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     shape = model.read_config(directory)
+    cfg = resolve(cfg, shape, mesh)
     with stop_on(Exception, f"{directory}/tokenizer.json is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
     tokenizer.no_truncation()
@@ -668,8 +901,7 @@ def set_up(argv):
     examples = [row for row in rows if len(row["told"]) <= cfg.max_answer]
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     longest = max(len(row["prompt"]) for row in rows + held_out)
-    step = 8 * mesh.shape["tp"]  # rounded up, as tp divides the tokens of a row
-    row_width = -(-(longest + cfg.max_answer) // step) * step
+    width = row_width(longest + cfg.max_answer, mesh)
     checkpoint, logger = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape), None
     if cfg.wandb and jax.process_index() == 0:
         with stop_on(Exception, f"--wandb {cfg.wandb} wants wandb and WANDB_API_KEY; mend or drop it"):
@@ -682,18 +914,17 @@ def set_up(argv):
     check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
         directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
-        rows=rows, held_out=held_out, examples=examples, row_width=row_width, layout=layout, done=done,
-        wandb=logger)
+        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, done=done,
+        micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0, wandb=logger)
 
 def load_state(cfg, run):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
+    places = jax.tree.map(lambda a: a.sharding, abstract_state(cfg, run.shape, run.mesh))
     params = model.load(run.checkpoint, run.mesh, partial(progress, "loading weights"))
-    places = jax.tree_util.tree_map_with_path(  # moments lie as the parameters whose names they carry
-        lambda path, a: NamedSharding(run.mesh, model.spec(path[-1].key) if a.ndim else P()),
-        jax.eval_shape(optimizer(cfg).init, params))
-    state = {"params": params, "opt": jax.jit(optimizer(cfg).init, out_shardings=places)(params)}
+    state = {"params": params, "opt": jax.jit(optimizer(cfg).init, out_shardings=places["opt"])(params)}
     if cfg.beta:
         state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), params)  # a copy, sharded alike
+    state["params"] = jax.device_put(params, places["params"])
     if run.done:
         state = model.load_shards(f"{cfg.out}/step_{run.done:06}", state)
         say(f"resuming {cfg.out} after step {run.done}")
@@ -739,33 +970,36 @@ def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
         "reward/faults": int(everywhere(sum(map(len, faults.values()))).sum()),
         "group/zero_variance": float((groups.max(1) == groups.min(1)).mean())}
 
-def update_metrics(parts, rows, batch, cfg, run):
-    """Metrics of a step's updates -> means over tokens (loss, grad_norm: over updates), padding, memory."""
+def update_metrics(parts, norms, counts, seconds, cfg, run):
+    """Metrics of a step's passes -> means over tokens (loss, grad_norm: over updates), padding, mfu, memory."""
     m = {k: float((max if k.endswith("/max") else sum)(part[k] for part in parts)) for k in parts[0]}
-    m |= {k: m[k] / len(parts) for k in ("loss", "grad_norm")}
+    m |= {"loss": m["loss"] / len(norms), "grad_norm": float(sum(norms)) / len(norms)}
     for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
-        m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / m["valid_tokens"]
+        m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / counts["valid_tokens"] / cfg.ppo_epochs
     memory = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
     gib = [max(d.get(k, 0) for d in memory) / 2 ** 30 for k in ("bytes_in_use", "peak_bytes_in_use")]
-    hosts = everywhere(np.array([1 - rows["segments"].mean(), *gib]))
+    used, peak = everywhere(gib).max(0).tolist()
+    speed = model.chip(run.mesh.devices.flat[0]).flops * run.mesh.size * seconds
     return {"kl": 0.0} | m | {
-        "valid_tokens": m["valid_tokens"] / cfg.ppo_epochs, "padding_fraction": float(hosts[:, 0].mean()),
-        "micro_batch": batch["tokens"].shape[1] // (run.mesh.shape["dp"] * run.mesh.shape["fsdp"]),
-        "memory/train/bytes_in_use_max_gib": float(hosts[:, 1].max()) or None,
-        "memory/train/peak_bytes_in_use_max_gib": float(hosts[:, 2].max()) or None}
+        "valid_tokens": counts["valid_tokens"], "padding_fraction": 1 - counts["tokens"] / counts["slots"],
+        "micro_batch": run.micro_batch, "mfu": cfg.ppo_epochs * counts["flops"] / speed if speed else None,
+        "memory/train/bytes_in_use_max_gib": used or None, "memory/train/peak_bytes_in_use_max_gib": peak or None}
 
 # ---------------------------------------------------------------- main: the loop
 @stop_on(model.CheckpointError, "these files cannot be used")
 def main(argv):
     """The whole run, from the command line to `out`/final."""
     began = time.time()
-    cfg, run = set_up(argv)
-    hosts, host, total = jax.process_count(), jax.process_index(), cfg.sft_steps + cfg.steps
+    cfg = parse(argv)
+    if cfg.plan:
+        return plan(cfg)
+    cfg, run = set_up(cfg)
+    n_hosts, host, total = jax.process_count(), jax.process_index(), cfg.sft_steps + cfg.steps
     sequences, updates = cfg.batch * cfg.npq, cfg.minibatches * cfg.ppo_epochs
     static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
-    say(f"{hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
+    say(f"{n_hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
         f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
-        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * hosts} in "
+        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * n_hosts} in "
         f"all, in rows of {run.row_width} tokens | {updates} updates a step"
         + f" | {len(run.examples)} answers of up to {cfg.max_answer} tokens to imitate" * (cfg.sft_steps > 0)
         + " | no --eval_data, no evaluation" * (not run.held_out))
@@ -783,7 +1017,7 @@ def main(argv):
         # questions, each host its own
         pool, each, past = ((run.examples, sequences, step - 1) if supervised
                             else (run.rows, cfg.batch, step - 1 - cfg.sft_steps))
-        order = question_order(cfg.seed, (past * hosts + host) * each, each, len(pool))
+        order = question_order(cfg.seed, (past * n_hosts + host) * each, each, len(pool))
         asked = [pool[i] for i in order for _ in range(sequences // each)]
         prompts = [row["prompt"] for row in asked]
         if supervised:  # advantage 1 on given answers, ratio 1: the gradient of the log-likelihood
@@ -806,19 +1040,24 @@ def main(argv):
                 {"step": step, "question": asked[i]["question"], "reference": asked[i]["answer"],
                  "answer": answers[i], "reward": rewards[i], "cut": bool(out["cut_B"][i])} for i in range(2)])
             clock.append(time.time())
-        # rows; log-probs as they were, where there are several updates, and of the reference
-        rows = make_rows(prompts, tokens, advantages, run.row_width, cfg, sampler)
-        batches = to_minibatches(rows, cfg, run.mesh)
+        # packed rows; log-probs as they were, where there are several updates, and of the reference
+        batches, counts = make_batches(prompts, tokens, advantages, cfg, run, sampler)
         judges = {"old": state["params"]} if updates > 1 and not supervised else {}
         judges |= {"ref": state["ref"]} if cfg.beta and not supervised else {}
-        batches = [b | {k: score(judge, b, **static) for k, judge in judges.items()} for b in batches]
+        batches = [[rows | {k: score(judge, rows, **static) for k, judge in judges.items()} for rows in batch]
+                   for batch in batches]
         # update
-        parts, lr = [], learning_rate(cfg, step)
+        parts, norms, lr = [], [], learning_rate(cfg, step)
         progress(f"step {step}/{total}: {updates} updates")
         for batch in batches * cfg.ppo_epochs:
-            state["params"], state["opt"], part = update(state["params"], state["opt"], batch, lr, **static)
-            parts.append(part)
-        metrics |= update_metrics(jax.device_get(parts), rows, batch, cfg, run) | {"lr": lr}
+            grads, resting = zeros(shape=run.shape, mesh=run.mesh), [state["opt"], state.get("ref")]
+            for rows in batch:
+                grads, part = accumulate(grads, state["params"], rows, resting, **static)
+                parts.append(part)
+            state["params"], state["opt"], norm = apply(state["params"], state["opt"], grads, lr, **static)
+            norms.append(norm)
+        parts, norms = jax.device_get((parts, norms))
+        metrics |= update_metrics(parts, norms, counts, time.time() - clock[-1], cfg, run) | {"lr": lr}
         if cfg.beta and step == cfg.sft_steps:
             state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), state["params"])
         # metrics, evaluation, checkpoint
@@ -831,7 +1070,7 @@ def main(argv):
         if not supervised:
             sampling = clock[1] - clock[0]
             metrics |= {"time/rollout_s": sampling, "time/reward_s": clock[2] - clock[1],
-                        "rollout/tokens_per_s": metrics["len/answer"] * sequences * hosts / sampling}
+                        "rollout/tokens_per_s": metrics["len/answer"] * sequences * n_hosts / sampling}
         thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
         say((SFT if supervised else GRPO).format(total=total, thousands=thousands, **metrics))
         if step in evaluations:
