@@ -441,6 +441,7 @@ def gather(w, dtype):
     """A layer's weights, rounded and whole over fsdp, yet float32, that their gradients add up so."""
     whole = lambda a, axis: a if axis is None else jax.lax.all_gather(a, "fsdp", axis=axis, tiled=True)
     with jax.named_scope("gather"):
+        w = jax.device_put(w, jax.memory.Space.Device)  # from where it rests, if in the host's memory
         return {name: whole(a.astype(dtype), split_over_fsdp(name, a)).astype(jnp.float32) for name, a in w.items()}
 
 def scatter(dw):
@@ -547,8 +548,8 @@ def forward(params, cfg, mesh, rows, how):
 Layout = namedtuple("Layout", "kind mesh rows order")
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 Chip = namedtuple("Chip", "gib bandwidth flops")  # of memory, its bytes a second, bfloat16 operations a second
-CHIPS = {"TPU v4": Chip(31, 1.2e12, 275e12), "TPU v5 lite": Chip(15.7, 8.2e11, 197e12),
-         "TPU v5": Chip(95, 2.77e12, 459e12), "TPU v6 lite": Chip(31.2, 1.64e12, 918e12),
+CHIPS = {"TPU v4": Chip(30.75, 1.2e12, 275e12), "TPU v5 lite": Chip(15.7, 8.2e11, 197e12),
+         "TPU v5": Chip(95, 2.77e12, 459e12), "TPU v6 lite": Chip(31.24, 1.64e12, 918e12),
          "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12), "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12),
          "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12)}
 
@@ -557,7 +558,9 @@ def chip(device):
     return next((c for kind, c in CHIPS.items() if device.device_kind.startswith(kind)), Chip(math.inf, 0, 0))
 
 def device_memory(device):
-    """GiB; inf where that is not known."""
+    """GiB; a CPU's is shared out; inf where it is not known."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count() / 2 ** 30
     try:
         return (device.memory_stats() or {})["bytes_limit"] / 2 ** 30
     except (KeyError, jax.errors.JaxRuntimeError):

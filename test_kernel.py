@@ -14,11 +14,12 @@ import os
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # float32 is float32 on a GPU and a TPU too
 
-import ast, atexit, contextlib, dataclasses, fractions, importlib, io, json, math, re, traceback, tracemalloc
+import ast, atexit, contextlib, dataclasses, fractions, importlib, io, itertools, json, math, re, traceback, tracemalloc
 import shlex, shutil, subprocess, sys, tempfile, threading, time  # files and processes
 from collections import Counter, defaultdict
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import SkipTest, mock  # pytest knows SkipTest too
 
 import jax
@@ -142,7 +143,21 @@ def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
     width = width or max(map(len, rows))
     arrays = [np.array([[*row] + [0] * (width - len(row)) for row in lists], np.int32) for lists in (
         rows, positions or [range(len(row)) for row in rows], segments or [[1] * len(row) for row in rows])]
-    return jax.jit(model.forward, static_argnums=(1, 2, 6))(params, cfg, mesh(), *arrays, jnp.float32)
+    arrays = dict(zip(("tokens", "positions", "segments"), arrays)) | {"filled": np.array([len(rows)], np.int32)}
+    return forward(params, cfg, mesh(), arrays, model.How("float32"))
+
+@partial(jax.jit, static_argnums=(1, 2, 4))
+def forward(params, cfg, on, rows, how):
+    return model.forward(params, cfg, on, rows, how)[0]
+
+def textbook_hidden(params, cfg, tokens, positions, segments):
+    """What model.forward gives, of whole weights, one layer after another, by what JAX can differentiate."""
+    x, rope = params["embed_VD"][tokens], model.rope_tables(jnp.asarray(positions), cfg)
+    mask = (segments[:, :, None] == segments[:, None]) & np.tri(tokens.shape[1], dtype=bool)
+    for i in range(cfg.L):
+        w = {name: a[i] for name, a in params["layers"].items()}
+        x, _ = model.layer(cfg, x, w, rope, lambda q, k, v: (model.attention(q, k, v, mask), None))
+    return model.rms_norm(x, params["norm_D"], cfg.rms_eps)
 
 def logits(params, cfg, tokens):
     return np.asarray(hidden_states(params, cfg, tokens) @ model.head(params).T)
@@ -299,7 +314,8 @@ def test_sampled_logps_equal_training_forward():
             chosen, upto = (a[np.arange(len(q)), tokens] for a in (q, q.cumsum(-1)))
             right = np.log(chosen)
             if not top_k:
-                right, _ = kernel.score(hidden, model.head(params), tokens, mesh(), temperature=T)
+                right, _ = kernel.score(hidden, model.head(params), tokens, np.ones(len(tokens), "f"), mesh(),
+                                        temperature=T)
             errors[T, seed] = abs(out["logp_BT"][live] - right).max()
             u[seed][live] = upto - rng.random(len(q)) * chosen  # if tokens follow q, these are uniform
         assert stats.kstest(u[~np.isnan(u)], "uniform").pvalue > 1e-3
@@ -381,32 +397,42 @@ def test_bfloat16_forward_is_close():
     """Far along in a row, where a rotary angle in bfloat16 would be off by a radian; norms are float32."""
     params, rows = random_params(TIED, mesh()), random_prompts(TIED, (24,))
     tokens, positions, segments = np.array([rows[0], range(400, 424), [1] * 24], np.int32)[:, None]
-    exact, rounded = (model.forward(params, TIED, mesh(), tokens, positions, segments, dtype)
-                      for dtype in (jnp.float32, jnp.bfloat16))
+    rows = dict(tokens=tokens, positions=positions, segments=segments, filled=np.ones(1, np.int32))
+    exact, rounded = (forward(params, TIED, mesh(), rows, model.How(dtype)) for dtype in ("float32", "bfloat16"))
     assert rounded.dtype == jnp.bfloat16
     x = exact.astype(jnp.bfloat16)
     want = model.rms_norm(x.astype(jnp.float32), params["norm_D"], 1e-6).astype(jnp.bfloat16)
     assert_array_equal(model.rms_norm(x, params["norm_D"], 1e-6), want)
     check_errors({"hidden states": relative(rounded, exact)}, 0.06, "relative error")
 
-def test_gradients_equal_on_meshes():
-    """Of random multiples of log-prob and entropy, in the weights and in the hidden states."""
+def test_gradients_equal_autodiff():
+    """The way back by hand, against JAX's own of the textbook forward: on meshes, for what is kept and how is
+    attended, with rows that are empty, in passes that add up."""
     rng, errors = np.random.default_rng(7), {}
-    for cfg, B, T, meshes in ((TIED, 8, 7, [(1, 8, 1), (2, 4, 1), (2, 2, 2)]), (UNTIED, 4, 6, [(2, 2, 2)])):
-        tokens, targets = rng.integers(0, cfg.V, (2, B, T)).astype(np.int32)
-        positions, segments = np.repeat([[[0, 1, 2, 0, 1, 2, 0]], [[1, 1, 1, 2, 2, 2, 0]]], B, 1)[:, :, :T]
-        g, e = rng.standard_normal((2, B * T)).astype(np.float32)
-        def value(params, shift, on):
-            h = model.forward(params, cfg, on, tokens, positions, segments, jnp.float32).reshape(B * T, -1)
-            v = {"weight": jnp.ones(B * T), "advantage": jnp.zeros(B * T)}
-            _, out = kernel.grpo_loss(h + shift, model.head(params), targets.ravel(), v, on, temperature=0.8)
-            return jnp.sum(g * out["logp"] + e * out["entropy"])
-        f, results = jax.jit(jax.value_and_grad(value, argnums=(0, 1)), static_argnums=2), []
-        for dims in ((1, 1, 1), *meshes):
-            on, shift = mesh(*dims), np.zeros((B * T, cfg.D), np.float32)
-            results.append(model.flatten(f(random_params(cfg, on), shift, on)))
-            errors |= {(cfg.V, dims, k): relative(a, results[0][k]) for k, a in results[-1].items()}
-    check_errors(errors, 1e-5, "max relative error")
+    one, long = (1, 1, 1), dataclasses.replace(TIED, H=64, N=2, K=1)  # 64: what splash can
+    cases = [(TIED, 9, 8, dims, "blockwise", remat) for remat in model.REMAT for dims in (one, (2, 2, 2))]
+    cases += [(UNTIED, 6, 8, dims, "blockwise", "full") for dims in ((1, 8, 1), (2, 4, 1), (1, 4, 2))]
+    cases += [(long, 600, 2, one, "blockwise", "full"), (long, 130, 2, (2, 1, 1), "splash", "full")]
+    for cfg, T, B, dims, attention, remat in cases:
+        on, shards = mesh(*dims), dims[0] * dims[1]
+        tokens, positions = rng.integers(0, cfg.V, (2, B, T)).astype(np.int32)
+        segments = np.sort(rng.integers(1, 4, (B, T)).astype(np.int32), 1)
+        filled = rng.integers(0, B // shards + 1, shards).astype(np.int32) if B == 8 else np.full(shards, B // shards)
+        filled[0] = max(1, filled[0])
+        real = np.concatenate([np.arange(B // shards) < n for n in filled])
+        d_hidden = rng.standard_normal((B, T, cfg.D)).astype(np.float32) * real[:, None, None]
+        rows = dict(tokens=tokens, positions=positions, segments=segments, filled=filled.astype(np.int32))
+        @jax.jit
+        def ours(params, grads):
+            hidden, back = model.forward(params, cfg, on, rows, model.How("float32", attention, remat))
+            return hidden, back(grads, d_hidden)
+        with mock.patch.object(model, "TOKENS_AT_ONCE", 3 * T):
+            params = random_params(cfg, on)
+            hidden, grads = ours(params, ours(params, jax.tree.map(jnp.zeros_like, params))[1])
+        wanted, pull = jax.vjp(lambda p: textbook_hidden(p, cfg, tokens, positions, segments), random_params(cfg, mesh()))
+        errors[cfg.V, T, dims, attention, remat] = max([relative(hidden[real], wanted[real])] + [
+            relative(a / 2, b) for a, b in zip(*map(jax.tree.leaves, (grads, pull(d_hidden)[0])))])
+    check_errors(errors, 3e-5, f"{len(cases)} ways: relative error")
 
 def uncached_answers(params, cfg, prompts, max_answer, key):
     """What `generate` is to give: the training forward on all that is there, for each token anew."""
@@ -680,7 +706,7 @@ def run_loss(impl, inputs, T, of="loss", on=None, cores=1, **knobs):
 
 def run_score(impl, inputs, T, on=None):
     score = jax.jit(kernel.score, static_argnames=("mesh", "temperature", "impl", "blocks"))
-    return watched(score, *inputs[:3], mesh=on or mesh(), temperature=T, impl=impl, blocks=tiles(impl))
+    return watched(score, *inputs[:3], np.ones(len(inputs[2]), "f"), mesh=on or mesh(), temperature=T, impl=impl, blocks=tiles(impl))
 
 def check_loss(impl, inputs, T, of="loss", eps=1e-5, **knobs):
     """It is NumPy's and `score`'s -> (errors of log-prob, loss, dh, dW; cases of clip and cap, counted)."""
@@ -764,7 +790,7 @@ def test_logits_never_exist():
     inputs = loss_inputs(1200, 1003, 1.3, 13)
     for impl in IMPLS:
         gradient = partial(gradients, impl=impl, T=1.3, on=mesh(), cores=1, **KNOBS)
-        score = partial(kernel.score, mesh=mesh(), impl=impl, blocks=tiles(impl))
+        score = partial(kernel.score, weight_N=np.ones(1200, "f"), mesh=mesh(), impl=impl, blocks=tiles(impl))
         for gemms, f, args in ((1, score, inputs[:3]), (3, partial(gradient, of="loss"), inputs),
                                (6, partial(gradient, of=EVERYTHING), inputs)):  # 6: for its cotangents again
             text = str(jax.make_jaxpr(f)(*args))
@@ -834,34 +860,106 @@ def update_case(shape):
                         for low, high in ((2, 8), (1, 9)))
     return weights, prompts, answers, rng.standard_normal(16), -3 * rng.random((16, 9))
 
-def gradient_of_update(rows=None, shape=SMALL, on=None, rate=1e4, **flags):
+def batches_of_update(cfg, shape=SMALL, on=None, micro=3, width=16, change=lambda answers: answers):
+    """The case's sequences, packed."""
+    _, prompts, answers, advantages, sampler = update_case(shape)
+    run = SimpleNamespace(mesh=on or mesh(), shape=shape, row_width=width, micro_batch=micro)
+    return train.make_batches(prompts, change(answers), advantages, cfg, run, sampler)
+
+def gradient_of_update(batch=None, shape=SMALL, on=None, rate=1e4, micro=3, width=16, **flags):
     """What train.update subtracts, over the rate: with sgd, no clipping, the gradient. Also the metrics."""
-    weights, prompts, answers, advantages, sampler = update_case(shape)
-    plain = dict(optimizer="sgd", grad_clip=0, dtype="float32", max_answer=12, is_cap=1.5)
+    plain = dict(optimizer="sgd", grad_clip=0, dtype="float32", max_answer=12, is_cap=1.5, attention="blockwise")
     cfg, on = train.Config(**plain | flags), on or mesh()
-    if rows is None:
-        rows = train.make_rows(prompts, answers, advantages, 16, cfg, sampler)
-        rows["old"] = rows["sampler"] - np.float32(0.1) * (rows["weight"] > 0)
-        rows["ref"] = rows["sampler"] * np.float32(0.9)
-    params, (batch,) = placed(weights, on), train.to_minibatches(rows, cfg, on)
-    state = train.optimizer(cfg).init(params)
-    new, _, metrics = train.update(params, state, batch, rate, cfg=cfg, shape=shape, mesh=on)
-    new, metrics = jax.device_get((model.flatten(new), metrics))
-    return {k: (weights[k] - a) / rate for k, a in new.items()}, metrics
+    if batch is None:
+        (batch,), _ = batches_of_update(cfg, shape, on, micro, width)
+        batch = [rows | {"old": rows["sampler"] - np.float32(0.1) * (rows["weight"] > 0),
+                         "ref": rows["sampler"] * np.float32(0.9)} for rows in batch]
+    weights = update_case(shape)[0]
+    state = jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), {
+        "params": placed(weights, on), "opt": train.optimizer(cfg).init(placed(weights, on))},
+        {k: v for k, v in train.abstract_state(cfg, shape, on).items() if k != "ref"})
+    state, parts, norm = train.update(state, batch, rate, cfg=cfg, shape=shape, mesh=on)
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state["params"])}
+    assert kinds == {"pinned_host" if cfg.offload == "params" else mesh().devices.flat[0].default_memory().kind}
+    new, parts = jax.device_get((model.flatten(state["params"]), parts))
+    metrics = {k: (max if k.endswith("/max") else sum)(part[k] for part in parts) for k in parts[0]}
+    return {k: (weights[k] - a) / rate for k, a in new.items()}, metrics | {"grad_norm": float(norm)}
+
+def padded(rows, total=None):
+    """NumPy rows of one sequence each, as a pass that holds them all."""
+    return [rows | {"weight": rows["weight"] / np.float32(total or rows["weight"].sum()),
+                    "filled": np.array([len(rows["weight"])], np.int32)}]
 
 def test_train_gradient_is_the_same_for_any_split():
-    """Of its rows into micro-batches, and over any mesh; so are the metrics."""
-    one, errors = (1, 1, 1), {}
-    for agg, dims, micro in (("token", one, 1), ("token", one, 2), ("token", one, 4), ("token", one, 5),
-                             ("sequence", one, 3), ("constant", one, 3), ("token", (1, 8, 1), 0),
-                             ("token", (2, 4, 1), 1), ("token", (2, 2, 2), 3), ("token", (8, 1, 1), 2)):
-        base, m = gradient_of_update(loss_agg=agg, beta=0.1)
-        split, n = gradient_of_update(on=mesh(*dims), loss_agg=agg, beta=0.1, micro_batch=micro)
-        errors[agg, dims, micro] = [relative(split[k], base[k]) for k in base]
+    """Of its sequences into rows and passes, over any mesh, whatever is kept, wherever it rests; so are the
+    metrics. The base: one sequence a row, all in one pass."""
+    one, errors, base = (1, 1, 1), {}, {}
+    _, prompts, answers, advantages, sampler = update_case(SMALL)
+    for agg, total in ("token", None), ("sequence", 16), ("constant", 16):
+        rows = train.make_rows({i: [i] for i in range(16)}, prompts, answers, advantages, (16, 16),
+                               train.Config(max_answer=12, loss_agg=agg), sampler)
+        rows |= {"old": rows["sampler"] - np.float32(0.1) * (rows["weight"] > 0), "ref": rows["sampler"] * np.float32(0.9)}
+        base[agg] = gradient_of_update(padded(rows, total), loss_agg=agg, beta=0.1)
+    for agg, dims, micro, width, flags in (
+            ("token", one, 1, 16, {}), ("token", one, 4, 32, {"remat": "dots"}), ("token", one, 20, 48, {"remat": "none"}),
+            ("sequence", one, 3, 24, {}), ("constant", one, 3, 40, {"offload": "optimizer"}),
+            ("token", (1, 8, 1), 2, 16, {"offload": "params"}), ("token", (2, 4, 1), 1, 24, {}),
+            ("token", (2, 2, 2), 3, 16, {"offload": "params", "remat": "none"}), ("token", (8, 1, 1), 2, 32, {}),
+            ("token", one, 1, 208, {"attention": "splash"})):
+        split, n = gradient_of_update(on=mesh(*dims), loss_agg=agg, beta=0.1, micro=micro, width=width, **flags)
+        wanted, m = base[agg]
+        errors[agg, dims, micro, width, str(flags)] = [relative(split[k], wanted[k]) for k in wanted]
         for k in m:
             assert_allclose(n[k], m[k], rtol=1e-5, atol=0 if k == "loss" and dims != one else 1e-6, err_msg=k)
-        assert n["valid_tokens"] == m["valid_tokens"]
-        check_errors(errors, 1e-5, f"{len(errors)} splits: relative error")
+    check_errors(errors, 1e-5, f"{len(errors)} splits: relative error")
+
+def test_train_answers_do_not_see_each_other():
+    """Bit for bit: another answer in one's row, of the same length, changes none of its log-probs."""
+    weights, prompts, answers, *_ = update_case(SMALL)
+    cfg, changed = train.Config(dtype="float32", max_answer=12, attention="blockwise"), 0
+    for i in range(0, 16, 5):
+        other = [[(t + 7 * (j == i)) % SMALL.V for t in a] for j, a in enumerate(answers)]
+        logps = []
+        for which in answers, other:
+            (batch,), _ = batches_of_update(cfg, width=64, change=lambda _: which)
+            logps.append([np.asarray(train.score(placed(weights, mesh()), rows, cfg=cfg, shape=SMALL, mesh=mesh()))
+                          for rows in batch])
+        before, after = map(np.concatenate, logps)
+        rows = {k: np.concatenate([np.asarray(b[k]) for b in batch]) for k in batch[0]}
+        mine = np.zeros_like(rows["weight"], bool)
+        for r, s in itertools.product(range(len(mine)), range(1, 9)):
+            place = rows["segments"][r] == s
+            if rows["tokens"][r][place].tolist() == prompts[i] + other[i]:
+                mine[r] = place
+        valid = rows["weight"] > 0
+        assert mine.sum() == len(prompts[i] + answers[i])
+        assert_array_equal(before[valid & ~mine], after[valid & ~mine])
+        changed += (before[valid & mine] != after[valid & mine]).sum()
+        assert len({*rows["segments"][mine.any(1)].ravel()}) > 2, "alone in its row"
+    assert changed > 8
+    figure(f"{changed} log-probs changed")
+
+def test_train_packing():
+    """Lengths like those of answers to GSM8K: each sequence is there once, rows are full, devices have as much."""
+    rng, fractions = np.random.default_rng(0), []
+    for shards, per_device in (1, 16), (4, 8), (8, 8), (4, 30):
+        cfg, n = train.Config(dtype="float32", max_answer=1024), 0
+        lengths = np.clip(rng.lognormal(5.6, 0.4, 2000).astype(int), 60, 1400)
+        lengths = lengths[:np.searchsorted(lengths.cumsum(), shards * per_device * 2048)]
+        packed = train.pack(lengths.tolist(), 2048)
+        assert sorted(itertools.chain(*packed)) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in row) <= 2048 for row in packed)
+        shape = dataclasses.replace(SMALL, L=1)
+        run = SimpleNamespace(mesh=mesh(1, shards, 1), shape=shape, row_width=2048, micro_batch=16)
+        (batch,), counts = train.make_batches([[1] * (int(n) // 3) for n in lengths], [[2] * int(n - n // 3) for n in lengths],
+                                              np.ones(len(lengths)), cfg, run)
+        filled = sum(np.asarray(rows["filled"]) for rows in batch)
+        assert filled.sum() == len(packed) and np.ptp(filled) <= 1, filled
+        assert_allclose(sum(float(rows["weight"].sum()) for rows in batch), 1, rtol=1e-5)
+        fractions.append(1 - counts["tokens"] / counts["slots"])
+        assert counts["tokens"] == lengths.sum() and counts["slots"] >= filled.sum() * 2048
+    assert max(fractions) < 0.1, fractions
+    figure("padding " + ", ".join(f"{f:.1%}" for f in fractions))
 
 def test_train_update_equals_numpy_for_every_aggregation():
     """Loss and gradient of an untied head, in float64 from the hidden states, weights written down here."""
@@ -874,7 +972,7 @@ def test_train_update_equals_numpy_for_every_aggregation():
     lengths = np.array([[len(a)] for a in answers])
     for agg, each in ("token", 1 / lengths.sum()), ("sequence", 1 / lengths / 16), ("constant", 1 / 16 / 12):
         cfg = train.Config(max_answer=12, loss_agg=agg)
-        rows = train.make_rows(prompts, answers, advantages, 16, cfg, sampler)
+        rows = train.make_rows({i: [i] for i in range(16)}, prompts, answers, advantages, (16, 16), cfg, sampler)
         hidden = hidden_states(placed(weights, mesh()), shape, *(
             rows[k].tolist() for k in ("tokens", "positions", "segments")))
         h, W = np.asarray(hidden).reshape(-1, shape.D), weights["head_VD"]
@@ -883,7 +981,8 @@ def test_train_update_equals_numpy_for_every_aggregation():
         for k, spread in (("old", 0.5), ("ref", 1.0)):  # close enough that some ratios are within the clip
             noisy = np.where(mask, logp + rng.uniform(-spread, spread, len(y)), 0)
             rows[k] = noisy.astype(np.float32).reshape(rows["tokens"].shape)
-        got, m = gradient_of_update(rows, shape, loss_agg=agg, beta=0.1, temperature=0.7, micro_batch=5)
+        total = {"token": None}.get(agg, 16)
+        got, m = gradient_of_update(padded(rows, total), shape, loss_agg=agg, beta=0.1, temperature=0.7)
         v = {k: a.reshape(-1) for k, a in (rows | {"weight": (rows["weight"] > 0) * each}).items()}
         knobs = dict(clip_low=0.2, clip_high=0.28, beta=0.1, is_cap=1.5, entropy_bonus=0.0)
         loss_N, _, _, dW, cases = numpy_loss(h, W, y, v, np.zeros((2, len(y))), 0.7, **knobs)
@@ -896,21 +995,24 @@ def test_train_update_equals_numpy_for_every_aggregation():
 def test_train_supervised_update_is_maximum_likelihood():
     """By the textbook: full logits, log-softmax, mean over answer tokens."""
     weights, prompts, answers, *_ = update_case(SMALL)
-    got, m = gradient_of_update(train.make_rows(prompts[:4], answers[:4], np.ones(4), 16, train.Config()))
+    rows = train.make_rows({i: [i] for i in range(4)}, prompts, answers, np.ones(4), (4, 16), train.Config())
+    got, m = gradient_of_update(padded(rows))
     def nll(params):
         logp = []
         for prompt, answer in zip(prompts[:4], answers[:4]):
-            z = hidden_states(params, SMALL, [prompt + answer])[0, len(prompt) - 1:-1] @ model.head(params).T
+            tokens = np.array([prompt + answer])
+            hidden = textbook_hidden(params, SMALL, tokens, np.arange(tokens.size)[None], np.ones_like(tokens))
+            z = hidden[0, len(prompt) - 1:-1] @ model.head(params).T
             logp.append(jax.nn.log_softmax(z)[np.arange(len(answer)), np.array(answer)])
         return -jnp.concatenate(logp).mean()
     value, wanted = jax.jit(jax.value_and_grad(nll))(placed(weights, mesh()))
-    assert_allclose(m["nll"] / m["valid_tokens"], value, rtol=1e-5)
+    assert_allclose(m["nll"] / sum(map(len, answers[:4])), value, rtol=1e-5)
     check_errors({k: relative(got[k], a) for k, a in model.flatten(wanted).items()}, 1e-5, "relative error")
 
 def test_train_optimizer_and_schedule():
     weights, prompts, answers, *_ = update_case(SMALL)
     matrices = lambda params: {k: not ("norm" in k or "/b" in k) for k in params}
-    rows = train.make_rows(prompts, answers, np.ones(16), 16, train.Config())
+    rows = padded(train.make_rows({i: [i] for i in range(16)}, prompts, answers, np.ones(16), (16, 16), train.Config()))
     grads, _ = gradient_of_update(rows)
     norm = math.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
     for name, decay, wanted in (("adamw", 0.1, optax.adamw(0.01, b2=0.9, weight_decay=0.1, mask=matrices)),
@@ -1046,12 +1148,13 @@ def test_train_rewards_that_fail_score_zero():
 
 def test_train_rows():
     cfg = train.Config(loss_agg="sequence", max_answer=4)
-    rows = train.make_rows([[5, 6, 7]], [[8, 9]], [0.5], 8, cfg, sampler=[[-1, -2, 99, 99]])
+    rows = train.make_rows({0: [1, 0]}, [[4], [5, 6, 7]], [[3], [8, 9]], [2, 0.5], (1, 8), cfg,
+                           sampler=[[-3, 99], [-1, -2, 99, 99]])
     assert {k: a.tolist() for k, a in rows.items()} == dict(
-        tokens=[[5, 6, 7, 8, 9, 0, 0, 0]], positions=[[0, 1, 2, 3, 4, 0, 0, 0]],
-        segments=[[1, 1, 1, 1, 1, 0, 0, 0]], targets=[[0, 0, 8, 9, 0, 0, 0, 0]],
-        weight=[[0, 0, .5, .5, 0, 0, 0, 0]], advantage=[[0, 0, .5, .5, 0, 0, 0, 0]],
-        sampler=[[0, 0, -1, -2, 0, 0, 0, 0]])
+        tokens=[[5, 6, 7, 8, 9, 4, 3, 0]], positions=[[0, 1, 2, 3, 4, 0, 1, 0]],
+        segments=[[1, 1, 1, 1, 1, 2, 2, 0]], targets=[[0, 0, 8, 9, 0, 3, 0, 0]],
+        weight=[[0, 0, .5, .5, 0, 1, 0, 0]], advantage=[[0, 0, .5, .5, 0, 2, 0, 0]],
+        sampler=[[0, 0, -1, -2, 0, -3, 0, 0]])
 
 def without_times(rows):
     timed = ("time/", "throughput/", "rollout/", "memory/")

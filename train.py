@@ -517,6 +517,8 @@ def make_batches(prompts, answers, advantages, cfg, run, sampler=None):
     return batches, dict(zip(("slots", "tokens", "flops", "valid_tokens"), counts + [int(needs[..., 2].sum())]))
 
 # ---------------------------------------------------------------- the update
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+
 def optimizer(cfg):
     """Gradient -> step direction (optax); `update` multiplies by the learning rate, which is its argument."""
     scale = {"adamw": optax.scale_by_adam(b2=cfg.b2), "lion": optax.scale_by_lion(b2=cfg.b2),
@@ -536,7 +538,8 @@ def learning_rate(cfg, step):
 
 def loss_inputs(params, rows, cfg, shape, mesh):
     """Rows -> (hidden [N, D], LM head, targets [N]): what log-probs are a function of; and the way back."""
-    how = model.How(jnp.dtype(cfg.dtype), cfg.attention, cfg.remat)
+    how = model.How(cfg.dtype, cfg.attention, cfg.remat)
+    params = {k: a if k == "layers" else jax.device_put(a, DEVICE) for k, a in params.items()}
     hidden, back = model.forward(params, shape, mesh, rows, how)
     return (hidden.reshape(-1, shape.D), model.head(params), rows["targets"].reshape(-1)), back
 
@@ -572,15 +575,24 @@ def accumulate(grads, params, rows, resting, *, cfg, shape, mesh):
     grads |= {name: grads[name] + d_head}
     return jax.lax.with_sharding_constraint(grads, model.shardings(shape, mesh)), metrics
 
-@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames=("params", "state", "grads"))
+@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames=("params", "state"))
 def apply(params, state, grads, lr, *, cfg, shape, mesh):
     """One optimizer step -> (params, optimizer state, norm of the gradient)."""
-    params, state = jax.device_put((params, state), jax.memory.Space.Device)  # from where they rest
+    params, state = jax.device_put((params, state), DEVICE)  # from where they rest
     direction, state = optimizer(cfg).update(grads, state, params)
     params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
     params = jax.lax.with_sharding_constraint(params, model.shardings(shape, mesh))
-    back = lambda tree, rests: jax.device_put(tree, jax.memory.Space.Host) if rests else tree
+    back = lambda tree, rests: jax.device_put(tree, HOST) if rests else tree
     return (back(params, cfg.offload == "params"), back(state, cfg.offload != "none"), optax.global_norm(grads))
+
+def update(state, batch, lr, **static):
+    """One optimizer step on one minibatch -> (state, metrics of each pass, norm of the gradient)."""
+    grads, metrics, resting = zeros(shape=static["shape"], mesh=static["mesh"]), [], [state["opt"], state.get("ref")]
+    for rows in batch:
+        grads, one = accumulate(grads, state["params"], rows, resting, **static)
+        metrics.append(one)
+    params, opt, norm = apply(state["params"], state["opt"], grads, lr, **static)
+    return state | {"params": params, "opt": opt}, metrics, norm
 
 @partial(jax.jit, static_argnames=("shape", "mesh"))
 def zeros(*, shape, mesh):
@@ -610,7 +622,7 @@ def compiled_gib(lowered):
     try:
         m = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as e:
-        total = re.search(r"\(([\d.]+)([MGT])\) exceeds", str(e))
+        total = re.search(r"(?:\(|Used )([\d.]+)([MGT])(?=\) exceeds| of )", str(e))
         if not total:
             raise
         return float(total[1]) * {"M": 2 ** -10, "G": 1, "T": 2 ** 10}[total[2]], False
@@ -644,7 +656,8 @@ def largest(need, limit, most, first):
         low, high = (guess, high) if tried[guess][1] else (low, guess)
         guess = 2 * low or max(1, min(8, guess // 4))
         if len(tried) > 1:
-            (a, (x, _)), (b, (y, _)) = sorted(tried.items())[:2]
+            a, b = (low, high) if low and high in tried else sorted(tried)[:2]
+            x, y = tried[a][0], tried[b][0]
             guess = math.floor(a + (limit - x) * (b - a) / max(y - x, 1e-9))
             if low and guess <= low:
                 break
@@ -1050,12 +1063,8 @@ def main(argv):
         parts, norms, lr = [], [], learning_rate(cfg, step)
         progress(f"step {step}/{total}: {updates} updates")
         for batch in batches * cfg.ppo_epochs:
-            grads, resting = zeros(shape=run.shape, mesh=run.mesh), [state["opt"], state.get("ref")]
-            for rows in batch:
-                grads, part = accumulate(grads, state["params"], rows, resting, **static)
-                parts.append(part)
-            state["params"], state["opt"], norm = apply(state["params"], state["opt"], grads, lr, **static)
-            norms.append(norm)
+            state, more, norm = update(state, batch, lr, **static)
+            parts, norms = parts + more, norms + [norm]
         parts, norms = jax.device_get((parts, norms))
         metrics |= update_metrics(parts, norms, counts, time.time() - clock[-1], cfg, run) | {"lr": lr}
         if cfg.beta and step == cfg.sft_steps:
