@@ -20,11 +20,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout as DeviceLayout, with_layout_constraint
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 AXES = ("dp", "fsdp", "tp")  # of a mesh
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host  # where parameters rest: mostly the former
 ROWS = ("dp", "fsdp")  # those that share out the rows of a batch
 
 class CheckpointError(Exception):
@@ -183,7 +184,8 @@ def place(shape, sharding, read):
     shards = []
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape))
-        shards.append(jax.device_put(read(index), device).block_until_ready())
+        there = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        shards.append(jax.device_put(read(index), there).block_until_ready())
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
 def weight_files(directory):
@@ -256,7 +258,8 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
     @partial(jax.jit, static_argnames=("name", "shape"), out_shardings=NamedSharding(mesh, P()))
     def gather(a, i, name, shape):
         ours, theirs = letters(name).lstrip("L"), TENSORS[name][1].replace(" ", "")
-        return jnp.einsum(f"{ours}->{theirs}", a if i is None else a[i]).reshape(shape).astype(dtype)
+        a = jax.device_put(a if i is None else a[i], DEVICE)
+        return jnp.einsum(f"{ours}->{theirs}", a).reshape(shape).astype(dtype)
     files, filled = [[]], 0
     for tensor in hf_tensors(cfg):
         size = math.prod(tensor[1]) * dtype.itemsize
@@ -441,7 +444,7 @@ def gather(w, dtype):
     """A layer's weights, rounded and whole over fsdp, yet float32, that their gradients add up so."""
     whole = lambda a, axis: a if axis is None else jax.lax.all_gather(a, "fsdp", axis=axis, tiled=True)
     with jax.named_scope("gather"):
-        w = jax.device_put(w, jax.memory.Space.Device)  # from where it rests, if in the host's memory
+        w = jax.device_put(w, DEVICE)
         return {name: whole(a.astype(dtype), split_over_fsdp(name, a)).astype(jnp.float32) for name, a in w.items()}
 
 def scatter(dw):
@@ -595,7 +598,7 @@ def rollout_spec(name, layout):
 def mover(names, layout, dtype):
     """The compiled `to_rollout`, of parameters with these names."""
     def move(tree, cut):
-        tree = {name: a.astype(dtype) for name, a in tree.items()}
+        tree = {name: jax.device_put(a, DEVICE).astype(dtype) for name, a in tree.items()}
         if layout.kind == "tp":  # by way of the whole, as XLA knows no shorter one, and warns
             tree = {name: constrain(a, layout.mesh) for name, a in tree.items()}
         return {k: constrain(a, layout.mesh, *rollout_spec(k, layout)[cut:]) for k, a in tree.items()}

@@ -512,7 +512,7 @@ def test_rollout_plans():
         assert list(layout.mesh.devices.flat) == list(on.devices.flat) and layout.mesh.shape["tp"] == tp
     device = mock.Mock(memory_stats=lambda: {"bytes_limit": 32 * gib, "bytes_in_use": 12 * gib})
     layout = layout._replace(mesh=mock.Mock(local_devices=[device], shape={"tp": 1}))
-    fit = lambda: model.rows_that_fit(sizes("3B"), layout, "bfloat16", 1280)
+    fit = lambda: model.rows_that_fit(sizes("3B"), layout, "bfloat16", 1280, model.free_memory(layout))
     assert fit() == int(0.5 * 20 * gib / (36 * 2 * 2 * 128 * 2 * 1280))
     device.memory_stats = lambda: None  # a CPU does not tell
     assert fit() == 2 ** 30
@@ -875,9 +875,9 @@ def gradient_of_update(batch=None, shape=SMALL, on=None, rate=1e4, micro=3, widt
         batch = [rows | {"old": rows["sampler"] - np.float32(0.1) * (rows["weight"] > 0),
                          "ref": rows["sampler"] * np.float32(0.9)} for rows in batch]
     weights = update_case(shape)[0]
-    state = jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), {
-        "params": placed(weights, on), "opt": train.optimizer(cfg).init(placed(weights, on))},
-        {k: v for k, v in train.abstract_state(cfg, shape, on).items() if k != "ref"})
+    abstract = train.abstract_state(dataclasses.replace(cfg, beta=0.0), shape, on)
+    state = {"params": placed(weights, on), "opt": {k: train.optimizer(cfg, k).init(a) for k, a in weights.items()}}
+    state = jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), state, abstract)
     state, parts, norm = train.update(state, batch, rate, cfg=cfg, shape=shape, mesh=on)
     kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state["params"])}
     assert kinds == {"pinned_host" if cfg.offload == "params" else mesh().devices.flat[0].default_memory().kind}

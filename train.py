@@ -20,7 +20,7 @@ import optax
 import tokenizers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import kernel, model
-from model import ATTENTION, LAYOUTS, REMAT, everywhere
+from model import ATTENTION, DEVICE, HOST, LAYOUTS, REMAT, everywhere
 
 # ---------------------------------------------------------------- Config: every flag of the program
 @dataclasses.dataclass(frozen=True)
@@ -517,16 +517,12 @@ def make_batches(prompts, answers, advantages, cfg, run, sampler=None):
     return batches, dict(zip(("slots", "tokens", "flops", "valid_tokens"), counts + [int(needs[..., 2].sum())]))
 
 # ---------------------------------------------------------------- the update
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-
-def optimizer(cfg):
-    """Gradient -> step direction (optax); `update` multiplies by the learning rate, which is its argument."""
+def optimizer(cfg, name):
+    """Gradient of the parameter `name` -> step direction (optax), which is to be times the learning rate."""
     scale = {"adamw": optax.scale_by_adam(b2=cfg.b2), "lion": optax.scale_by_lion(b2=cfg.b2),
              "sgd": optax.identity()}[cfg.optimizer]
-    clip = optax.clip_by_global_norm(cfg.grad_clip) if cfg.grad_clip else optax.identity()
-    decayed = lambda params: jax.tree_util.tree_map_with_path(  # all but norms and biases
-        lambda path, _: not re.search("norm|'b[qkv]_", jax.tree_util.keystr(path)), params)
-    return optax.chain(clip, scale, optax.add_decayed_weights(cfg.weight_decay, decayed))
+    decay = 0.0 if re.search("norm|/b[qkv]_", name) else cfg.weight_decay
+    return optax.chain(scale, optax.add_decayed_weights(decay))
 
 def learning_rate(cfg, step):
     """Of step 1, 2, ...: linear warm-up, then decay, within the supervised phase and within GRPO."""
@@ -575,15 +571,22 @@ def accumulate(grads, params, rows, resting, *, cfg, shape, mesh):
     grads |= {name: grads[name] + d_head}
     return jax.lax.with_sharding_constraint(grads, model.shardings(shape, mesh)), metrics
 
-@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames=("params", "state"))
-def apply(params, state, grads, lr, *, cfg, shape, mesh):
-    """One optimizer step -> (params, optimizer state, norm of the gradient)."""
-    params, state = jax.device_put((params, state), DEVICE)  # from where they rest
-    direction, state = optimizer(cfg).update(grads, state, params)
-    params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
-    params = jax.lax.with_sharding_constraint(params, model.shardings(shape, mesh))
-    back = lambda tree, rests: jax.device_put(tree, HOST) if rests else tree
-    return (back(params, cfg.offload == "params"), back(state, cfg.offload != "none"), optax.global_norm(grads))
+@partial(jax.jit, static_argnames="cfg")
+def clip(grads, cfg):
+    """-> (norm of all gradients, what they are to be multiplied by)."""
+    norm = optax.global_norm(grads)
+    return norm, jnp.minimum(1.0, (cfg.grad_clip or jnp.inf) / norm)
+
+@partial(jax.jit, static_argnames=("name", "cfg", "mesh"), donate_argnames=("param", "state"))
+def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
+    """One optimizer step of one parameter -> (it, its state), from where they rest and back: as these come
+    and go one after another, little of what rests in the host's memory is here at once."""
+    param, state = jax.device_put((param, state), DEVICE)
+    direction, state = optimizer(cfg, name).update(factor * grad, state, param)
+    param = jax.lax.with_sharding_constraint(param - lr * direction, NamedSharding(mesh, model.spec(name)))
+    back = lambda a: jax.device_put(a, HOST) if a.ndim else a
+    return (back(param) if cfg.offload == "params" else param,
+            jax.tree.map(back, state) if cfg.offload != "none" else state)
 
 def update(state, batch, lr, **static):
     """One optimizer step on one minibatch -> (state, metrics of each pass, norm of the gradient)."""
@@ -591,8 +594,11 @@ def update(state, batch, lr, **static):
     for rows in batch:
         grads, one = accumulate(grads, state["params"], rows, resting, **static)
         metrics.append(one)
-    params, opt, norm = apply(state["params"], state["opt"], grads, lr, **static)
-    return state | {"params": params, "opt": opt}, metrics, norm
+    (norm, factor), grads, params, opt = clip(grads, static["cfg"]), model.flatten(grads), {}, {}
+    for name, param in model.flatten(state["params"]).items():
+        params[name], opt[name] = apply(param, state["opt"][name], grads.pop(name), factor, lr, name=name,
+                                        cfg=static["cfg"], mesh=static["mesh"])
+    return state | {"params": model.nest(params), "opt": opt}, metrics, norm
 
 @partial(jax.jit, static_argnames=("shape", "mesh"))
 def zeros(*, shape, mesh):
@@ -601,19 +607,31 @@ def zeros(*, shape, mesh):
     return jax.tree.map(make, model.nest(model.shapes(shape)), model.shardings(shape, mesh),
                         is_leaf=lambda a: isinstance(a, tuple))
 
+@partial(jax.jit, static_argnames="dtype")
+def reference(params, dtype):
+    """A copy on the devices, sharded alike."""
+    return jax.tree.map(lambda a: jax.device_put(a, DEVICE).astype(dtype), params)
+
 def abstract_state(cfg, shape, mesh):
-    """{params, opt, ref where there is a KL}, as shapes and where they lie: moments as the parameters whose
-    names they carry, at rest in the host's memory what `offload` says."""
-    def place(path, a, rests):
-        where = NamedSharding(mesh, model.spec(path[-1].key) if a.ndim else P())
-        where = where.with_memory_kind("pinned_host") if rests and a.ndim else where
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
-    put = lambda tree, rests: jax.tree_util.tree_map_with_path(partial(place, rests=rests), tree)
-    params = jax.eval_shape(partial(zeros, shape=shape, mesh=mesh))
-    ref = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.dtype)), params)
-    return {"params": put(params, cfg.offload == "params"),
-            "opt": put(jax.eval_shape(optimizer(cfg).init, params), cfg.offload != "none"),
-            **({"ref": put(ref, False)} if cfg.beta else {})}
+    """{params, opt by parameter, ref where there is a KL}: shapes, and where they lie, at rest in the host's
+    memory if `offload` says so."""
+    def place(tree, name, rests=False):
+        where = NamedSharding(mesh, model.spec(name))
+        where = where.with_memory_kind("pinned_host") if rests else where
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=where if a.ndim else NamedSharding(mesh, P())), tree)
+    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in model.shapes(shape).items()}
+    opt = {name: jax.eval_shape(optimizer(cfg, name).init, a) for name, a in params.items()}
+    state = {"params": model.nest({k: place(a, k, cfg.offload == "params") for k, a in params.items()}),
+             "opt": {k: place(a, k, cfg.offload != "none") for k, a in opt.items()}}
+    if cfg.beta:
+        state["ref"] = model.nest({k: place(jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.dtype)), k) for k, a in params.items()})
+    return state
+
+def on_device(tree):
+    """Bytes of a device that a tree of shapes takes."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree)
+               if a.sharding.memory_kind != "pinned_host")
 
 # ---------------------------------------------------------------- the plan: memory and time, before a run
 def compiled_gib(lowered):
@@ -631,11 +649,16 @@ def compiled_gib(lowered):
 @functools.cache
 def needed(micro_batch, width, cfg, shape, mesh):
     """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile. 0: the
-    optimizer step."""
+    optimizer step, of the largest parameter."""
     state, fixed = abstract_state(cfg, shape, mesh), dict(cfg=cfg, shape=shape, mesh=mesh)
     grads = abstract_state(dataclasses.replace(cfg, offload="none"), shape, mesh)["params"]
     if not micro_batch:
-        return compiled_gib(apply.lower(state["params"], state["opt"], grads, 0.0, **fixed))
+        flat, number = model.flatten(state["params"]), jax.ShapeDtypeStruct((), jnp.float32)
+        name = max(flat, key=lambda name: flat[name].size)
+        mine = flat[name], state["opt"][name], model.flatten(grads)[name]
+        gib, fits = compiled_gib(apply.lower(*mine, number, 0.0, name=name, cfg=cfg, mesh=mesh))
+        gib += (on_device((state, grads)) - on_device(mine)) / 2 ** 30
+        return gib, fits
     n, on = mesh.shape["dp"] * mesh.shape["fsdp"], NamedSharding(mesh, P(model.ROWS))
     floats = ["weight", "advantage"] + ["sampler"] * (cfg.steps > 0) + ["ref"] * (cfg.steps and cfg.beta > 0)
     floats += ["old"] * (cfg.steps > 0 and cfg.minibatches * cfg.ppo_epochs > 1)
@@ -720,8 +743,7 @@ def plan_time(cfg, shape, layout, mesh):
     device, n, dtype, length = mesh.devices.flat[0], mesh.size, jnp.dtype(cfg.dtype), cfg.max_prompt + cfg.max_answer
     chip, sequences = model.chip(device), cfg.batch * cfg.npq * hosts(mesh)
     (weights, slot), rows = model.bytes_read(shape, layout, dtype), -(-sequences // model.row_shards(layout))
-    resident = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(
-        abstract_state(cfg, shape, mesh)) if a.sharding.memory_kind != "pinned_host")
+    resident = on_device(abstract_state(cfg, shape, mesh))
     free = model.device_memory(device) * 2 ** 30 - resident - weights
     at_once = min(rows, model.rows_that_fit(shape, layout, dtype, length, free))
     gib, fits = compiled_gib(model.lower_decode(shape, layout, dtype, at_once * model.row_shards(layout), length))
@@ -934,9 +956,10 @@ def load_state(cfg, run):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
     places = jax.tree.map(lambda a: a.sharding, abstract_state(cfg, run.shape, run.mesh))
     params = model.load(run.checkpoint, run.mesh, partial(progress, "loading weights"))
-    state = {"params": params, "opt": jax.jit(optimizer(cfg).init, out_shardings=places["opt"])(params)}
+    make = lambda name, a: jax.jit(optimizer(cfg, name).init, out_shardings=places["opt"][name])(a)
+    state = {"params": params, "opt": {name: make(name, a) for name, a in model.flatten(params).items()}}
     if cfg.beta:
-        state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), params)  # a copy, sharded alike
+        state["ref"] = reference(params, cfg.dtype)
     state["params"] = jax.device_put(params, places["params"])
     if run.done:
         state = model.load_shards(f"{cfg.out}/step_{run.done:06}", state)
@@ -1068,7 +1091,7 @@ def main(argv):
         parts, norms = jax.device_get((parts, norms))
         metrics |= update_metrics(parts, norms, counts, time.time() - clock[-1], cfg, run) | {"lr": lr}
         if cfg.beta and step == cfg.sft_steps:
-            state["ref"] = jax.tree.map(partial(jnp.array, dtype=cfg.dtype), state["params"])
+            state["ref"] = reference(state["params"], cfg.dtype)
         # metrics, evaluation, checkpoint
         clock.append(time.time())
         seconds = clock[-1] - clock[0]
