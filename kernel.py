@@ -276,17 +276,18 @@ def one_device(settings, h_nD, head_Vd, y_n, vectors):
         dh_CD, dW_VD = backward(saved, h_CD, head_VD, y_C, (g, e, lse, entropy), dW_VD, first)
         dh_cD = jax.lax.psum_scatter(dh_CD, SHARDS, tiled=True)
         return dW_VD, (logp_c, entropy_c, loss_c, dh_cD.astype(h_cD.dtype))
-    split = lambda a: jnp.pad(a, ((0, -n % c),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, c, *a.shape[1:])
-    args = jax.tree.map(split, (h_nD, y_n, vectors))
+    counted = vectors["weight"] > 0  # tokens with a weight come first; chunks of others are not computed
+    order = jnp.concatenate([jnp.argsort(~counted, stable=True), jnp.arange(n, n + -n % c)])
     def body(i, carry):
-        dW_VD, new = chunk(carry[0], ((i == 0).astype(jnp.int32), *jax.tree.map(lambda a: a[i], args)))
-        return dW_VD, tuple(a.at[i].set(b) for a, b in zip(carry[1], new))
+        at = jax.lax.dynamic_slice_in_dim(order, i * c, c)
+        args = jax.tree.map(lambda a: a.at[at].get(mode="fill", fill_value=0), (h_nD, y_n, vectors))
+        dW_VD, new = chunk(carry[0], ((i == 0).astype(jnp.int32), *args))
+        put = lambda a, b: a.at[at].set(b, mode="drop", unique_indices=True)
+        return dW_VD, tuple(map(put, carry[1], new))
+    out = [jnp.zeros(n)] * (2 if terms is None else 3) + [jnp.zeros_like(h_nD)] * (terms is not None)
     dW_VD = jax.lax.empty((share, D), jnp.float32) if terms is not None else None
-    of_tokens = [jnp.zeros_like(args[2]["weight"])] * (2 if terms is None else 3)
-    out = (*of_tokens, *[jnp.zeros_like(args[0])] * (terms is not None))
-    last = jax.lax.pmax(jnp.max(jnp.where(vectors["weight"] > 0, jnp.arange(n), 0)), SHARDS)
-    dW_VD, out = jax.lax.fori_loop(0, last // c + 1, body, (dW_VD, out))  # empty rows lie at the end
-    out = tuple(a.reshape(-1, *a.shape[2:])[:n] for a in out)
+    chunks = jnp.maximum(1, -(-jax.lax.pmax(counted.sum(), SHARDS) // c))  # the first one writes all of dW
+    dW_VD, out = jax.lax.fori_loop(0, chunks, body, (dW_VD, tuple(out)))
     return out if terms is None else (*out, rows_to_columns(dW_VD, shards)[:V])
 
 def materialised(settings, h_ND, head_VD, targets_N, vectors):

@@ -8,7 +8,7 @@ advantages, update. A process has its own questions, all run every jitted call, 
 """
 
 import argparse, contextlib, dataclasses, difflib, fractions, functools, glob, hashlib, inspect, itertools, json, math
-import os, random, re, shlex, shutil, socket, subprocess, sys, time, traceback, urllib.request
+import os, random, re, shlex, shutil, socket, subprocess, sys, tempfile, time, traceback, urllib.request
 from functools import partial
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -559,9 +559,9 @@ def loss_and_metrics(hidden_ND, head_VD, targets_N, rows, cfg, mesh):
     return loss, {"loss": loss} | {k: v.sum() for k, v in stats.items()} | maxima
 
 @partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames="grads", keep_unused=True)
-def accumulate(grads, params, rows, resting, *, cfg, shape, mesh):
-    """Add the gradient of one micro-batch to grads, in place -> (grads, metrics). resting: what else lies in
-    memory meanwhile, optimizer state and such; it is not read: the compiler is to count it."""
+def accumulate(grads, params, rows, others, *, cfg, shape, mesh):
+    """Add the gradient of one micro-batch to grads, in place -> (grads, metrics). others: what else lies on the
+    devices meanwhile; it is not read: the compiler is to count it."""
     say(f"tracing accumulate: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
     (*inputs, targets_N), back = loss_inputs(params, rows, cfg, shape, mesh)
     gradient = jax.value_and_grad(loss_and_metrics, argnums=(0, 1), has_aux=True)
@@ -588,11 +588,14 @@ def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
     return (back(param) if cfg.offload == "params" else param,
             jax.tree.map(back, state) if cfg.offload != "none" else state)
 
+def resting(state, cfg):
+    return state["opt"] if cfg.offload == "none" else None, state.get("ref")
+
 def update(state, batch, lr, **static):
     """One optimizer step on one minibatch -> (state, metrics of each pass, norm of the gradient)."""
-    grads, metrics, resting = zeros(shape=static["shape"], mesh=static["mesh"]), [], [state["opt"], state.get("ref")]
+    grads, metrics, others = zeros(shape=static["shape"], mesh=static["mesh"]), [], resting(state, static["cfg"])
     for rows in batch:
-        grads, one = accumulate(grads, state["params"], rows, resting, **static)
+        grads, one = accumulate(grads, state["params"], rows, others, **static)
         metrics.append(one)
     (norm, factor), grads, params, opt = clip(grads, static["cfg"]), model.flatten(grads), {}, {}
     for name, param in model.flatten(state["params"]).items():
@@ -634,7 +637,7 @@ def on_device(tree):
                if a.sharding.memory_kind != "pinned_host")
 
 # ---------------------------------------------------------------- the plan: memory and time, before a run
-def compiled_gib(lowered):
+def compiled_gib(lowered, device):
     """-> (GiB that a compiled program takes of a device, does it fit): nothing is run. What is too much for a
     TPU is not compiled to its end; then GiB is the compiler's estimate."""
     try:
@@ -644,19 +647,20 @@ def compiled_gib(lowered):
         if not total:
             raise
         return float(total[1]) * {"M": 2 ** -10, "G": 1, "T": 2 ** 10}[total[2]], False
-    return (m.peak_memory_in_bytes or m.argument_size_in_bytes + m.temp_size_in_bytes) / 2 ** 30, True
+    total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    return (m.peak_memory_in_bytes if device.platform == "tpu" else total) / 2 ** 30, True
 
 @functools.cache
 def needed(micro_batch, width, cfg, shape, mesh):
     """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile. 0: the
     optimizer step, of the largest parameter."""
-    state, fixed = abstract_state(cfg, shape, mesh), dict(cfg=cfg, shape=shape, mesh=mesh)
+    state, fixed, device = abstract_state(cfg, shape, mesh), dict(cfg=cfg, shape=shape, mesh=mesh), mesh.devices.flat[0]
     grads = abstract_state(dataclasses.replace(cfg, offload="none"), shape, mesh)["params"]
     if not micro_batch:
         flat, number = model.flatten(state["params"]), jax.ShapeDtypeStruct((), jnp.float32)
         name = max(flat, key=lambda name: flat[name].size)
         mine = flat[name], state["opt"][name], model.flatten(grads)[name]
-        gib, fits = compiled_gib(apply.lower(*mine, number, 0.0, name=name, cfg=cfg, mesh=mesh))
+        gib, fits = compiled_gib(apply.lower(*mine, number, 0.0, name=name, cfg=cfg, mesh=mesh), device)
         gib += (on_device((state, grads)) - on_device(mine)) / 2 ** 30
         return gib, fits
     n, on = mesh.shape["dp"] * mesh.shape["fsdp"], NamedSharding(mesh, P(model.ROWS))
@@ -665,10 +669,10 @@ def needed(micro_batch, width, cfg, shape, mesh):
     kinds = dict.fromkeys("tokens positions segments targets".split(), "i4") | dict.fromkeys(floats, "f4")
     rows = {k: jax.ShapeDtypeStruct((n * micro_batch, width), kind, sharding=on) for k, kind in kinds.items()}
     rows["filled"] = jax.ShapeDtypeStruct((n,), "i4", sharding=on)
-    lowered = accumulate.lower(grads, state["params"], rows, [state["opt"], state.get("ref")], **fixed)
-    both = compiled_gib(lowered), needed(0, width, cfg, shape, mesh)
+    lowered = accumulate.lower(grads, state["params"], rows, resting(state, cfg), **fixed)
+    both = compiled_gib(lowered, device), needed(0, width, cfg, shape, mesh)
     gib = max(gib for gib, _ in both)
-    return gib, all(fits for _, fits in both) and gib <= model.device_memory(mesh.devices.flat[0])
+    return gib, all(fits for _, fits in both) and gib <= model.device_memory(device)
 
 def largest(need, limit, most, first):
     """The largest micro-batch up to `most` that fits by need(n) -> (GiB, fits), 0 if none, and all that was
@@ -746,7 +750,7 @@ def plan_time(cfg, shape, layout, mesh):
     resident = on_device(abstract_state(cfg, shape, mesh))
     free = model.device_memory(device) * 2 ** 30 - resident - weights
     at_once = min(rows, model.rows_that_fit(shape, layout, dtype, length, free))
-    gib, fits = compiled_gib(model.lower_decode(shape, layout, dtype, at_once * model.row_shards(layout), length))
+    gib, fits = compiled_gib(model.lower_decode(shape, layout, dtype, at_once * model.row_shards(layout), length), device)
     waves, gib, gb = -(-rows // at_once), gib + resident / 2 ** 30, slot * (cfg.max_prompt + cfg.max_answer / 2) / 1e9
     say(f"rollout, {layout.kind}: {rows} rows a device, {at_once} at once: {gib:.2f} GiB, of which parameters and optimizer "
         f"{resident / 2 ** 30:.2f}" + "; too much" * (not fits or gib > model.device_memory(device)))
@@ -773,7 +777,10 @@ def plan(cfg):
     name, _, values = cfg.sweep.partition("=")
     check(not cfg.sweep or values and name in SWEPT, f"sweep = {cfg.sweep} is not a list such as micro_batch=8,16; "
           f"swept can be {', '.join(SWEPT)}")
-    mesh, shape, table = make_mesh(cfg.mesh, devices), model.read_config(model_directory(cfg, "*.json")), []
+    with tempfile.TemporaryDirectory() as directory:  # of the tiny model, which is nowhere yet
+        model.write_json(f"{directory}/config.json", TINY_MODEL)
+        shape = model.read_config(directory if cfg.model == "tiny" else model_directory(cfg, "*.json"))
+    mesh, table = make_mesh(cfg.mesh, devices), []
     say(f"{cfg.plan}: {hosts(mesh)} hosts with {mesh.size // hosts(mesh)} {devices[0].device_kind} each, mesh {dict(mesh.shape)}; "
         f"{shape.n_params / 1e6:.0f}M parameters\n{cfg.batch} questions x {cfg.npq} answers = {cfg.batch * cfg.npq} sequences "
         f"per host, at most {rows_to_fill(cfg, mesh)} rows per device in each of {cfg.minibatches} minibatches")
@@ -949,7 +956,7 @@ def set_up(cfg):
     check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
         directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
-        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, done=done,
+        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, done=done, latest=(done, {}),
         micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0, wandb=logger)
 
 def load_state(cfg, run):
@@ -1024,12 +1031,31 @@ def update_metrics(parts, norms, counts, seconds, cfg, run):
 # ---------------------------------------------------------------- main: the loop
 @stop_on(model.CheckpointError, "these files cannot be used")
 def main(argv):
-    """The whole run, from the command line to `out`/final."""
-    began = time.time()
     cfg = parse(argv)
     if cfg.plan:
         return plan(cfg)
     cfg, run = set_up(cfg)
+    try:
+        train(cfg, run)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        out_of_memory(e, cfg, run)
+
+def out_of_memory(error, cfg, run):
+    """Save what the last whole step left, if no update has taken it, say what to do, and end with 1."""
+    step, state = run.latest
+    if saved := step > run.done and not any(a.is_deleted() for a in jax.tree.leaves(state)):
+        model.save_shards(state, f"{cfg.out}/step_{step:06}")
+        mirror(cfg)
+    print(f"train.py: a device ran out of memory in step {step + 1}: {first_line(error)[:300]}\n"
+          + (f"step {step} is saved; " if saved else "") + "start again, it resumes, "
+          f"with --micro_batch {max(1, run.micro_batch // 2)} or {ADVICE[4:]}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+def train(cfg, run):
+    """The whole run, from the first question to `out`/final."""
+    began = time.time()
     n_hosts, host, total = jax.process_count(), jax.process_index(), cfg.sft_steps + cfg.steps
     sequences, updates = cfg.batch * cfg.npq, cfg.minibatches * cfg.ppo_epochs
     static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
@@ -1050,6 +1076,7 @@ def main(argv):
         write_jsonl(cfg, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
     for step in range(run.done + 1, total + 1):
         clock, supervised, metrics = [time.time()], step <= cfg.sft_steps, {"step": step}
+        run.latest = step - 1, state
         # questions, each host its own
         pool, each, past = ((run.examples, sequences, step - 1) if supervised
                             else (run.rows, cfg.batch, step - 1 - cfg.sft_steps))
