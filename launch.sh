@@ -12,7 +12,7 @@
 #     up: find or make the TPU VM; setup: send this tree and .env to all workers, install; run [flags]: start
 #     train.py on all, follow; logs: follow again; stop: SIGTERM; down: delete; test [names]: on worker 0
 #     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued  --yes (to down)
-#   bash launch.sh plan [TYPE] [flags]          what fits a slice, or what is here: memory, time; nothing is run
+#   bash launch.sh plan [TYPE] [flags]          what fits there, or here, how fast; takes no TPU
 #   bash launch.sh test [names] | setup         every test, or those with a name in theirs | only make .venv
 #   bash launch.sh --dry-run ...                print the commands instead of running them
 # Flags are train.py's. gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K unless they say otherwise;
@@ -352,12 +352,16 @@ case "$command" in
   slurm) if [ "${JAX_PLATFORMS:-}" = cpu ]; then setup; else setup cuda13; fi; slurm "${job[@]}" "$@" ;;
   plan)
     case "${1:--}" in
-      -*) if command -v nvidia-smi >/dev/null; then set -- "${job[@]}" "$@" && setup cuda13; else setup; fi; train --plan here "$@" ;;
+      -*) # of what is here
+        if command -v nvidia-smi >/dev/null; then setup cuda13; set -- "${job[@]}" "$@"; else setup; fi
+        train --plan here "$@"
+        ;;
     esac
     [ "$(uname -sm)" = 'Linux x86_64' ] || die "libtpu, which compiles for $1, is for x86-64 Linux only"
     setup
     "$venv/bin/python" -c 'import libtpu' 2>/dev/null || run "$venv/bin/python" -m pip install -q 'jax[tpu]'
-    platform=cpu && train --plan "$1" "${job[@]}" "${@:2}"
+    platform=cpu # with libtpu, JAX would look for a TPU
+    train --plan "$1" "${job[@]}" "${@:2}"
     ;;
   test) setup; run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}" ;;
   setup) setup ;;
@@ -387,5 +391,5 @@ case "$command" in
     sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"
     exit $((${#command} ? 0 : 2))
     ;;
-  *) die "unknown command $command: not cpu, gpu, slurm, plan, test, setup nor a TPU type; see launch.sh help" ;;
+  *) die "unknown command $command: not cpu, gpu, slurm, plan, test, setup nor a TPU type; see help" ;;
 esac

@@ -378,10 +378,10 @@ def layer(cfg, x_BTD, w, rope, attend, enter=lambda h: h, leave=lambda y: y):
     return x_BTD + leave(matmul("BTF,FD->BTD", jax.nn.silu(gate) * up, w["w_down_LFD"])).astype(dtype), extra
 
 def flops(cfg, lengths):
-    """Of a forward and backward over whole sequences, recomputation not counted: 6 a parameter and token, and
-    12 a layer, head dimension and pair of tokens, of which one sees the other (arXiv 2204.02311, appendix B)."""
-    parameters = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # an embedding that is no head only looks up
-    return float(sum(6 * parameters * n + 6 * cfg.L * cfg.N * cfg.H * n * (n + 1) for n in lengths))
+    """Of a forward and backward over sequences, recomputation not counted: 6 a parameter and token, and 12 a
+    layer, head dimension and pair of tokens of which one sees the other (arXiv 2204.02311, appendix B)."""
+    used = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # an embedding that is no head only looks up
+    return float(sum(6 * used * n + 6 * cfg.L * cfg.N * cfg.H * n * (n + 1) for n in lengths))
 
 def head(params):
     """The LM head [V, D]: its own, or the tied embedding."""
@@ -393,7 +393,7 @@ REMAT = {  # what of a layer is kept for the way back, beside its input; all els
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "none": jax.checkpoint_policies.save_anything_except_these_names("weight")}
-TOKENS_AT_ONCE = 2048  # of a device, in a layer: wide matrix products, while what lies between them stays small
+TOKENS_AT_ONCE = 2048  # of a device, in a layer: wide matrix products, yet what lies between stays small
 How = namedtuple("How", "dtype attention remat", defaults=["blockwise", "full"])
 
 def see(q_BNTH, k_BKTH, v_BKTH, segments_BT, impl, platform):
@@ -403,16 +403,16 @@ def see(q_BNTH, k_BKTH, v_BKTH, segments_BT, impl, platform):
     if impl == "splash":
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel as splash, splash_attention_mask as masks)
-        block = min(512, -(-T // 128) * 128)
-        pad = lambda a, axis, fill: jnp.pad(
-            a, [(0, -T % block * (i == axis)) for i in range(a.ndim)], constant_values=fill)
-        q, k, v = (pad(a, 2, 0) for a in (q_BNTH, k_BKTH, v_BKTH))
+        block, H = min(512, -(-T // 128) * 128), q_BNTH.shape[3]  # it is for heads of 64, or multiples of 128
+        more, wider = -T % block, -H % (64 if H <= 64 else 128)
+        q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, more), (0, wider))) for a in (q_BNTH, k_BKTH, v_BKTH))
+        segments = jnp.pad(segments_BT, ((0, 0), (0, more)), constant_values=-1)
         sizes = {f"block_{name}": block for name in "q kv kv_compute q_dkv kv_dkv kv_dkv_compute".split()}
         attend = splash.make_splash_mha(
             masks.MultiHeadMask([masks.CausalMask((q.shape[2],) * 2)] * N), head_shards=1, q_seq_shards=1,
             block_sizes=splash.BlockSizes(**sizes, use_fused_bwd_kernel=True), interpret=platform != "tpu")
         one = lambda q, k, v, s: attend(q, k, v, splash.SegmentIds(s, s))
-        return jax.vmap(one)(q, k, v, pad(segments_BT, 1, -1))[:, :, :T]
+        return jax.vmap(one)(q, k, v, segments)[:, :, :T, :H]
     mask = lambda a, b: ((segments_BT[:, a:b, None] == segments_BT[:, None, :b])
                          & (jnp.arange(a, b)[:, None] >= jnp.arange(b)))
     if impl == "cudnn":
@@ -426,7 +426,7 @@ def see(q_BNTH, k_BKTH, v_BKTH, segments_BT, impl, platform):
 # What follows runs in a shard_map: on this device's rows, with its shards of the weights.
 @jax.custom_vjp
 def enter(h):
-    """Before what tp splits: on the way back, the devices' parts of the gradient are summed (Megatron's f)."""
+    """Before what tp splits: the way back sums the devices' parts of the gradient (Megatron's f)."""
     return h
 enter.defvjp(lambda h: (h, None), lambda _, g: (jax.lax.psum(g, "tp"),))
 
@@ -436,16 +436,18 @@ def leave(y):
     return jax.lax.psum(y, "tp")
 leave.defvjp(lambda y: (leave(y), None), lambda _, g: (g,))
 
-def split_over_fsdp(name, w):
-    """The dimension of a layer's weight that is, or None."""
-    return [*spec(f"layers/{name}")[1:], "fsdp"].index("fsdp") if "fsdp" in spec(f"layers/{name}") else None
+def fsdp_axis(name):
+    """The dimension of a layer's weight that fsdp splits, or None."""
+    axes = spec(f"layers/{name}")[1:]
+    return axes.index("fsdp") if "fsdp" in axes else None
 
 def gather(w, dtype):
     """A layer's weights, rounded and whole over fsdp, yet float32, that their gradients add up so."""
-    whole = lambda a, axis: a if axis is None else jax.lax.all_gather(a, "fsdp", axis=axis, tiled=True)
+    def whole(a, axis):
+        a = jax.device_put(a, DEVICE).astype(dtype)
+        return a if axis is None else jax.lax.all_gather(a, "fsdp", axis=axis, tiled=True)
     with jax.named_scope("gather"):
-        w = jax.device_put(w, DEVICE)
-        return {name: whole(a.astype(dtype), split_over_fsdp(name, a)).astype(jnp.float32) for name, a in w.items()}
+        return {name: whole(a, fsdp_axis(name)).astype(jnp.float32) for name, a in w.items()}
 
 def scatter(dw):
     """Their gradients, summed over all rows, into shards."""
@@ -453,7 +455,7 @@ def scatter(dw):
         return jax.lax.psum(g, ROWS) if axis is None else jax.lax.psum(
             jax.lax.psum_scatter(g, "fsdp", scatter_dimension=axis, tiled=True), "dp")
     with jax.named_scope("scatter"):
-        return {name: part(g, split_over_fsdp(name, g)) for name, g in dw.items()}
+        return {name: part(g, fsdp_axis(name)) for name, g in dw.items()}
 
 def some_rows(x, w, positions, segments, cfg, how, platform):
     """A layer."""
@@ -474,83 +476,85 @@ def look_up_back(grad_Vd, tokens_BT, dx_BTD):
     return grad_Vd + jax.lax.psum(jnp.zeros_like(grad_Vd).at[tokens].add(dx), "dp")
 
 def rows_at_once(B, T):
-    """Of B rows; they are few enough that of empty ones few are computed."""
+    """Of B; so few that of rows that are empty few are computed."""
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
 def forward(params, cfg, mesh, rows, how):
     """The training forward -> (hidden states after the last norm, [B, T, D]; times `head`: logits; back).
-    rows: tokens, positions, segments [B, T]; a token sees those at or before it in its row and segment.
-    rows["filled"], int32 [dp * fsdp]: how many of its rows a device computes, the first; 
-    Of a layer [B, T, D] stays in memory, and what
-    how.remat keeps; all else is computed again, some rows at a time. back(grads, d_hidden [B, T, D]): adds
-    to grads, float32 like the parameters, in place."""
-    inner, P_rows = ("embed_VD", "norm_D", "layers"), P(ROWS)
-    mine, places = ({k: tree[k] for k in inner} for tree in (params, jax.tree.map(lambda s: s.spec, shardings(cfg, mesh))))
+    rows: `tokens`, `positions`, `segments` int32 [B, T]: a token sees those at or before it in its row that
+    have its segment; `filled` int32 [dp * fsdp]: how many of its rows, the first, a device computes.
+    back(grads, d_hidden) adds to grads, float32 like the parameters, in place; by hand, as autodiff would
+    hold the gradients twice. What stays in memory is [L, B, T, D], and what how.remat keeps."""
+    names, of_rows, tree = ("embed_VD", "norm_D", "layers"), P(ROWS), None
+    mine = {name: params[name] for name in names}
+    places = {name: jax.tree.map(lambda place: place.spec, shardings(cfg, mesh)[name]) for name in names}
     packed = tuple(rows[k] for k in ("filled", "tokens", "positions", "segments"))
+    some = partial(some_rows, cfg=cfg, how=how, platform=mesh.devices.flat[0].platform)
+    some = jax.checkpoint(some, policy=REMAT[how.remat])
     norm = lambda x, scale: rms_norm(x, scale.astype(how.dtype), cfg.rms_eps)
-    run = jax.checkpoint(partial(some_rows, cfg=cfg, how=how, platform=mesh.devices.flat[0].platform), policy=REMAT[how.remat])
-    def parts(a):  # what is computed together
-        at_once = rows_at_once(*a.shape[:2])
+    B, T = rows["tokens"].shape
+    at_once = rows_at_once(B // len(rows["filled"]), T)
+    def split(a):
         a = jnp.pad(a, [(0, -len(a) % at_once)] + [(0, 0)] * (a.ndim - 1))
         return a.reshape(-1, at_once, *a.shape[1:])
-    loop = lambda filled, at_once, body, init: jax.lax.fori_loop(0, -(-filled[0] // at_once), body, init)
-    take = lambda tree, i: jax.tree.map(lambda a: a[i], tree)
-    put = lambda tree, new, i: jax.tree.map(lambda a, b: a.at[i].set(b), tree, new)
-    def vjp(x, w, *where):
+    join = lambda a: a.reshape(-1, *a.shape[2:])[:B // len(rows["filled"])]
+    take = lambda arrays, i: [a[i] for a in arrays]
+    loop = lambda filled, body, init: jax.lax.fori_loop(0, -(-filled[0] // at_once), body, init)
+    def with_kept(*args):
+        """A layer's output and what is kept of it, but for the arguments, which are at hand."""
         nonlocal tree
-        y, pull = jax.vjp(run, x, w, *where)
-        pull.args_res[:] = [None] * len(pull.args_res)  # they are at hand
+        y, pull = jax.vjp(some, *args)
+        pull.args_res[:] = [None] * len(pull.args_res)
         kept, tree = jax.tree.flatten(pull)
         return y, kept
     def up(mine, filled, tokens, *where):
-        where = tuple(map(parts, where))
+        where = tuple(map(split, where))
         def one_layer(x, w):
             w = gather(w, how.dtype)
-            def some(i, carry):
-                x, kept = carry
-                y, new = vjp(x[i], w, *take(where, i))
-                return x.at[i].set(y), put(kept, new, i)
-            kept = jax.eval_shape(lambda: vjp(x[0], w, *take(where, 0))[1])
-            kept = jax.tree.map(lambda a: jax.lax.empty((len(x), *a.shape), a.dtype), kept)
-            new, kept = loop(filled, x.shape[1], some, (x, kept))
+            def body(i, carry):
+                y, new = with_kept(carry[0][i], w, *take(where, i))
+                return carry[0].at[i].set(y), [a.at[i].set(b) for a, b in zip(carry[1], new)]
+            kept = jax.eval_shape(lambda: with_kept(x[0], w, *take(where, 0))[1])
+            kept = [jax.lax.empty((len(x), *a.shape), a.dtype) for a in kept]
+            new, kept = loop(filled, body, (x, kept))
             return new, [x, *kept]
         with jax.named_scope("embed"):
-            x = parts(look_up(mine["embed_VD"], tokens, how.dtype))
+            x = split(look_up(mine["embed_VD"], tokens, how.dtype))
         with jax.named_scope("layers"):
             x, kept = jax.lax.scan(one_layer, x, mine["layers"])
-        return norm(x.reshape(-1, *x.shape[2:])[:len(tokens)], mine["norm_D"]), [x, *kept]
+        return norm(join(x), mine["norm_D"]), [x, kept]
     def down(grads, mine, kept, dx, filled, tokens, *where):
-        where, (x, *kept) = tuple(map(parts, where)), kept
-        def one_layer(carry, xs):
-            (dx, grads), ((x, *kept), w, number) = carry, xs
+        where, (last, kept) = tuple(map(split, where)), kept
+        def one_layer(carry, layer):
+            (dx, grads), (number, (x, *kept), w) = carry, layer
             w = gather(w, how.dtype)
-            def some(i, carry):
-                (dx, dw), pull = carry, jax.tree.unflatten(tree, take(kept, i))
+            def body(i, carry):
+                pull = jax.tree.unflatten(tree, take(kept, i))
                 pull.args_res[:] = [x[i], *jax.tree.leaves(w), *take(where, i)]
-                d, more, *_ = pull(dx[i])
-                return dx.at[i].set(d), jax.tree.map(jnp.add, dw, more)
-            dx, dw = loop(filled, dx.shape[1], some, (dx, jax.tree.map(jnp.zeros_like, w)))
-            dw = scatter(dw)
-            return (dx, {name: g.at[number].add(dw[name]) for name, g in grads.items()}), None
-        dx, d_norm = jax.vjp(norm, x, mine["norm_D"])[1](parts(dx))
+                d, dw, *_ = pull(carry[0][i])
+                return carry[0].at[i].set(d), jax.tree.map(jnp.add, carry[1], dw)
+            dx, dw = loop(filled, body, (dx, jax.tree.map(jnp.zeros_like, w)))
+            return (dx, {k: grads[k].at[number].add(g) for k, g in scatter(dw).items()}), None
+        dx, d_norm = jax.vjp(norm, last, mine["norm_D"])[1](split(dx))
         with jax.named_scope("layers_back"):
-            xs = kept, mine["layers"], jnp.arange(cfg.L)
-            (dx, layers), _ = jax.lax.scan(one_layer, (dx, grads["layers"]), xs, reverse=True)
+            layers = jnp.arange(cfg.L), kept, mine["layers"]
+            (dx, d_layers), _ = jax.lax.scan(one_layer, (dx, grads["layers"]), layers, reverse=True)
         with jax.named_scope("embed_back"):
-            embed = look_up_back(grads["embed_VD"], tokens, dx.reshape(-1, *dx.shape[2:])[:len(tokens)])
-        return {"embed_VD": embed, "norm_D": grads["norm_D"] + jax.lax.psum(d_norm, ROWS), "layers": layers}
-    tree, on = None, partial(jax.shard_map, mesh=mesh, check_vma=False)
-    hidden, kept = on(up, in_specs=(places, *[P_rows] * 4), out_specs=(P_rows, P(AXES)))(mine, *packed)
+            d_embed = look_up_back(grads["embed_VD"], tokens, join(dx))
+        d_norm = grads["norm_D"] + jax.lax.psum(d_norm, ROWS)
+        return {"embed_VD": d_embed, "norm_D": d_norm, "layers": d_layers}
+    on = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    hidden, kept = on(up, in_specs=(places, *[of_rows] * 4), out_specs=(of_rows, P(AXES)))(mine, *packed)
     def back(grads, d_hidden):
-        run = on(down, in_specs=(places, places, P(AXES), *[P_rows] * 5), out_specs=places)
-        return grads | run({k: grads[k] for k in inner}, mine, kept, d_hidden, *packed)
+        run = on(down, in_specs=(places, places, P(AXES), *[of_rows] * 5), out_specs=places)
+        return grads | run({name: grads[name] for name in names}, mine, kept, d_hidden, *packed)
     return hidden, back
 
 # ---------------------------------------------------------------- the layout of a rollout
 # mesh: the training mesh's devices, regrouped; rows: the axes that share out the rows; order: of a cache
 Layout = namedtuple("Layout", "kind mesh rows order")
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
-Chip = namedtuple("Chip", "gib bandwidth flops")  # of memory, its bytes a second, bfloat16 operations a second
+Chip = namedtuple("Chip", "gib bandwidth flops")  # memory, its bytes a second, bfloat16 operations a second
 CHIPS = {"TPU v4": Chip(30.75, 1.2e12, 275e12), "TPU v5 lite": Chip(15.7, 8.2e11, 197e12),
          "TPU v5": Chip(95, 2.77e12, 459e12), "TPU v6 lite": Chip(31.24, 1.64e12, 918e12),
          "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12), "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12),
@@ -868,8 +872,8 @@ def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, tempera
     out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
            "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
     tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
-    waves, group = plan_waves(
-        B, row_shards(layout), group, at_once or rows_that_fit(cfg, layout, dtype, width + max_answer, free_memory(layout)))
+    at_once = at_once or rows_that_fit(cfg, layout, dtype, width + max_answer, free_memory(layout))
+    waves, group = plan_waves(B, row_shards(layout), group, at_once)
     for ids in waves:
         state, live = None, ids >= 0  # the last wave's cache goes first
         for t in range(0, max_answer, stage):

@@ -7,9 +7,9 @@ One step: sample `npq` answers to each of `batch` questions a host, score them, 
 advantages, update. A process has its own questions, all run every jitted call, process 0 prints and writes.
 """
 
-import argparse, contextlib, dataclasses, difflib, fractions, functools, glob, hashlib, inspect, itertools, json, math
+import argparse, contextlib, dataclasses, difflib, fractions, glob, hashlib, inspect, itertools, json, math
 import os, random, re, shlex, shutil, socket, subprocess, sys, tempfile, time, traceback, urllib.request
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Literal, get_args
 
@@ -81,8 +81,8 @@ class Config:
     top_p: float = 1.0           # likewise
     save_every: int = 50         # steps between checkpoints; there is always one at the end; 0 = only that
     keep: int = 2                # newest checkpoints kept
-    plan: str = ""               # v6e-8 or such: print what fits there, for how long, and stop; here: this machine
-    sweep: str = ""              # with --plan: one flag's values, as micro_batch=8,16 or max_answer=1024,2048
+    plan: str = ""               # v6e-8 or such, or here: tell what fits, how long a step takes, and stop
+    sweep: str = ""              # with plan: a flag's values, as in micro_batch=8,16
     resume: Literal["auto", "force"] = "auto"  # force = go on even if flags changed the meaning of the run
     wandb: str = ""              # project on wandb.ai; "" = none
 
@@ -95,8 +95,8 @@ TINY_MODEL = dict(
     max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
 OWN = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
 FREE = OWN | {  # on resume
-    *"out rollout_sharding micro_batch loss_impl attention remat offload mesh eval_every save_every keep resume plan "
-    "sweep wandb".split()}
+    *"out rollout_sharding micro_batch loss_impl attention remat offload mesh eval_every save_every".split(),
+    *"keep resume plan sweep wandb".split()}
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -323,9 +323,8 @@ def connect(cfg):
     """Join the run's other processes, if it has any, once all are there and run the same."""
     address, hosts, me, gpus = find_processes(cfg)
     if len(hosts) > 1:
-        code = b"".join(open(path, "rb").read() for path in (__file__, model.__file__, kernel.__file__))
         mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OWN} | {
-            "commit": commit(), "code": hashlib.sha256(code).hexdigest()[:12], "jax": jax.__version__}
+            "commit": commit(), "code": code(), "jax": jax.__version__}
         with stop_on(OSError, f"{address} cannot be listened on: does another run use it?"):
             fault = roll_call(address, hosts, me, mine, cfg.start_timeout)
         check(not fault, fault)
@@ -335,6 +334,11 @@ def connect(cfg):
     want = cfg.require_processes or found[0], cfg.require_devices or found[1]
     check(found == want, "jax.process_count() = {} with {} devices, expected {} with {}: was only worker 0 "
           "started? `bash launch.sh TYPE` starts all".format(*found, *want))
+
+def code():
+    """What tells these files from others."""
+    files = (open(path, "rb").read() for path in (__file__, model.__file__, kernel.__file__))
+    return hashlib.sha256(b"".join(files)).hexdigest()[:12]
 
 def commit():
     """The commit this is, and whether files differ from it; launch.sh tells it where it sent the files."""
@@ -374,15 +378,14 @@ def hosts(mesh):
     """JAX processes that its devices belong to."""
     return len({d.process_index for d in mesh.devices.flat})
 
-def resolve(cfg, shape, mesh):
+def resolve(cfg, mesh):
     """What is `auto`, by the kind of device."""
     kind = mesh.devices.flat[0].platform
     dtype = cfg.dtype.replace("auto", "float32" if kind == "cpu" else "bfloat16")
-    attention = {"tpu": "splash" if shape.H in (64, 128) else "blockwise",
-                 "gpu": "cudnn" if dtype == "bfloat16" else "blockwise"}.get(kind, "blockwise")
-    return dataclasses.replace(
-        cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
-        loss_impl=cfg.loss_impl.replace("auto", "pallas" if (kind, dtype) == ("tpu", "bfloat16") else "jax"))
+    attention = {("tpu", dtype): "splash", ("gpu", "bfloat16"): "cudnn"}.get((kind, dtype), "blockwise")
+    loss_impl = "pallas" if (kind, dtype) == ("tpu", "bfloat16") else "jax"
+    return dataclasses.replace(cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
+                               loss_impl=cfg.loss_impl.replace("auto", loss_impl))
 
 def row_width(longest, mesh):
     """Of sequences up to `longest` tokens: rounded up, as tp divides the tokens of a row."""
@@ -408,8 +411,6 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
           f"pallas is for tpu, bfloat16, not {backend}, {cfg.dtype}; try --loss_impl jax")
     check(cfg.attention != "cudnn" or (backend, cfg.dtype) == ("gpu", "bfloat16"),
           f"cudnn is for gpu, bfloat16, not {backend}, {cfg.dtype}; try --attention auto")
-    check(cfg.attention != "splash" or shape.H in (64, 128) or backend != "tpu",
-          f"splash is for head sizes 64 and 128, not {shape.H}; try --attention blockwise")
     unit = local // math.gcd(cfg.batch, local)  # what npq must be a multiple of
     low = max(1, cfg.npq // unit) * unit
     check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do "
@@ -470,51 +471,52 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler=None):
     segments; 0 is padding) and is to predict (targets; per target weight, 0 = no loss, advantage, sampler's
     log-prob)."""
     rows = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segments", "targets")}
-    rows |= {k: np.zeros(shape, np.float32) for k in ["weight", "advantage"] + ["sampler"] * (sampler is not None)}
+    floats = ["weight", "advantage"] + ["sampler"] * (sampler is not None)
+    rows |= {k: np.zeros(shape, np.float32) for k in floats}
     for r, sequences in packed.items():
         start = 0
         for segment, i in enumerate(sequences, 1):
-            p, n = len(prompts[i]), len(answers[i])
-            all, said = np.s_[r, start:start + p + n], np.s_[r, start + p - 1:start + p + n - 1]
-            rows["tokens"][all] = prompts[i] + answers[i]
-            rows["positions"][all] = range(p + n)
-            rows["segments"][all] = segment
+            n, end = len(answers[i]), start + len(prompts[i] + answers[i])
+            whole, said = np.s_[r, start:end], np.s_[r, end - n - 1:end - 1]
+            rows["tokens"][whole] = prompts[i] + answers[i]
+            rows["positions"][whole] = range(end - start)
+            rows["segments"][whole] = segment
             rows["targets"][said] = answers[i]
-            rows["weight"][said] = {"token": 1, "sequence": 1 / n, "constant": 1 / cfg.max_answer}[cfg.loss_agg]
+            weights = {"token": 1, "sequence": 1 / n, "constant": 1 / cfg.max_answer}
+            rows["weight"][said] = weights[cfg.loss_agg]
             rows["advantage"][said] = advantages[i]
             if sampler is not None:
                 rows["sampler"][said] = sampler[i][:n]
-            start += p + n
+            start = end
     return rows
 
 def make_batches(prompts, answers, advantages, cfg, run, sampler=None):
-    """This host's sequences -> (`minibatches` lists of micro-batches, counts). A micro-batch is a dict of
-    global arrays [micro_batch rows of all devices, width], of which a device computes the first `filled`. Each
-    minibatch takes every minibatches-th sequence, so that the same go together on any number of hosts. Weights
-    are normalised here, once, over all hosts: any split into rows and passes gives the same gradient."""
+    """This host's sequences -> (`minibatches` lists of passes, counts over all hosts). A pass is a dict of
+    global arrays [micro_batch rows of each device, width], of which a device computes the first `filled`. A
+    minibatch takes every minibatches-th sequence, so that the same go together on any number of hosts.
+    Weights are normalised here, once, over all hosts: the split into rows and passes changes no gradient."""
     shards, width = run.mesh.shape["dp"] * run.mesh.shape["fsdp"] // jax.process_count(), run.row_width
-    lengths = [len(p) + len(a) for p, a in zip(prompts, answers)]
-    parts, needs, placed = [], [], NamedSharding(run.mesh, P(model.ROWS))
+    lengths, placed = [len(p + a) for p, a in zip(prompts, answers)], NamedSharding(run.mesh, P(model.ROWS))
+    parts, needs, batches, computed = [], [], [], 0
     for m in range(cfg.minibatches):
         ids = range(len(prompts))[m::cfg.minibatches]
         parts.append([[ids[i] for i in row] for row in pack([lengths[i] for i in ids], width)])
-        n = sum(len(answers[i]) for i in ids)
-        needs.append([-(-len(parts[m]) // shards), n if cfg.loss_agg == "token" else len(ids), n])
-    needs = everywhere(np.array(needs))  # [hosts, minibatches, 3]
-    at_once, batches, computed = model.rows_at_once(run.micro_batch, width), [], 0
-    for packed, passes, total in zip(parts, -(-needs.max(0)[:, 0] // run.micro_batch), needs.sum(0)[:, 1]):
-        height, batch = shards * run.micro_batch, []
+        valid, height = sum(len(answers[i]) for i in ids), shards * run.micro_batch
+        needs.append([-(-len(parts[m]) // height), valid if cfg.loss_agg == "token" else len(ids), valid])
+    needs, at_once = everywhere(np.array(needs)), model.rows_at_once(run.micro_batch, width)  # of all hosts
+    for packed, passes, total in zip(parts, needs.max(0)[:, 0], needs.sum(0)[:, 1]):
+        batches.append([])
         for k in range(passes):
-            mine = packed[k * height:(k + 1) * height]  # dealt out to the devices, so that they do the same
+            mine = packed[k * height:(k + 1) * height]  # dealt out: each device has as many, but for one
             places = {i % shards * run.micro_batch + i // shards: row for i, row in enumerate(mine)}
             rows = make_rows(places, prompts, answers, advantages, (height, width), cfg, sampler)
             rows["weight"] /= total
-            rows["filled"] = (len(mine) + shards - 1 - np.arange(shards)).astype(np.int32) // shards
+            rows["filled"] = ((len(mine) + shards - 1 - np.arange(shards)) // shards).astype(np.int32)
             computed += int((-(-rows["filled"] // at_once) * at_once).sum())
-            batch.append({k: jax.make_array_from_process_local_data(placed, a) for k, a in rows.items()})
-        batches.append(batch)
+            batches[-1].append(
+                {k: jax.make_array_from_process_local_data(placed, a) for k, a in rows.items()})
     counts = everywhere([computed * width, sum(lengths), model.flops(run.shape, lengths)]).sum(0).tolist()
-    return batches, dict(zip(("slots", "tokens", "flops", "valid_tokens"), counts + [int(needs[..., 2].sum())]))
+    return batches, dict(zip(("slots", "tokens", "flops", "valid"), counts + [int(needs[..., 2].sum())]))
 
 # ---------------------------------------------------------------- the update
 def optimizer(cfg, name):
@@ -541,14 +543,15 @@ def loss_inputs(params, rows, cfg, shape, mesh):
 
 @partial(jax.jit, static_argnames=("cfg", "shape", "mesh"))
 def score(params, rows, *, cfg, shape, mesh):
-    """Log-probs of the targets of a micro-batch under `params`, [rows, width]."""
+    """Log-probs of the targets of a pass under `params`, [rows, width]."""
     say(f"tracing score: {rows['tokens'].shape}")
     inputs, _ = loss_inputs(params, rows, cfg, shape, mesh)
-    logp_N, _ = kernel.score(*inputs, rows["weight"].reshape(-1), mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
+    logp_N, _ = kernel.score(
+        *inputs, rows["weight"].reshape(-1), mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
     return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
 
 def loss_and_metrics(hidden_ND, head_VD, targets_N, rows, cfg, mesh):
-    """-> (loss, metrics) of one micro-batch; metrics are sums over its tokens, or maxima (`/max`)."""
+    """-> (loss, metrics) of one pass; metrics are sums over its tokens, or maxima (`/max`)."""
     vectors = {k: rows[k].reshape(-1) for k in ("weight", "advantage", "old", "sampler", "ref") if k in rows}
     loss, stats = kernel.grpo_loss(
         hidden_ND, head_VD, targets_N, vectors, mesh, temperature=cfg.temperature,
@@ -560,8 +563,8 @@ def loss_and_metrics(hidden_ND, head_VD, targets_N, rows, cfg, mesh):
 
 @partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames="grads", keep_unused=True)
 def accumulate(grads, params, rows, others, *, cfg, shape, mesh):
-    """Add the gradient of one micro-batch to grads, in place -> (grads, metrics). others: what else lies on the
-    devices meanwhile; it is not read: the compiler is to count it."""
+    """Add the gradient of one pass to grads, in place -> (grads, metrics). others: what else lies on the
+    devices meanwhile; not read, but for the compiler to count."""
     say(f"tracing accumulate: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
     (*inputs, targets_N), back = loss_inputs(params, rows, cfg, shape, mesh)
     gradient = jax.value_and_grad(loss_and_metrics, argnums=(0, 1), has_aux=True)
@@ -588,23 +591,24 @@ def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
     return (back(param) if cfg.offload == "params" else param,
             jax.tree.map(back, state) if cfg.offload != "none" else state)
 
-def resting(state, cfg):
+def meanwhile(state, cfg):
+    """What lies on the devices while gradients are taken."""
     return state["opt"] if cfg.offload == "none" else None, state.get("ref")
 
-def update(state, batch, lr, **static):
+def update(state, batch, lr, *, cfg, shape, mesh):
     """One optimizer step on one minibatch -> (state, metrics of each pass, norm of the gradient)."""
-    grads, metrics, others = zeros(shape=static["shape"], mesh=static["mesh"]), [], resting(state, static["cfg"])
+    grads, params, opt, metrics, others = zeros(shape, mesh), {}, {}, [], meanwhile(state, cfg)
     for rows in batch:
-        grads, one = accumulate(grads, state["params"], rows, others, **static)
+        grads, one = accumulate(grads, state["params"], rows, others, cfg=cfg, shape=shape, mesh=mesh)
         metrics.append(one)
-    (norm, factor), grads, params, opt = clip(grads, static["cfg"]), model.flatten(grads), {}, {}
+    (norm, factor), grads = clip(grads, cfg), model.flatten(grads)
     for name, param in model.flatten(state["params"]).items():
-        params[name], opt[name] = apply(param, state["opt"][name], grads.pop(name), factor, lr, name=name,
-                                        cfg=static["cfg"], mesh=static["mesh"])
+        params[name], opt[name] = apply(
+            param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg, mesh=mesh)
     return state | {"params": model.nest(params), "opt": opt}, metrics, norm
 
-@partial(jax.jit, static_argnames=("shape", "mesh"))
-def zeros(*, shape, mesh):
+@partial(jax.jit, static_argnums=(0, 1))
+def zeros(shape, mesh):
     """Gradients to add to."""
     make = lambda size, place: jax.lax.with_sharding_constraint(jnp.zeros(size), place)
     return jax.tree.map(make, model.nest(model.shapes(shape)), model.shardings(shape, mesh),
@@ -624,12 +628,14 @@ def abstract_state(cfg, shape, mesh):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(
             a.shape, a.dtype, sharding=where if a.ndim else NamedSharding(mesh, P())), tree)
     params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in model.shapes(shape).items()}
-    opt = {name: jax.eval_shape(optimizer(cfg, name).init, a) for name, a in params.items()}
     state = {"params": model.nest({k: place(a, k, cfg.offload == "params") for k, a in params.items()}),
-             "opt": {k: place(a, k, cfg.offload != "none") for k, a in opt.items()}}
-    if cfg.beta:
-        state["ref"] = model.nest({k: place(jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.dtype)), k) for k, a in params.items()})
-    return state
+             "opt": {k: place(jax.eval_shape(optimizer(cfg, k).init, a), k, cfg.offload != "none")
+                     for k, a in params.items()}}
+    copied = {k: jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.dtype)) for k, a in params.items()}
+    return state | ({"ref": model.nest({k: place(a, k) for k, a in copied.items()})} if cfg.beta else {})
+
+def abstract_grads(cfg, shape, mesh):
+    return abstract_state(dataclasses.replace(cfg, offload="none"), shape, mesh)["params"]
 
 def on_device(tree):
     """Bytes of a device that a tree of shapes takes."""
@@ -637,7 +643,11 @@ def on_device(tree):
                if a.sharding.memory_kind != "pinned_host")
 
 # ---------------------------------------------------------------- the plan: memory and time, before a run
-def compiled_gib(lowered, device):
+ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
+ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
+SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
+
+def compiled_gib(lowered, mesh):
     """-> (GiB that a compiled program takes of a device, does it fit): nothing is run. What is too much for a
     TPU is not compiled to its end; then GiB is the compiler's estimate."""
     try:
@@ -648,31 +658,34 @@ def compiled_gib(lowered, device):
             raise
         return float(total[1]) * {"M": 2 ** -10, "G": 1, "T": 2 ** 10}[total[2]], False
     total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-    return (m.peak_memory_in_bytes if device.platform == "tpu" else total) / 2 ** 30, True
+    on_tpu = mesh.devices.flat[0].platform == "tpu"  # others tell no peak
+    return (m.peak_memory_in_bytes if on_tpu else total) / 2 ** 30, True
 
-@functools.cache
+def needed_by_apply(cfg, shape, mesh):
+    """-> (GiB that the optimizer step of the largest parameter takes of a device, does it fit)."""
+    state, grads = abstract_state(cfg, shape, mesh), abstract_grads(cfg, shape, mesh)
+    flat = model.flatten(state["params"])
+    name = max(flat, key=lambda name: flat[name].size)
+    mine = flat[name], state["opt"][name], model.flatten(grads)[name]
+    factor = jax.ShapeDtypeStruct((), jnp.float32)
+    gib, fits = compiled_gib(apply.lower(*mine, factor, 0.0, name=name, cfg=cfg, mesh=mesh), mesh)
+    return gib + (on_device((state, grads)) - on_device(mine)) / 2 ** 30, fits
+
+@cache
 def needed(micro_batch, width, cfg, shape, mesh):
-    """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile. 0: the
-    optimizer step, of the largest parameter."""
-    state, fixed, device = abstract_state(cfg, shape, mesh), dict(cfg=cfg, shape=shape, mesh=mesh), mesh.devices.flat[0]
-    grads = abstract_state(dataclasses.replace(cfg, offload="none"), shape, mesh)["params"]
-    if not micro_batch:
-        flat, number = model.flatten(state["params"]), jax.ShapeDtypeStruct((), jnp.float32)
-        name = max(flat, key=lambda name: flat[name].size)
-        mine = flat[name], state["opt"][name], model.flatten(grads)[name]
-        gib, fits = compiled_gib(apply.lower(*mine, number, 0.0, name=name, cfg=cfg, mesh=mesh), device)
-        gib += (on_device((state, grads)) - on_device(mine)) / 2 ** 30
-        return gib, fits
-    n, on = mesh.shape["dp"] * mesh.shape["fsdp"], NamedSharding(mesh, P(model.ROWS))
-    floats = ["weight", "advantage"] + ["sampler"] * (cfg.steps > 0) + ["ref"] * (cfg.steps and cfg.beta > 0)
-    floats += ["old"] * (cfg.steps > 0 and cfg.minibatches * cfg.ppo_epochs > 1)
+    """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile."""
+    state, n = abstract_state(cfg, shape, mesh), mesh.shape["dp"] * mesh.shape["fsdp"]
+    grpo, on = cfg.steps > 0, NamedSharding(mesh, P(model.ROWS))
+    floats = ["weight", "advantage"] + ["sampler"] * grpo + ["ref"] * (grpo and cfg.beta > 0)
+    floats += ["old"] * (grpo and cfg.minibatches * cfg.ppo_epochs > 1)
     kinds = dict.fromkeys("tokens positions segments targets".split(), "i4") | dict.fromkeys(floats, "f4")
     rows = {k: jax.ShapeDtypeStruct((n * micro_batch, width), kind, sharding=on) for k, kind in kinds.items()}
     rows["filled"] = jax.ShapeDtypeStruct((n,), "i4", sharding=on)
-    lowered = accumulate.lower(grads, state["params"], rows, resting(state, cfg), **fixed)
-    both = compiled_gib(lowered, device), needed(0, width, cfg, shape, mesh)
+    lowered = accumulate.lower(abstract_grads(cfg, shape, mesh), state["params"], rows, meanwhile(state, cfg),
+                               cfg=cfg, shape=shape, mesh=mesh)
+    both = compiled_gib(lowered, mesh), needed_by_apply(cfg, shape, mesh)
     gib = max(gib for gib, _ in both)
-    return gib, all(fits for _, fits in both) and gib <= model.device_memory(device)
+    return gib, all(fits for _, fits in both) and gib <= model.device_memory(mesh.devices.flat[0])
 
 def largest(need, limit, most, first):
     """The largest micro-batch up to `most` that fits by need(n) -> (GiB, fits), 0 if none, and all that was
@@ -698,105 +711,107 @@ def rows_to_fill(cfg, mesh):
 def choose_micro_batch(cfg, shape, mesh, width):
     """The largest that fits, up to what a step fills; or what the flag says, which must fit."""
     most, limit = cfg.micro_batch or rows_to_fill(cfg, mesh), model.device_memory(mesh.devices.flat[0])
-    program = dataclasses.replace(cfg, out="", seed=0, steps=min(1, cfg.steps)), shape, mesh, width
-    key = hashlib.sha256(repr((most, limit, jax.__version__, *program)).encode()).hexdigest()
-    cache, known = os.path.expanduser("~/.cache/podgrpo/micro_batch.json"), {}
+    program = dataclasses.replace(cfg, out="", seed=0), shape, mesh, width, limit, jax.__version__, code()
+    key, found = hashlib.sha256(repr(program).encode()).hexdigest(), {}
+    remembered = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
     with contextlib.suppress(model.CheckpointError):
-        known = model.read_json(cache)
-    if key not in known:
+        found = model.read_json(remembered)
+    if key not in found:
         chosen, tried = largest(lambda n: needed(n, width, cfg, shape, mesh), limit, most, most)
-        known[key] = [chosen, *(tried.get(n, [0])[0] for n in (chosen, most))]
-        with contextlib.suppress(OSError):  # the next run need not search again
-            os.makedirs(os.path.dirname(cache), exist_ok=True)
-            model.write_json(cache, known)
-    chosen, gib, wanted = everywhere(known[key]).min(0).tolist()
+        found[key] = [chosen, *(tried.get(n, [0])[0] for n in (chosen, most))]
+        if chosen < most:  # or there is no search to be spared
+            with contextlib.suppress(OSError):
+                os.makedirs(os.path.dirname(remembered), exist_ok=True)
+                model.write_json(remembered, found)
+    chosen, gib, wanted = everywhere(found[key]).min(0).tolist()
     over = f"{wanted:.2f} GiB of a device's {limit:.2f}, {wanted - limit:.2f} too much"
-    check(chosen, f"rows of {width} tokens do not fit, not even one per device: {most} take {over}; {ADVICE}")
-    check(chosen == most or not cfg.micro_batch, f"micro_batch = {most} takes {over}; the largest that fits is "
-          f"--micro_batch {chosen:.0f}")
-    say(f"micro_batch {chosen:.0f}, the largest that fits of {rows_to_fill(cfg, mesh)} rows that a device can have to do: "
-        f"{gib:.2f} GiB of its {limit:.2f}")
+    check(chosen, f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}")
+    check(chosen == most or not cfg.micro_batch,
+          f"micro_batch = {most} takes {over}; the largest that fits is --micro_batch {chosen:.0f}")
+    say(f"micro_batch {chosen:.0f} of at most {rows_to_fill(cfg, mesh)} rows per device: {gib:.2f} GiB of "
+        f"{limit:.2f}")
     return int(chosen)
 
 def plan_memory(cfg, shape, mesh, width):
-    """Print what micro-batches take of a device, -> {of the largest that fits, or of what cfg says}."""
-    limit, state = model.device_memory(mesh.devices.flat[0]), abstract_state(cfg, shape, mesh)
-    row = shape.L * width * shape.D * jnp.dtype(cfg.dtype).itemsize / 2 ** 30  # kept of each layer
-    say(f"rows of {width} tokens; {cfg.optimizer}, remat {cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, "
-        f"loss {cfg.loss_impl}; {limit:.2f} GiB a device")
+    """Print what micro-batches take of a device -> of the largest that fits, or of the one that cfg says."""
+    limit, tried = model.device_memory(mesh.devices.flat[0]), {}
+    say(f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat {cfg.remat}, offload "
+        f"{cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}")
     def need(n):
         say(f"compiling the update with micro_batch {n} ...")
         return needed(n, width, cfg, shape, mesh)
     if cfg.micro_batch:
-        tried = {cfg.micro_batch: need(cfg.micro_batch)}
+        tried[cfg.micro_batch] = need(cfg.micro_batch)
         low = cfg.micro_batch * tried[cfg.micro_batch][1]
     else:
-        low, tried = largest(need, limit, int(min(1024, 1 + limit // row)), 8)
-    known = sorted(tried)[:2]
-    guesses = {2 ** i for i in range(11) if 2 ** i <= 2 * low} if len(known) > 1 else set()
+        kept = shape.L * width * shape.D * jnp.dtype(cfg.dtype).itemsize / 2 ** 30  # at least, of a row
+        low, tried = largest(need, limit, int(min(1024, 1 + limit // kept)), 8)
+    a, b = sorted(tried)[0], sorted(tried)[min(1, len(tried) - 1)]
+    slope = (tried[b][0] - tried[a][0]) / max(1, b - a)
     say(f"{'micro_batch':>12} {'peak GiB':>10}")
-    for n in sorted(guesses | set(tried)):
-        (a, x), (b, y) = [(n, tried[n][0]) for n in (known[0], known[-1])]
-        gib = tried[n][0] if n in tried else x + (n - a) * (y - x) / (b - a)
+    for n in sorted({2 ** i for i in range(11) if len(tried) > 1 and 2 ** i <= 2 * low} | set(tried)):
+        gib = tried[n][0] if n in tried else tried[a][0] + (n - a) * slope
         fits = tried[n][1] if n in tried else gib <= limit
-        say(f"{'~' * (n not in tried):>5}{n:7} {gib:10.2f}  " + ("fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"))
-    return {"micro_batch": low, "gib": round(tried[low or max(tried)][0], 3), "limit_gib": limit, "fits": low > 0}
+        say(f"{'' if n in tried else '~':>5}{n:7} {gib:10.2f}  "
+            + ("fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"))
+    return {"micro_batch": low, "gib": tried[low or a][0], "limit_gib": limit}
 
 def plan_time(cfg, shape, layout, mesh):
     """Print what a step takes where all prompts and answers have their full length, with the arithmetic."""
-    device, n, dtype, length = mesh.devices.flat[0], mesh.size, jnp.dtype(cfg.dtype), cfg.max_prompt + cfg.max_answer
-    chip, sequences = model.chip(device), cfg.batch * cfg.npq * hosts(mesh)
-    (weights, slot), rows = model.bytes_read(shape, layout, dtype), -(-sequences // model.row_shards(layout))
-    resident = on_device(abstract_state(cfg, shape, mesh))
+    length, sequences, n = cfg.max_prompt + cfg.max_answer, cfg.batch * cfg.npq * hosts(mesh), mesh.size
+    (weights, slot), device = model.bytes_read(shape, layout, cfg.dtype), mesh.devices.flat[0]
+    resident, rows = on_device(abstract_state(cfg, shape, mesh)), -(-sequences // model.row_shards(layout))
     free = model.device_memory(device) * 2 ** 30 - resident - weights
-    at_once = min(rows, model.rows_that_fit(shape, layout, dtype, length, free))
-    gib, fits = compiled_gib(model.lower_decode(shape, layout, dtype, at_once * model.row_shards(layout), length), device)
-    waves, gib, gb = -(-rows // at_once), gib + resident / 2 ** 30, slot * (cfg.max_prompt + cfg.max_answer / 2) / 1e9
-    say(f"rollout, {layout.kind}: {rows} rows a device, {at_once} at once: {gib:.2f} GiB, of which parameters and optimizer "
-        f"{resident / 2 ** 30:.2f}" + "; too much" * (not fits or gib > model.device_memory(device)))
+    at_once = min(rows, model.rows_that_fit(shape, layout, cfg.dtype, length, free))
+    waves, chip = -(-rows // at_once), model.chip(device)
+    B, held = at_once * model.row_shards(layout), resident / 2 ** 30
+    gib, fits = compiled_gib(model.lower_decode(shape, layout, jnp.dtype(cfg.dtype), B, length), mesh)
+    fits &= gib + held <= model.device_memory(device)
+    say(f"rollout, {layout.kind}: {rows} rows per device, {at_once} at once: {gib + held:.2f} GiB, "
+        f"{held:.2f} of it parameters and optimizer" + "; too much" * (not fits))
     if not chip.flops:
         return say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
-    decode = cfg.max_answer * (waves * weights / 1e9 + rows * gb) * 1e9 / chip.bandwidth
-    passes = cfg.ppo_epochs + (cfg.ppo_epochs * cfg.minibatches > 1) / 3
+    cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
+    rollout = cfg.max_answer * (waves * weights + rows * cached) / chip.bandwidth
+    passes = cfg.ppo_epochs + (cfg.ppo_epochs * cfg.minibatches > 1) / 3  # a third: the forward that scores
     flops = model.flops(shape, [length]) * sequences * passes
-    update = flops / (ASSUMED_MFU * chip.flops * n)
-    say(f"a step, estimated: {decode + update:.1f} s, all prompts and answers of full length\n"
-        f"  rollout {decode:.1f} s = {cfg.max_answer} tokens x ({waves} x {weights / 1e9:.2f} GB of weights + {rows} rows x "
-        f"{gb:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
-        f"  update {update:.1f} s = {flops / 1e15:.2f} PFLOP, {sequences} x {length} tokens, / ({ASSUMED_MFU} x "
-        f"{chip.flops / 1e12:.0f} TFLOP/s x {n} devices)")
-ADVICE = "try --remat full, --offload optimizer or params, a smaller --max_answer or more devices"
-ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
-SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
+    took = flops / (ASSUMED_MFU * chip.flops * n)
+    say(f"a step, estimated, of prompts and answers of full length: {rollout + took:.1f} s\n"
+        f"  rollout {rollout:.1f} s = {cfg.max_answer} tokens x ({waves} x {weights / 1e9:.2f} GB of weights "
+        f"+ {rows} rows x {cached / 1e9:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
+        f"  update {took:.1f} s = {flops / 1e15:.2f} PFLOP of {sequences} x {length} tokens / "
+        f"({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {n} devices)")
 
 def plan(cfg):
-    """What fits devices that need not be here, and how long a step takes: all is compiled, nothing run."""
-    with stop_on(Exception, f"--plan {cfg.plan} cannot be compiled for here; it takes a type such as v6e-8, and libtpu, "
-                 "which is for x86-64 Linux"):
+    """What fits devices that need not be here, and how long a step takes: compiled, not run."""
+    with stop_on(Exception, f"--plan {cfg.plan} cannot be compiled for here: that takes a type such as v6e-8 "
+                 "and libtpu, which is for x86-64 Linux"):
         devices = jax.devices() if cfg.plan == "here" else kernel.tpu_devices(cfg.plan)
     name, _, values = cfg.sweep.partition("=")
-    check(not cfg.sweep or values and name in SWEPT, f"sweep = {cfg.sweep} is not a list such as micro_batch=8,16; "
-          f"swept can be {', '.join(SWEPT)}")
+    check(not cfg.sweep or values and name in SWEPT, f"sweep = {cfg.sweep} is not a list such as "
+          f"micro_batch=8,16, of {', '.join(SWEPT)}")
     with tempfile.TemporaryDirectory() as directory:  # of the tiny model, which is nowhere yet
         model.write_json(f"{directory}/config.json", TINY_MODEL)
         shape = model.read_config(directory if cfg.model == "tiny" else model_directory(cfg, "*.json"))
     mesh, table = make_mesh(cfg.mesh, devices), []
-    say(f"{cfg.plan}: {hosts(mesh)} hosts with {mesh.size // hosts(mesh)} {devices[0].device_kind} each, mesh {dict(mesh.shape)}; "
-        f"{shape.n_params / 1e6:.0f}M parameters\n{cfg.batch} questions x {cfg.npq} answers = {cfg.batch * cfg.npq} sequences "
-        f"per host, at most {rows_to_fill(cfg, mesh)} rows per device in each of {cfg.minibatches} minibatches")
+    say(f"{cfg.plan}: {hosts(mesh)} x {mesh.size // hosts(mesh)} {devices[0].device_kind}, mesh "
+        f"{dict(mesh.shape)}; {shape.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} "
+        f"answers = {cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
+        f"{rows_to_fill(cfg, mesh)} rows per device")
     for value in values.split(",") if values else [""]:
         with stop_on(ValueError, f"sweep = {cfg.sweep}"):
             swept = {name: type(getattr(cfg, name))(value)} if value else {}
-        one = resolve(dataclasses.replace(cfg, **swept), shape, mesh)
+        one = resolve(dataclasses.replace(cfg, **swept), mesh)
         check_sizes(one, shape, mesh, 0)
         table.append(swept | plan_memory(one, shape, mesh, row_width(one.max_prompt + one.max_answer, mesh)))
     plan_time(one, shape, model.rollout_layout(one.rollout_sharding, shape, mesh, one.dtype)[0], mesh)
     if swept:
-        columns = [name] + ["micro_batch"] * (name != "micro_batch") + ["gib", "fits"]
-        say("\n".join("".join(f"{v!s:>14}" for v in row) for row in [columns, *([t[c] for c in columns] for t in table)]))
+        columns = dict.fromkeys((name, "micro_batch", "gib"))
+        for row in [dict(zip(columns, columns)), *table]:
+            say("".join(f"{row[k]!s:>14.14}" for k in columns))
         with open(f"plan-{cfg.plan}.jsonl", "a", encoding="utf-8") as f:
             f.writelines(json.dumps(row) + "\n" for row in table)
-    say(f"largest that fits: micro_batch {max(t['micro_batch'] for t in table)}")
+    say(f"largest that fits: micro_batch {max(row['micro_batch'] for row in table)}")
 
 # ---------------------------------------------------------------- files and checkpoints
 def write_jsonl(cfg, name, rows, mode="a"):
@@ -919,11 +934,10 @@ def set_up(cfg):
     """-> (Config, run: what does not change); all mistakes are found here."""
     connect(cfg)
     mesh = make_mesh(cfg.mesh, jax.devices())
-    cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
+    cfg = resolve(dataclasses.replace(cfg, require_processes=jax.process_count()), mesh)
     done = open_run(cfg)
     directory = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     shape = model.read_config(directory)
-    cfg = resolve(cfg, shape, mesh)
     with stop_on(Exception, f"{directory}/tokenizer.json is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
     tokenizer.no_truncation()
@@ -956,8 +970,9 @@ def set_up(cfg):
     check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
         directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
-        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, done=done, latest=(done, {}),
-        micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0, wandb=logger)
+        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, done=done,
+        micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0,
+        latest=(done, {}), wandb=logger)
 
 def load_state(cfg, run):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
@@ -1014,19 +1029,21 @@ def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
         "group/zero_variance": float((groups.max(1) == groups.min(1)).mean())}
 
 def update_metrics(parts, norms, counts, seconds, cfg, run):
-    """Metrics of a step's passes -> means over tokens (loss, grad_norm: over updates), padding, mfu, memory."""
+    """Metrics of a step's passes -> means over tokens (loss, grad_norm: over updates), padding, memory."""
     m = {k: float((max if k.endswith("/max") else sum)(part[k] for part in parts)) for k in parts[0]}
     m |= {"loss": m["loss"] / len(norms), "grad_norm": float(sum(norms)) / len(norms)}
     for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
-        m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / counts["valid_tokens"] / cfg.ppo_epochs
+        m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / counts["valid"] / cfg.ppo_epochs
     memory = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
     gib = [max(d.get(k, 0) for d in memory) / 2 ** 30 for k in ("bytes_in_use", "peak_bytes_in_use")]
     used, peak = everywhere(gib).max(0).tolist()
     speed = model.chip(run.mesh.devices.flat[0]).flops * run.mesh.size * seconds
     return {"kl": 0.0} | m | {
-        "valid_tokens": counts["valid_tokens"], "padding_fraction": 1 - counts["tokens"] / counts["slots"],
-        "micro_batch": run.micro_batch, "mfu": cfg.ppo_epochs * counts["flops"] / speed if speed else None,
-        "memory/train/bytes_in_use_max_gib": used or None, "memory/train/peak_bytes_in_use_max_gib": peak or None}
+        "valid_tokens": counts["valid"], "padding_fraction": 1 - counts["tokens"] / counts["slots"],
+        "micro_batch": run.micro_batch,
+        "mfu": cfg.ppo_epochs * counts["flops"] / speed if speed else None,  # None: a chip not known
+        "memory/train/bytes_in_use_max_gib": used or None,
+        "memory/train/peak_bytes_in_use_max_gib": peak or None}
 
 # ---------------------------------------------------------------- main: the loop
 @stop_on(model.CheckpointError, "these files cannot be used")
@@ -1050,7 +1067,7 @@ def out_of_memory(error, cfg, run):
         mirror(cfg)
     print(f"train.py: a device ran out of memory in step {step + 1}: {first_line(error)[:300]}\n"
           + (f"step {step} is saved; " if saved else "") + "start again, it resumes, "
-          f"with --micro_batch {max(1, run.micro_batch // 2)} or {ADVICE[4:]}", file=sys.stderr, flush=True)
+          f"with --micro_batch {max(1, run.micro_batch // 2)} or {ADVICE}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 def train(cfg, run):
@@ -1061,8 +1078,8 @@ def train(cfg, run):
     static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
     say(f"{n_hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
         f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
-        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * n_hosts} in "
-        f"all, in rows of {run.row_width} tokens | {updates} updates a step"
+        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * n_hosts} "
+        f"in all, in rows of {run.row_width} tokens | {updates} updates a step"
         + f" | {len(run.examples)} answers of up to {cfg.max_answer} tokens to imitate" * (cfg.sft_steps > 0)
         + " | no --eval_data, no evaluation" * (not run.held_out))
     inner, spans = run.mesh.devices[0].size, len({d.process_index for d in run.mesh.devices[0].flat})
