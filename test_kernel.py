@@ -978,7 +978,7 @@ def test_train_micro_batch_is_found():
             asked.append(n)
             return (gib(n) if gib(n) <= limit or told else 99.0), gib(n) <= limit
         return train.largest(need, limit, most, first)[0], len(asked)
-    line, bent = lambda n: 7.2 + 0.3 * n, lambda n: 7.2 + 0.25 * n + 0.002 * n * n
+    line, bent = lambda n: 7.2 + 0.3 * n, lambda n: 7.2 + 0.28 * n + 0.0002 * n * n + 0.1 * (n % 3)
     assert find(line, 1024, 8) == (76, 3) and find(line, 64, 64) == (64, 1)
     assert find(line, 300, 300) == (76, 3) and find(line, 300, 300, told=False)[0] == 76
     for limit in 8.0, 9.9, 17.3, 44.0:
@@ -990,25 +990,28 @@ def test_train_micro_batch_is_found():
 
 def test_train_chooses_what_fits():
     """By the compiler's word for what is here; the search is spared the next time, and mistakes are told."""
-    cfg = train.resolve(train.Config(batch=32, npq=8, max_answer=40), mesh())
-    train_fits = lambda cfg: train.choose_micro_batch(cfg, TIED, mesh(), 96)
+    cfg = train.resolve(train.Config(batch=8, npq=8, max_answer=12), mesh())
+    choose = lambda micro_batch=0: train.choose_micro_batch(
+        dataclasses.replace(cfg, micro_batch=micro_batch), SMALL, mesh(), 32)
     home = mock.patch.dict(os.environ, HOME=str(new_directory()))
     with home, contextlib.redirect_stderr(io.StringIO()) as err:
-        gib = {n: train.needed(n, 96, cfg, TIED, mesh())[0] for n in (40, 41, 64, 256)}
-        assert gib[40] < gib[41] < gib[64] < gib[256]
         train.needed.cache_clear()
-        with mock.patch.object(model, "device_memory", return_value=(gib[40] + gib[41]) / 2):
-            assert train_fits(cfg) == 40
+        half, whole = (train.needed(n, 32, cfg, SMALL, mesh())[0] for n in (32, 64))
+        assert half < whole and choose() == 64
+        train.needed.cache_clear()
+        with mock.patch.object(model, "device_memory", return_value=(half + whole) / 2):
+            found = choose()
+            assert 32 <= found < 64 and train.needed(found, 32, cfg, SMALL, mesh())[1]
             with mock.patch.object(train, "needed", side_effect=AssertionError("compiled again")):
-                assert train_fits(cfg) == 40
-            assert train_fits(dataclasses.replace(cfg, micro_batch=32)) == 32
-            assert_raises(SystemExit, train_fits, dataclasses.replace(cfg, micro_batch=64))
+                assert choose() == found
+            assert choose(found) == found
+            assert_raises(SystemExit, choose, 64)
             assert "micro_batch = 64 takes" in err.getvalue(), err.getvalue()
-            assert "the largest that fits is --micro_batch 40" in err.getvalue(), err.getvalue()
+            assert "the largest that fits is --micro_batch " in err.getvalue(), err.getvalue()
         train.needed.cache_clear()
-        with mock.patch.object(model, "device_memory", return_value=gib[40] / 100):
-            assert_raises(SystemExit, train_fits, cfg)
-        assert "not one row of 96 tokens per device fits" in err.getvalue(), err.getvalue()
+        with mock.patch.object(model, "device_memory", return_value=half / 100):
+            assert_raises(SystemExit, choose)
+        assert "not one row of 32 tokens per device fits" in err.getvalue(), err.getvalue()
     train.needed.cache_clear()
 
 def test_train_plan():
