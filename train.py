@@ -642,177 +642,6 @@ def on_device(tree):
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree)
                if a.sharding.memory_kind != "pinned_host")
 
-# ---------------------------------------------------------------- the plan: memory and time, before a run
-ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
-ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
-SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
-
-def compiled_gib(lowered, mesh):
-    """-> (GiB that a compiled program takes of a device, does it fit): nothing is run. What is too much for a
-    TPU is not compiled to its end; then GiB is the compiler's estimate."""
-    try:
-        m = lowered.compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as e:
-        total = re.search(r"(?:\(|Used )([\d.]+)([MGT])(?=\) exceeds| of )", str(e))
-        if not total:
-            raise
-        return float(total[1]) * {"M": 2 ** -10, "G": 1, "T": 2 ** 10}[total[2]], False
-    total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-    on_tpu = mesh.devices.flat[0].platform == "tpu"  # others tell no peak
-    return (m.peak_memory_in_bytes if on_tpu else total) / 2 ** 30, True
-
-def needed_by_apply(cfg, shape, mesh):
-    """-> (GiB that the optimizer step of the largest parameter takes of a device, does it fit)."""
-    state, grads = abstract_state(cfg, shape, mesh), abstract_grads(cfg, shape, mesh)
-    flat = model.flatten(state["params"])
-    name = max(flat, key=lambda name: flat[name].size)
-    mine = flat[name], state["opt"][name], model.flatten(grads)[name]
-    factor = jax.ShapeDtypeStruct((), jnp.float32)
-    gib, fits = compiled_gib(apply.lower(*mine, factor, 0.0, name=name, cfg=cfg, mesh=mesh), mesh)
-    return gib + (on_device((state, grads)) - on_device(mine)) / 2 ** 30, fits
-
-@cache
-def needed(micro_batch, width, cfg, shape, mesh):
-    """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile."""
-    state, n = abstract_state(cfg, shape, mesh), mesh.shape["dp"] * mesh.shape["fsdp"]
-    grpo, on = cfg.steps > 0, NamedSharding(mesh, P(model.ROWS))
-    floats = ["weight", "advantage"] + ["sampler"] * grpo + ["ref"] * (grpo and cfg.beta > 0)
-    floats += ["old"] * (grpo and cfg.minibatches * cfg.ppo_epochs > 1)
-    kinds = dict.fromkeys("tokens positions segments targets".split(), "i4") | dict.fromkeys(floats, "f4")
-    rows = {k: jax.ShapeDtypeStruct((n * micro_batch, width), kind, sharding=on) for k, kind in kinds.items()}
-    rows["filled"] = jax.ShapeDtypeStruct((n,), "i4", sharding=on)
-    lowered = accumulate.lower(abstract_grads(cfg, shape, mesh), state["params"], rows, meanwhile(state, cfg),
-                               cfg=cfg, shape=shape, mesh=mesh)
-    both = compiled_gib(lowered, mesh), needed_by_apply(cfg, shape, mesh)
-    gib = max(gib for gib, _ in both)
-    return gib, all(fits for _, fits in both) and gib <= model.device_memory(mesh.devices.flat[0])
-
-def largest(need, limit, most, first):
-    """The largest micro-batch up to `most` that fits by need(n) -> (GiB, fits), 0 if none, and all that was
-    asked: `first`, another, where the line through the two meets the limit, and that is confirmed."""
-    tried, low, high, guess = {}, 0, most + 1, min(first, most)
-    while low + 1 < high:
-        tried[guess] = need(guess)
-        low, high = (guess, high) if tried[guess][1] else (low, guess)
-        guess = 2 * low or max(1, min(8, guess // 4))
-        if len(tried) > 1:
-            a, b = (low, high) if low and high in tried else sorted(tried)[:2]
-            x, y = tried[a][0], tried[b][0]
-            guess = math.floor(a + (limit - x) * (b - a) / max(y - x, 1e-9))
-            if low and guess <= low:
-                break
-        guess = min(max(guess, low + 1), high - 1)
-    return low, tried
-
-def rows_to_fill(cfg, mesh):
-    """Rows per device of a minibatch whose sequences have a row each."""
-    return cfg.batch * cfg.npq * hosts(mesh) // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
-
-def choose_micro_batch(cfg, shape, mesh, width):
-    """The largest that fits, up to what a step fills; or what the flag says, which must fit."""
-    most, limit = cfg.micro_batch or rows_to_fill(cfg, mesh), model.device_memory(mesh.devices.flat[0])
-    program = dataclasses.replace(cfg, out="", seed=0), shape, mesh, width, limit, jax.__version__, code()
-    key, found = hashlib.sha256(repr(program).encode()).hexdigest(), {}
-    remembered = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
-    with contextlib.suppress(model.CheckpointError):
-        found = model.read_json(remembered)
-    if key not in found:
-        chosen, tried = largest(lambda n: needed(n, width, cfg, shape, mesh), limit, most, most)
-        found[key] = [chosen, *(tried.get(n, [0])[0] for n in (chosen, most))]
-        if chosen < most:  # or there is no search to be spared
-            with contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(remembered), exist_ok=True)
-                model.write_json(remembered, found)
-    chosen, gib, wanted = everywhere(found[key]).min(0).tolist()
-    over = f"{wanted:.2f} GiB of a device's {limit:.2f}, {wanted - limit:.2f} too much"
-    check(chosen, f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}")
-    check(chosen == most or not cfg.micro_batch,
-          f"micro_batch = {most} takes {over}; the largest that fits is --micro_batch {chosen:.0f}")
-    say(f"micro_batch {chosen:.0f} of at most {rows_to_fill(cfg, mesh)} rows per device: {gib:.2f} GiB of "
-        f"{limit:.2f}")
-    return int(chosen)
-
-def plan_memory(cfg, shape, mesh, width):
-    """Print what micro-batches take of a device -> of the largest that fits, or of the one that cfg says."""
-    limit, tried = model.device_memory(mesh.devices.flat[0]), {}
-    say(f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat {cfg.remat}, offload "
-        f"{cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}")
-    def need(n):
-        say(f"compiling the update with micro_batch {n} ...")
-        return needed(n, width, cfg, shape, mesh)
-    if cfg.micro_batch:
-        tried[cfg.micro_batch] = need(cfg.micro_batch)
-        low = cfg.micro_batch * tried[cfg.micro_batch][1]
-    else:
-        kept = shape.L * width * shape.D * jnp.dtype(cfg.dtype).itemsize / 2 ** 30  # at least, of a row
-        low, tried = largest(need, limit, int(min(1024, 1 + limit // kept)), 8)
-    a, b = sorted(tried)[0], sorted(tried)[min(1, len(tried) - 1)]
-    slope = (tried[b][0] - tried[a][0]) / max(1, b - a)
-    say(f"{'micro_batch':>12} {'peak GiB':>10}")
-    for n in sorted({2 ** i for i in range(11) if len(tried) > 1 and 2 ** i <= 2 * low} | set(tried)):
-        gib = tried[n][0] if n in tried else tried[a][0] + (n - a) * slope
-        fits = tried[n][1] if n in tried else gib <= limit
-        say(f"{'' if n in tried else '~':>5}{n:7} {gib:10.2f}  "
-            + ("fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"))
-    return {"micro_batch": low, "gib": tried[low or a][0], "limit_gib": limit}
-
-def plan_time(cfg, shape, layout, mesh):
-    """Print what a step takes where all prompts and answers have their full length, with the arithmetic."""
-    length, sequences, n = cfg.max_prompt + cfg.max_answer, cfg.batch * cfg.npq * hosts(mesh), mesh.size
-    (weights, slot), device = model.bytes_read(shape, layout, cfg.dtype), mesh.devices.flat[0]
-    resident, rows = on_device(abstract_state(cfg, shape, mesh)), -(-sequences // model.row_shards(layout))
-    free = model.device_memory(device) * 2 ** 30 - resident - weights
-    at_once = min(rows, model.rows_that_fit(shape, layout, cfg.dtype, length, free))
-    waves, chip = -(-rows // at_once), model.chip(device)
-    B, held = at_once * model.row_shards(layout), resident / 2 ** 30
-    gib, fits = compiled_gib(model.lower_decode(shape, layout, jnp.dtype(cfg.dtype), B, length), mesh)
-    fits &= gib + held <= model.device_memory(device)
-    say(f"rollout, {layout.kind}: {rows} rows per device, {at_once} at once: {gib + held:.2f} GiB, "
-        f"{held:.2f} of it parameters and optimizer" + "; too much" * (not fits))
-    if not chip.flops:
-        return say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
-    cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
-    rollout = cfg.max_answer * (waves * weights + rows * cached) / chip.bandwidth
-    passes = cfg.ppo_epochs + (cfg.ppo_epochs * cfg.minibatches > 1) / 3  # a third: the forward that scores
-    flops = model.flops(shape, [length]) * sequences * passes
-    took = flops / (ASSUMED_MFU * chip.flops * n)
-    say(f"a step, estimated, of prompts and answers of full length: {rollout + took:.1f} s\n"
-        f"  rollout {rollout:.1f} s = {cfg.max_answer} tokens x ({waves} x {weights / 1e9:.2f} GB of weights "
-        f"+ {rows} rows x {cached / 1e9:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
-        f"  update {took:.1f} s = {flops / 1e15:.2f} PFLOP of {sequences} x {length} tokens / "
-        f"({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {n} devices)")
-
-def plan(cfg):
-    """What fits devices that need not be here, and how long a step takes: compiled, not run."""
-    with stop_on(Exception, f"--plan {cfg.plan} cannot be compiled for here: that takes a type such as v6e-8 "
-                 "and libtpu, which is for x86-64 Linux"):
-        devices = jax.devices() if cfg.plan == "here" else kernel.tpu_devices(cfg.plan)
-    name, _, values = cfg.sweep.partition("=")
-    check(not cfg.sweep or values and name in SWEPT, f"sweep = {cfg.sweep} is not a list such as "
-          f"micro_batch=8,16, of {', '.join(SWEPT)}")
-    with tempfile.TemporaryDirectory() as directory:  # of the tiny model, which is nowhere yet
-        model.write_json(f"{directory}/config.json", TINY_MODEL)
-        shape = model.read_config(directory if cfg.model == "tiny" else model_directory(cfg, "*.json"))
-    mesh, table = make_mesh(cfg.mesh, devices), []
-    say(f"{cfg.plan}: {hosts(mesh)} x {mesh.size // hosts(mesh)} {devices[0].device_kind}, mesh "
-        f"{dict(mesh.shape)}; {shape.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} "
-        f"answers = {cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
-        f"{rows_to_fill(cfg, mesh)} rows per device")
-    for value in values.split(",") if values else [""]:
-        with stop_on(ValueError, f"sweep = {cfg.sweep}"):
-            swept = {name: type(getattr(cfg, name))(value)} if value else {}
-        one = resolve(dataclasses.replace(cfg, **swept), mesh)
-        check_sizes(one, shape, mesh, 0)
-        table.append(swept | plan_memory(one, shape, mesh, row_width(one.max_prompt + one.max_answer, mesh)))
-    plan_time(one, shape, model.rollout_layout(one.rollout_sharding, shape, mesh, one.dtype)[0], mesh)
-    if swept:
-        columns = dict.fromkeys((name, "micro_batch", "gib"))
-        for row in [dict(zip(columns, columns)), *table]:
-            say("".join(f"{row[k]!s:>14.14}" for k in columns))
-        with open(f"plan-{cfg.plan}.jsonl", "a", encoding="utf-8") as f:
-            f.writelines(json.dumps(row) + "\n" for row in table)
-    say(f"largest that fits: micro_batch {max(row['micro_batch'] for row in table)}")
-
 # ---------------------------------------------------------------- files and checkpoints
 def write_jsonl(cfg, name, rows, mode="a"):
     if jax.process_index() == 0:
@@ -1044,6 +873,177 @@ def update_metrics(parts, norms, counts, seconds, cfg, run):
         "mfu": cfg.ppo_epochs * counts["flops"] / speed if speed else None,  # None: a chip not known
         "memory/train/bytes_in_use_max_gib": used or None,
         "memory/train/peak_bytes_in_use_max_gib": peak or None}
+
+# ---------------------------------------------------------------- the plan: memory and time, before a run
+ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
+ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
+SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
+
+def compiled_gib(lowered, mesh):
+    """-> (GiB that a compiled program takes of a device, does it fit): nothing is run. What is too much for a
+    TPU is not compiled to its end; then GiB is the compiler's estimate."""
+    try:
+        m = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as e:
+        total = re.search(r"(?:\(|Used )([\d.]+)([MGT])(?=\) exceeds| of )", str(e))
+        if not total:
+            raise
+        return float(total[1]) * {"M": 2 ** -10, "G": 1, "T": 2 ** 10}[total[2]], False
+    total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    on_tpu = mesh.devices.flat[0].platform == "tpu"  # others tell no peak
+    return (m.peak_memory_in_bytes if on_tpu else total) / 2 ** 30, True
+
+def needed_by_apply(cfg, shape, mesh):
+    """-> (GiB that the optimizer step of the largest parameter takes of a device, does it fit)."""
+    state, grads = abstract_state(cfg, shape, mesh), abstract_grads(cfg, shape, mesh)
+    flat = model.flatten(state["params"])
+    name = max(flat, key=lambda name: flat[name].size)
+    mine = flat[name], state["opt"][name], model.flatten(grads)[name]
+    factor = jax.ShapeDtypeStruct((), jnp.float32)
+    gib, fits = compiled_gib(apply.lower(*mine, factor, 0.0, name=name, cfg=cfg, mesh=mesh), mesh)
+    return gib + (on_device((state, grads)) - on_device(mine)) / 2 ** 30, fits
+
+@cache
+def needed(micro_batch, width, cfg, shape, mesh):
+    """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile."""
+    state, n = abstract_state(cfg, shape, mesh), mesh.shape["dp"] * mesh.shape["fsdp"]
+    grpo, on = cfg.steps > 0, NamedSharding(mesh, P(model.ROWS))
+    floats = ["weight", "advantage"] + ["sampler"] * grpo + ["ref"] * (grpo and cfg.beta > 0)
+    floats += ["old"] * (grpo and cfg.minibatches * cfg.ppo_epochs > 1)
+    kinds = dict.fromkeys("tokens positions segments targets".split(), "i4") | dict.fromkeys(floats, "f4")
+    rows = {k: jax.ShapeDtypeStruct((n * micro_batch, width), kind, sharding=on) for k, kind in kinds.items()}
+    rows["filled"] = jax.ShapeDtypeStruct((n,), "i4", sharding=on)
+    lowered = accumulate.lower(abstract_grads(cfg, shape, mesh), state["params"], rows, meanwhile(state, cfg),
+                               cfg=cfg, shape=shape, mesh=mesh)
+    both = compiled_gib(lowered, mesh), needed_by_apply(cfg, shape, mesh)
+    gib = max(gib for gib, _ in both)
+    return gib, all(fits for _, fits in both) and gib <= model.device_memory(mesh.devices.flat[0])
+
+def largest(need, limit, most, first):
+    """The largest micro-batch up to `most` that fits by need(n) -> (GiB, fits), 0 if none, and all that was
+    asked: `first`, another, where the line through the two meets the limit, and that is confirmed."""
+    tried, low, high, guess = {}, 0, most + 1, min(first, most)
+    while low + 1 < high:
+        tried[guess] = need(guess)
+        low, high = (guess, high) if tried[guess][1] else (low, guess)
+        guess = 2 * low or max(1, min(8, guess // 4))
+        if len(tried) > 1:
+            a, b = (low, high) if low and high in tried else sorted(tried)[:2]
+            x, y = tried[a][0], tried[b][0]
+            guess = math.floor(a + (limit - x) * (b - a) / max(y - x, 1e-9))
+            if low and guess <= low:
+                break
+        guess = min(max(guess, low + 1), high - 1)
+    return low, tried
+
+def rows_to_fill(cfg, mesh):
+    """Rows per device of a minibatch whose sequences have a row each."""
+    return cfg.batch * cfg.npq * hosts(mesh) // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
+
+def choose_micro_batch(cfg, shape, mesh, width):
+    """The largest that fits, up to what a step fills; or what the flag says, which must fit."""
+    most, limit = cfg.micro_batch or rows_to_fill(cfg, mesh), model.device_memory(mesh.devices.flat[0])
+    program = dataclasses.replace(cfg, out="", seed=0), shape, mesh, width, limit, jax.__version__, code()
+    key, found = hashlib.sha256(repr(program).encode()).hexdigest(), {}
+    remembered = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
+    with contextlib.suppress(model.CheckpointError):
+        found = model.read_json(remembered)
+    if key not in found:
+        chosen, tried = largest(lambda n: needed(n, width, cfg, shape, mesh), limit, most, most)
+        found[key] = [chosen, *(tried.get(n, [0])[0] for n in (chosen, most))]
+        if chosen < most:  # or there is no search to be spared
+            with contextlib.suppress(OSError):
+                os.makedirs(os.path.dirname(remembered), exist_ok=True)
+                model.write_json(remembered, found)
+    chosen, gib, wanted = everywhere(found[key]).min(0).tolist()
+    over = f"{wanted:.2f} GiB of a device's {limit:.2f}, {wanted - limit:.2f} too much"
+    check(chosen, f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}")
+    check(chosen == most or not cfg.micro_batch,
+          f"micro_batch = {most} takes {over}; the largest that fits is --micro_batch {chosen:.0f}")
+    say(f"micro_batch {chosen:.0f} of at most {rows_to_fill(cfg, mesh)} rows per device: {gib:.2f} GiB of "
+        f"{limit:.2f}")
+    return int(chosen)
+
+def plan_memory(cfg, shape, mesh, width):
+    """Print what micro-batches take of a device -> of the largest that fits, or of the one that cfg says."""
+    limit, tried = model.device_memory(mesh.devices.flat[0]), {}
+    say(f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat {cfg.remat}, offload "
+        f"{cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}")
+    def need(n):
+        say(f"compiling the update with micro_batch {n} ...")
+        return needed(n, width, cfg, shape, mesh)
+    if cfg.micro_batch:
+        tried[cfg.micro_batch] = need(cfg.micro_batch)
+        low = cfg.micro_batch * tried[cfg.micro_batch][1]
+    else:
+        kept = shape.L * width * shape.D * jnp.dtype(cfg.dtype).itemsize / 2 ** 30  # at least, of a row
+        low, tried = largest(need, limit, int(min(1024, 1 + limit // kept)), 8)
+    a, b = sorted(tried)[0], sorted(tried)[min(1, len(tried) - 1)]
+    slope = (tried[b][0] - tried[a][0]) / max(1, b - a)
+    say(f"{'micro_batch':>12} {'peak GiB':>10}")
+    for n in sorted({2 ** i for i in range(11) if len(tried) > 1 and 2 ** i <= 2 * low} | set(tried)):
+        gib = tried[n][0] if n in tried else tried[a][0] + (n - a) * slope
+        fits = tried[n][1] if n in tried else gib <= limit
+        say(f"{'' if n in tried else '~':>5}{n:7} {gib:10.2f}  "
+            + ("fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"))
+    return {"micro_batch": low, "gib": tried[low or a][0], "limit_gib": limit}
+
+def plan_time(cfg, shape, layout, mesh):
+    """Print what a step takes where all prompts and answers have their full length, with the arithmetic."""
+    length, sequences, n = cfg.max_prompt + cfg.max_answer, cfg.batch * cfg.npq * hosts(mesh), mesh.size
+    (weights, slot), device = model.bytes_read(shape, layout, cfg.dtype), mesh.devices.flat[0]
+    resident, rows = on_device(abstract_state(cfg, shape, mesh)), -(-sequences // model.row_shards(layout))
+    free = model.device_memory(device) * 2 ** 30 - resident - weights
+    at_once = min(rows, model.rows_that_fit(shape, layout, cfg.dtype, length, free))
+    waves, chip = -(-rows // at_once), model.chip(device)
+    B, held = at_once * model.row_shards(layout), resident / 2 ** 30
+    gib, fits = compiled_gib(model.lower_decode(shape, layout, jnp.dtype(cfg.dtype), B, length), mesh)
+    fits &= gib + held <= model.device_memory(device)
+    say(f"rollout, {layout.kind}: {rows} rows per device, {at_once} at once: {gib + held:.2f} GiB, "
+        f"{held:.2f} of it parameters and optimizer" + "; too much" * (not fits))
+    if not chip.flops:
+        return say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
+    cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
+    rollout = cfg.max_answer * (waves * weights + rows * cached) / chip.bandwidth
+    passes = cfg.ppo_epochs + (cfg.ppo_epochs * cfg.minibatches > 1) / 3  # a third: the forward that scores
+    flops = model.flops(shape, [length]) * sequences * passes
+    took = flops / (ASSUMED_MFU * chip.flops * n)
+    say(f"a step, estimated, of prompts and answers of full length: {rollout + took:.1f} s\n"
+        f"  rollout {rollout:.1f} s = {cfg.max_answer} tokens x ({waves} x {weights / 1e9:.2f} GB of weights "
+        f"+ {rows} rows x {cached / 1e9:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
+        f"  update {took:.1f} s = {flops / 1e15:.2f} PFLOP of {sequences} x {length} tokens / "
+        f"({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {n} devices)")
+
+def plan(cfg):
+    """What fits devices that need not be here, and how long a step takes: compiled, not run."""
+    with stop_on(Exception, f"--plan {cfg.plan} cannot be compiled for here: that takes a type such as v6e-8 "
+                 "and libtpu, which is for x86-64 Linux"):
+        devices = jax.devices() if cfg.plan == "here" else kernel.tpu_devices(cfg.plan)
+    name, _, values = cfg.sweep.partition("=")
+    check(not cfg.sweep or values and name in SWEPT, f"sweep = {cfg.sweep} is not a list such as "
+          f"micro_batch=8,16, of {', '.join(SWEPT)}")
+    with tempfile.TemporaryDirectory() as directory:  # of the tiny model, which is nowhere yet
+        model.write_json(f"{directory}/config.json", TINY_MODEL)
+        shape = model.read_config(directory if cfg.model == "tiny" else model_directory(cfg, "*.json"))
+    mesh, table = make_mesh(cfg.mesh, devices), []
+    say(f"{cfg.plan}: {hosts(mesh)} x {mesh.size // hosts(mesh)} {devices[0].device_kind}, mesh "
+        f"{dict(mesh.shape)}; {shape.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} "
+        f"answers = {cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
+        f"{rows_to_fill(cfg, mesh)} rows per device")
+    for value in values.split(",") if values else [""]:
+        with stop_on(ValueError, f"sweep = {cfg.sweep}"):
+            swept = {name: type(getattr(cfg, name))(value)} if value else {}
+        one = resolve(dataclasses.replace(cfg, **swept), mesh)
+        check_sizes(one, shape, mesh, 0)
+        table.append(swept | plan_memory(one, shape, mesh, row_width(one.max_prompt + one.max_answer, mesh)))
+    plan_time(one, shape, model.rollout_layout(one.rollout_sharding, shape, mesh, one.dtype)[0], mesh)
+    if swept:
+        columns = dict.fromkeys((name, "micro_batch", "gib"))
+        for row in [dict(zip(columns, columns)), *table]:
+            say("".join(f"{row[k]!s:>14.14}" for k in columns))
+        with open(f"plan-{cfg.plan}.jsonl", "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(row) + "\n" for row in table)
+    say(f"largest that fits: micro_batch {max(row['micro_batch'] for row in table)}")
 
 # ---------------------------------------------------------------- main: the loop
 @stop_on(model.CheckpointError, "these files cannot be used")
