@@ -1263,13 +1263,13 @@ def test_train_end_to_end_and_resume():
     text = run_train(*flags, "--mesh 2,2,2", devices=8)
     for wanted in ("sft 1/3 | nll", "step 3/3 | reward", "held-out questions solved", f"{out}/final"):
         assert wanted in text, text
-    assert [text.count(f"tracing {what}") for what in ("update", "score", "decode")] == [2, 1, 2], text
+    assert [text.count(f"tracing {what}") for what in ("accumulate", "score", "decode")] == [2, 1, 2], text
     whole, final = read_jsonl(out / "metrics.jsonl"), load_file(out / "final/model.safetensors")
     assert [m["step"] for m in whole] == [1, 2, 3] and all("eval/solved" in m for m in whole)
     names = """step reward/mean reward/std reward/correct reward/formatted solved len/prompt len/answer
         len/answer_max truncated group/zero_variance loss kl entropy clip_fraction ratio/max logprob_gap/mean
-        logprob_gap/max grad_norm lr valid_tokens padding_fraction micro_batch time/rollout_s time/reward_s
-        time/update_s time/step_s time/train/step_avg_last10_s throughput/train/valid_tokens_per_s
+        logprob_gap/max grad_norm lr valid_tokens padding_fraction micro_batch mfu time/rollout_s
+        time/reward_s time/update_s time/step_s time/train/step_avg_last10_s throughput/train/valid_tokens_per_s
         rollout/tokens_per_s eval/solved memory/train/bytes_in_use_max_gib
         memory/train/peak_bytes_in_use_max_gib""".split()
     assert set(names) <= whole[-1].keys(), set(names) - whole[-1].keys()
@@ -1373,7 +1373,7 @@ def test_train_refuses_bad_input():
 def test_train_ignores_truncation_of_a_tokenizer():
     def prompts(directory):
         flags = arguments(["--data arith --model", directory, "--out", new_directory()])
-        return [row["prompt"] for row in train.set_up(flags)[1].held_out]
+        return [row["prompt"] for row in train.set_up(train.parse(flags))[1].held_out]
     cut = tokenizers.Tokenizer.from_file(str(tiny_directory() / "tokenizer.json"))
     cut.enable_truncation(20)
     cut.enable_padding(length=24)
