@@ -382,7 +382,7 @@ def resolve(cfg, mesh):
     """What is `auto`, by the kind of device."""
     kind = mesh.devices.flat[0].platform
     dtype = cfg.dtype.replace("auto", "float32" if kind == "cpu" else "bfloat16")
-    attention = {("tpu", dtype): "splash", ("gpu", "bfloat16"): "cudnn"}.get((kind, dtype), "blockwise")
+    attention = {("tpu", "bfloat16"): "splash", ("gpu", "bfloat16"): "cudnn"}.get((kind, dtype), "blockwise")
     loss_impl = "pallas" if (kind, dtype) == ("tpu", "bfloat16") else "jax"
     return dataclasses.replace(cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
                                loss_impl=cfg.loss_impl.replace("auto", loss_impl))
