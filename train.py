@@ -421,7 +421,7 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
     check(rows % cfg.minibatches == 0, f"{rows} rows per device do not divide into minibatches = "
           f"{cfg.minibatches}; try --minibatches {math.gcd(rows, cfg.minibatches)}")
     check(cfg.micro_batch * cfg.minibatches <= rows, f"micro_batch = {cfg.micro_batch} is more than a "
-          f"minibatch's {rows // cfg.minibatches} rows per device; try --micro_batch 0, the largest that fits")
+          f"minibatch's {rows // cfg.minibatches} rows per device; try --micro_batch 0: the largest")
     check(shape.D % (fsdp * tp) == 0, f"hidden size {shape.D} does not divide over fsdp*tp = {fsdp}*{tp}; "
           f"try --mesh {mesh.size // whole},{whole},1")
     for what, n in ("query heads", shape.N), ("key/value heads", shape.K), ("feed-forward size", shape.F):
@@ -1034,7 +1034,7 @@ def plan(cfg):
         with stop_on(ValueError, f"sweep = {cfg.sweep}"):
             swept = {name: type(getattr(cfg, name))(value)} if value else {}
         one = resolve(dataclasses.replace(cfg, **swept), mesh)
-        check_sizes(dataclasses.replace(one, micro_batch=0), shape, mesh, 0)  # which may be more than a step has
+        check_sizes(dataclasses.replace(one, micro_batch=0), shape, mesh, 0)  # any may be asked about
         table.append(swept | plan_memory(one, shape, mesh, row_width(one.max_prompt + one.max_answer, mesh)))
     plan_time(one, shape, model.rollout_layout(one.rollout_sharding, shape, mesh, one.dtype)[0], mesh)
     if swept:
