@@ -56,6 +56,11 @@ class ModelConfig:
     def n_params(self):
         return sum(math.prod(shape) for shape in shapes(self).values())
 
+    @property
+    def n_multiplied(self):
+        """Parameters less an embedding that is no head, of which only rows are looked up."""
+        return self.n_params - (0 if self.tied else self.V * self.D)
+
 def read_json(path):
     """The object in a JSON file."""
     try:
@@ -380,8 +385,7 @@ def layer(cfg, x_BTD, w, rope, attend, enter=lambda h: h, leave=lambda y: y):
 def flops(cfg, lengths):
     """Of a forward and backward over sequences, recomputation not counted: 6 a parameter and token, and 12 a
     layer, head dimension and pair of tokens of which one sees the other (arXiv 2204.02311, appendix B)."""
-    used = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # an embedding that is no head only looks up
-    return float(sum(6 * used * n + 6 * cfg.L * cfg.N * cfg.H * n * (n + 1) for n in lengths))
+    return float(sum(6 * cfg.n_multiplied * n + 6 * cfg.L * cfg.N * cfg.H * n * (n + 1) for n in lengths))
 
 def head(params):
     """The LM head [V, D]: its own, or the tied embedding."""
@@ -794,9 +798,8 @@ def bucket(n):
 
 def bytes_read(cfg, layout, dtype):
     """Bytes that a device cannot but read in a decode step -> (of weights, of the cache a row and slot)."""
-    whole = cfg.n_params - (0 if cfg.tied else cfg.V * cfg.D)  # of an embedding that is no head, a few rows
     tp, each = layout.mesh.shape["tp"], jnp.dtype(dtype).itemsize
-    return whole // tp * each, 2 * cfg.L * cfg.K // tp * cfg.H * each
+    return cfg.n_multiplied // tp * each, 2 * cfg.L * cfg.K // tp * cfg.H * each
 
 def row_shards(layout):
     return math.prod(layout.mesh.shape[axis] for axis in layout.rows)

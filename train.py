@@ -405,7 +405,7 @@ def make_mesh(spec, devices):
 
 def check_sizes(cfg, shape, mesh, tokenizer_size):
     """Every divisibility of the run, in one place, before weights load."""
-    processes, sequences = len({d.process_index for d in mesh.devices.flat}), cfg.batch * cfg.npq
+    processes, sequences = hosts(mesh), cfg.batch * cfg.npq
     local, (dp, fsdp, tp), backend = mesh.size // processes, mesh.devices.shape, mesh.devices.flat[0].platform
     check(cfg.loss_impl != "pallas" or (backend, cfg.dtype) == ("tpu", "bfloat16"),
           f"pallas is for tpu, bfloat16, not {backend}, {cfg.dtype}; try --loss_impl jax")
