@@ -950,22 +950,23 @@ def test_train_answers_do_not_see_each_other():
 def test_train_packing():
     """Of lengths like GSM8K's: each sequence is there once, rows are full, devices have as many."""
     rng, fractions = np.random.default_rng(0), []
-    for shards, per_device in (1, 16), (4, 8), (8, 8), (4, 30):
+    for shards, per_device in (1, 8), (1, 8.4), (1, 8.8), (1, 16), (4, 8), (8, 8), (4, 30):
         cfg = train.Config(dtype="float32", max_answer=1024)
         lengths = np.clip(rng.lognormal(5.6, 0.4, 2000).astype(int), 60, 1400)
         lengths = lengths[:np.searchsorted(lengths.cumsum(), shards * per_device * 2048)]
-        packed = train.pack(lengths.tolist(), 2048)
-        assert sorted(itertools.chain(*packed)) == list(range(len(lengths)))
-        assert all(sum(lengths[i] for i in row) <= 2048 for row in packed)
         shape = dataclasses.replace(SMALL, L=1)
         run = SimpleNamespace(mesh=mesh(1, shards, 1), shape=shape, row_width=2048, micro_batch=16)
         prompts, answers = ([[1] * int(n) for n in part] for part in (lengths // 3, lengths - lengths // 3))
-        (batch,), counts = train.make_batches(prompts, answers, np.ones(len(lengths)), cfg, run)
-        filled = sum(np.asarray(rows["filled"]) for rows in batch)
+        sampler = [np.zeros(len(a)) for a in answers]
+        (batch,), counts = train.make_batches(prompts, answers, np.ones(len(lengths)), cfg, run, sampler)
+        filled, width = sum(np.asarray(rows["filled"]) for rows in batch), batch[0]["tokens"].shape[1]
+        packed = train.pack(lengths.tolist(), width)
+        assert sorted(itertools.chain(*packed)) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in row) <= width for row in packed) and width in (1920, 2048)
         assert filled.sum() == len(packed) and np.ptp(filled) <= 1, filled
         assert_allclose(sum(float(rows["weight"].sum()) for rows in batch), 1, rtol=1e-5)
         fractions.append(1 - counts["tokens"] / counts["slots"])
-        assert counts["tokens"] == lengths.sum() and counts["slots"] >= filled.sum() * 2048
+        assert counts["tokens"] == lengths.sum() and counts["slots"] >= filled.sum() * width
     assert max(fractions) < 0.1, fractions
     figure("padding " + ", ".join(f"{f:.1%}" for f in fractions))
 
