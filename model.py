@@ -9,7 +9,7 @@ axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumula
 norms and softmax in float32. Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
-import argparse, dataclasses, glob, itertools, json, math, os, re, tempfile, time, timeit
+import argparse, contextlib, dataclasses, glob, itertools, json, math, os, re, tempfile, time, timeit, zlib
 from collections import namedtuple
 from functools import cache, partial
 
@@ -74,11 +74,31 @@ def read_json(path):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
     return value
 
+@contextlib.contextmanager
+def written(path):
+    """A binary file to write: it is there, whole and on the disk, once this is left, or not at all."""
+    aside = f"{path}.{jax.process_index()}.tmp"
+    try:
+        with open(aside, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(aside, path)
+        sync(os.path.dirname(path) or ".")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+
+def sync(path):
+    """Have the disk take a file, or the names in a directory."""
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
 def write_json(path, value):
-    """Write a JSON file, which is there whole or not at all."""
-    with open(aside := f"{path}.{os.getpid()}.tmp", "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=1)
-    os.replace(aside, path)
+    with written(path) as f:
+        f.write(json.dumps(value, indent=1).encode())
 
 def read_config(directory):
     """ModelConfig of a Hugging Face directory. Raises CheckpointError, by name, for all but a dense Qwen2."""
@@ -286,32 +306,87 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
     if jax.process_index() == 0 and len(files) > 1:
         write_json(f"{directory}/model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
-def save_shards(tree, directory):
-    """Write this process's shards of a tree of arrays, each once, as 'name|start,start': all that it holds,
-    for its disk may be its own. The file is there whole or not at all."""
+# A checkpoint: `step_NNNNNN`, in which each process writes one file, of all that it holds, for its disk may
+# be its own. The files of one run, as many as each says there are, are a whole; a rename brings each.
+SHARDS = "shards-{:05}-of-{:05}.safetensors"
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}  # as safetensors calls them
+
+def shards_of(tree, copy=False):
+    """{'name|start,start': this process's shard, each once} of a tree of arrays; copy: in the host's memory,
+    as those may be gone when they are written."""
     shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": shard.data
               for name, array in flatten(tree).items() for shard in array.addressable_shards}
+    return {key: np.array(a, order="C") for key, a in shards.items()} if copy else shards
+
+def save_shards(shards, directory, about):
+    """Write shards as this process's file, one after the other; about: strings, kept in its header beside
+    a checksum of all else that is in the file."""
+    header, end = {"__metadata__": {"crc32": "0" * 8} | about}, 0
+    for key, a in shards.items():
+        place = [end, end := end + a.nbytes]
+        header[key] = {"dtype": KINDS[a.dtype.name], "shape": a.shape, "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
     os.makedirs(directory, exist_ok=True)
-    path = f"{directory}/shards-{jax.process_index():05}-of-{jax.process_count():05}.safetensors"
-    save_file({key: np.asarray(data, order="C") for key, data in shards.items()}, path + ".tmp")
-    os.replace(path + ".tmp", path)
+    with written(os.path.join(directory, SHARDS.format(jax.process_index(), jax.process_count()))) as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        crc = zlib.crc32(text)
+        for a in shards.values():
+            data = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+            f.write(data)
+            crc = zlib.crc32(data, crc)
+        f.seek(8)
+        f.write(text.replace(b"0" * 8, b"%08x" % crc, 1))
+
+def read_about(path):
+    """What save_shards kept in a file's header, whose sizes must be those of the file."""
+    try:
+        with safe_open(path, "np") as f:
+            about = f.metadata()
+        return about | {"run": int(about["run"])}
+    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
+        raise CheckpointError(f"{path} is damaged: {type(e).__name__} {e}")
+
+def verify(path):
+    """Raise CheckpointError unless the file is what save_shards wrote."""
+    wanted = read_about(path)["crc32"].encode()
+    with open(path, "rb") as f:
+        text = f.read(int.from_bytes(f.read(8), "little"))
+        crc = zlib.crc32(text.replace(wanted, b"0" * 8, 1))
+        while data := f.read(1 << 24):
+            crc = zlib.crc32(data, crc)
+    if wanted != b"%08x" % crc:
+        raise CheckpointError(f"{path} is damaged: its checksum is {crc:08x}, {wanted.decode()} was written")
 
 def saved_steps(out):
-    """Steps of the checkpoints `out`/step_NNNNNN that this process can load, oldest first: with its own part,
-    all that it needs on a disk of its own, or with all parts, that as many other processes wrote."""
-    found, own = [], f"{jax.process_index():05}-of-{jax.process_count():05}"
-    for name in sorted(name for name in os.listdir(out) if re.fullmatch(r"step_\d{6}", name)):
-        files = " ".join(glob.glob("*", root_dir=f"{out}/{name}"))  # another process may be removing it
-        parts = re.findall(r"shards-(\d+-of-(\d+))\.safetensors(?!\S)", files)
-        if own in dict(parts) or parts and len(parts) == int(parts[0][1]):
-            found.append(int(name[5:]))
-    return found
+    """Steps of the directories `out`/step_NNNNNN, oldest first."""
+    return sorted(int(name[5:]) for name in os.listdir(out) if re.fullmatch(r"step_\d{6}", name))
 
-def load_shards(directory, tree):
-    """The saved arrays in place of those of `tree`, which go; they may have been saved on any mesh."""
+def whole_checkpoint(directory):
+    """-> (files of a checkpoint, what their headers keep): this process's own, all that it needs on a disk of
+    its own, or as many as other processes wrote. It verifies its share of them. Raises CheckpointError."""
+    sets, faults, (me, n) = {}, [], (jax.process_index(), jax.process_count())
+    for path in sorted(glob.glob(f"{glob.escape(directory)}/{SHARDS.replace('{:05}', '*')}")):
+        part, of = map(int, re.findall(r"\d{5}", os.path.basename(path)))
+        try:
+            about = read_about(path)
+            sets.setdefault((about["run"], of), ({}, about))[0][part] = path
+        except CheckpointError as e:
+            faults.append(str(e))
+    for (_, of), (files, about) in sorted(sets.items(), key=lambda item: item[0], reverse=True):
+        if len(files) == of or of == n and me in files:
+            for part in range(me, of, n):
+                verify(files[part])
+            return list(files.values()), about
+        faults.append(f"{directory} has {len(files)} of the files of {of} processes")
+    raise CheckpointError("; ".join(faults) or f"{directory} has no shards")
+
+def load_shards(files, tree):
+    """The arrays saved in files, on whatever mesh, in the places of those of `tree` (shapes, types,
+    shardings)."""
     pieces = {}  # array name -> {its key: (where the piece starts, its file, its key)}
-    for file in sorted(name for name in os.listdir(directory) if name.endswith(".safetensors")):
-        f = safe_open(os.path.join(directory, file), "np")
+    for file in files:
+        f = safe_open(file, "np")
         for key in f.keys():  # several processes may hold the same
             name, _, starts = key.partition("|")
             pieces.setdefault(name, {})[key] = [int(n) for n in starts.split(",") if n], f, key
@@ -326,13 +401,11 @@ def load_shards(directory, tree):
                 out[here] = held[part] if part else f.get_tensor(key)
                 filled += out[here].size
         if filled != out.size:
-            raise CheckpointError(f"{directory} has {filled} of the {out.size} numbers wanted of {name}")
+            raise CheckpointError(f"{files[0]} and others have {filled} of the {out.size} numbers wanted of "
+                                  f"{name}; on another mesh --out must be one that all processes share")
         return out
-    placed = []
-    for name, a in flatten(tree).items():
-        a.delete()  # or its place would be taken twice
-        placed.append(place(a.shape, a.sharding, partial(read, name, a.dtype)))
-    return jax.tree.unflatten(jax.tree.structure(tree), placed)
+    return jax.tree.unflatten(jax.tree.structure(tree), [
+        place(a.shape, a.sharding, partial(read, name, a.dtype)) for name, a in flatten(tree).items()])
 
 # ---------------------------------------------------------------- the transformer
 def constrain(x, mesh, *axes):

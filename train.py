@@ -8,7 +8,9 @@ advantages, update. A process has its own questions, all run every jitted call, 
 """
 
 import argparse, contextlib, dataclasses, difflib, fractions, glob, hashlib, inspect, itertools, json, math
-import os, random, re, shlex, shutil, socket, subprocess, sys, tempfile, time, traceback, urllib.request
+import os, random, re, shlex, shutil, signal, socket, subprocess, sys, tempfile, threading, time, traceback
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -96,7 +98,7 @@ TINY_MODEL = dict(
 OWN = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
 FREE = OWN | {  # on resume
     *"out rollout_sharding micro_batch loss_impl attention remat offload mesh eval_every save_every".split(),
-    *"keep resume plan sweep wandb".split()}
+    *"keep resume plan sweep wandb require_processes".split()}
 
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
@@ -260,6 +262,16 @@ def score_answers(functions, rows, answers, cut):
     return scores, faults
 
 # ---------------------------------------------------------------- the processes of a run
+def on_tpu_vm():
+    return glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "GCE_METADATA_HOST" in os.environ
+
+def metadata(key, timeout):
+    """What Google's metadata server says of this VM."""
+    where = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    return urllib.request.urlopen(urllib.request.Request(
+        f"http://{where}/computeMetadata/v1/instance/{key}", None, {"Metadata-Flavor": "Google"}),
+        timeout=timeout).read().decode()
+
 def find_processes(cfg):
     """-> (host:port of process 0, the host of each process, this one's number, the GPUs that are its own)"""
     env, hosts, me = os.environ, [""], 0
@@ -273,13 +285,11 @@ def find_processes(cfg):
         shared = each > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")  # the node's GPUs, by all its tasks
         return (address, [node for node in nodes for _ in range(each)], int(env["SLURM_PROCID"]),
                 int(env["SLURM_LOCALID"]) if shared else None)
-    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "GCE_METADATA_HOST" in env:  # a TPU VM
-        where = env.get("GCE_METADATA_HOST", "metadata.google.internal") + "/computeMetadata/v1/instance"
-        asked = [urllib.request.Request(f"http://{where}/attributes/{k}", None, {"Metadata-Flavor": "Google"})
-                 for k in ("worker-network-endpoints", "agent-worker-number")]
+    if on_tpu_vm():
         try:
-            ends, number = (urllib.request.urlopen(a, timeout=9).read().decode() for a in asked)
-            hosts, me = [end.split(":")[-1] for end in ends.split(",")], int(number)
+            ends = metadata("attributes/worker-network-endpoints", 9)
+            hosts, me = [end.split(":")[-1] for end in ends.split(",")], int(
+                metadata("attributes/agent-worker-number", 9))
         except (OSError, ValueError) as e:
             print(f"train.py: not a slice of Cloud TPUs, so one process ({first_line(e)})", flush=True)
     return f"{hosts[0]}:8476", hosts, me, None  # JAX's own choice, 8482, is closed in Google's firewall
@@ -436,6 +446,7 @@ def sample_answers(weights, rows, group, key, what, cfg, run, temperature, top_k
     """Answers to this host's rows, `group` after another alike -> (what `model.generate` returns, texts)."""
     clock = [time.time()] * 2
     def tell(done, tokens):
+        pause(run)
         line = f"{what}: {done} answers done, {tokens} tokens, {tokens / (time.time() - clock[0]):.0f} tok/s"
         progress(line)
         if not sys.stdout.isatty() and time.time() - clock[1] > 30:
@@ -584,18 +595,20 @@ def accumulate(grads, params, rows, others, *, cfg, shape, mesh):
     return jax.lax.with_sharding_constraint(grads, model.shardings(shape, mesh)), metrics
 
 @partial(jax.jit, static_argnames="cfg")
-def clip(grads, cfg):
-    """-> (norm of all gradients, what they are to be multiplied by)."""
+def clip(grads, loss, cfg):
+    """-> (norm of all gradients, what they are to be multiplied by); NaN if it or loss is not finite."""
     norm = optax.global_norm(grads)
+    norm = jnp.where(jnp.isfinite(norm + loss), norm, jnp.nan)
     return norm, jnp.minimum(1.0, (cfg.grad_clip or jnp.inf) / norm)
 
 @partial(jax.jit, static_argnames=("name", "cfg", "mesh"), donate_argnames=("param", "state"))
 def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
-    """One optimizer step of one parameter -> (it, its state), from where they rest and back: as these come
-    and go one after another, little of what rests in the host's memory is here at once."""
-    param, state = jax.device_put((param, state), DEVICE)
+    """One optimizer step of one parameter -> (it, its state), as they were if factor is NaN; from where they
+    rest and back: as these come and go one by one, little of what rests with the host is here at once."""
+    old = param, state = jax.device_put((param, state), DEVICE)
     direction, state = optimizer(cfg, name).update(factor * grad, state, param)
     param = jax.lax.with_sharding_constraint(param - lr * direction, NamedSharding(mesh, model.spec(name)))
+    param, state = jax.tree.map(partial(jnp.where, jnp.isnan(factor)), old, (param, state))
     back = lambda a: jax.device_put(a, HOST) if a.ndim else a
     return (back(param) if cfg.offload == "params" else param,
             jax.tree.map(back, state) if cfg.offload != "none" else state)
@@ -605,12 +618,13 @@ def meanwhile(state, cfg):
     return state["opt"] if cfg.offload == "none" else None, state.get("ref")
 
 def update(state, batch, lr, *, cfg, shape, mesh):
-    """One optimizer step on one minibatch -> (state, metrics of each pass, norm of the gradient)."""
+    """One optimizer step on one minibatch -> (state, metrics of each pass, norm of the gradient: NaN if the
+    step was skipped, as it or a loss is not finite)."""
     grads, params, opt, metrics, others = zeros(shape, mesh), {}, {}, [], meanwhile(state, cfg)
     for rows in batch:
         grads, one = accumulate(grads, state["params"], rows, others, cfg=cfg, shape=shape, mesh=mesh)
         metrics.append(one)
-    (norm, factor), grads = clip(grads, cfg), model.flatten(grads)
+    (norm, factor), grads = clip(grads, sum(one["loss"] for one in metrics), cfg), model.flatten(grads)
     for name, param in model.flatten(state["params"]).items():
         params[name], opt[name] = apply(
             param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg, mesh=mesh)
@@ -652,10 +666,23 @@ def on_device(tree):
                if a.sharding.memory_kind != "pinned_host")
 
 # ---------------------------------------------------------------- files and checkpoints
-def write_jsonl(cfg, name, rows, mode="a"):
+def write_jsonl(cfg, run, name, rows):
+    """Append; what a full disk does not take waits for the next time."""
     if jax.process_index() == 0:
-        with open(f"{cfg.out}/{name}", mode, encoding="utf-8") as f:
-            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        plain = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v  # JSON has no NaN
+        waiting = run.unwritten.setdefault(name, [])
+        waiting += [json.dumps({k: plain(v) for k, v in row.items()}, ensure_ascii=False) for row in rows]
+        text = "".join(line + "\n" for line in waiting).encode(errors="replace")
+        try:
+            with open(f"{cfg.out}/{name}", "ab", buffering=0) as f:
+                end = f.tell()
+                if f.write(text) < len(text):
+                    f.truncate(end)
+                    raise OSError("no room")
+                os.fsync(f.fileno())
+            waiting.clear()
+        except OSError as e:
+            warn(f"{cfg.out}/{name} cannot be written: {first_line(e)}; {len(waiting)} lines wait")
 
 def read_jsonl(cfg, name):
     with open(f"{cfg.out}/{name}", "a+", encoding="utf-8", errors="replace") as f:  # made if need be
@@ -664,12 +691,14 @@ def read_jsonl(cfg, name):
 
 def mirror(cfg, back=False):
     """Make the bucket of the run, if it has one, equal to `out`, or the reverse: of checkpoints each process
-    its own part, of the rest process 0. -> whether it worked; no run starts if the reverse did not"""
-    bucket, me = re.sub("^out/gs/", "gs://", cfg.out), jax.process_index()
+    its own part, and all parts where other processes wrote them; of the rest process 0. -> whether it worked;
+    no run starts if the reverse did not"""
+    bucket, me, n = re.sub("^out/gs/", "gs://", cfg.out), jax.process_index(), jax.process_count()
     if bucket == cfg.out:
         return True
     ends = [bucket, cfg.out] if back else [cfg.out, bucket]
-    others = [rf".*shards-(?!{me:05})", r".*\.tmp", ".*tiny-seed"] + ["(?!.*shards-)"] * (me > 0 and not back)
+    others = [rf".*shards-(?!{me:05})\d+-of-{n:05}", r".*\.tmp", ".*tiny-seed"]
+    others += [f"(?!.*shards-{me:05}-of-{n:05})"] * (me > 0 and not back)
     command = ["gcloud", "storage", "rsync", "--recursive", "--exclude", "|".join(others), *ends]
     command += ["--delete-unmatched-destination-objects"] * (not back)
     code, text = subprocess.getstatusoutput(shlex.join(command))
@@ -677,11 +706,17 @@ def mirror(cfg, back=False):
         return True
     fault = f"{ends[0]} cannot be copied to {ends[1]}: {(text or 'failed').splitlines()[-1]}"
     check(not back, f"--out {bucket} cannot be used: {fault}")
-    print(f"train.py: {fault}", file=sys.stderr, flush=True)
+    warn(fault)
     return False
 
+def meaning(cfg):
+    """Of a run's flags (a dict), those that may not change on resume; questions a step, not a process."""
+    per_step = {"batch * processes": cfg.get("batch", 0) * cfg.get("require_processes", 0)}
+    return {k: v for k, v in cfg.items() if k not in FREE and k != "batch"} | per_step
+
 def open_run(cfg):
-    """Claim `out` for this run -> the step it has reached. Refuses a directory that holds anything else."""
+    """Claim `out` for this run -> its newest whole checkpoint (step or 0, files, what these keep beside).
+    Refuses a directory that holds anything else."""
     with stop_on(OSError, f"{cfg.out} cannot be made a directory; choose another --out"):
         os.makedirs(cfg.out, exist_ok=True)
     mirror(cfg, back=True)
@@ -689,17 +724,108 @@ def open_run(cfg):
     if found:
         with stop_on(Exception, f"{cfg.out} exists and is not a run of podgrpo; choose another --out"):
             before = model.read_json(f"{cfg.out}/config.json")["config"]
-            changed = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in dataclasses.asdict(cfg).items()
-                       if k not in FREE and before.get(k) != v]
+            before, now = map(meaning, (before, dataclasses.asdict(cfg)))
+            changed = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in now.items() if before.get(k) != v]
         check(not changed or cfg.resume == "force" or found == {"config.json"}, f"{cfg.out} is another run: "
               f"{'; '.join(changed[:3])}; choose another --out, or --resume force to go on with it")
-    steps = everywhere(np.array([0] * 99 + model.saved_steps(cfg.out))[-99:]).tolist()
-    done = max(set.intersection(*map(set, steps)), default=0)  # the newest that every process can load
+    done, files, about = newest_checkpoint(cfg)
     written = everywhere(os.path.isdir(f"{cfg.out}/final"))[0]  # by process 0; another's disk may be its own
     if written and done >= cfg.sft_steps + cfg.steps:
         say(f"{cfg.out} is finished: {done} steps; see {cfg.out}/final and {cfg.out}/metrics.jsonl")
         raise SystemExit(0)
-    return done
+    return done, files, about
+
+def newest_checkpoint(cfg):
+    """-> (step, files, what they keep beside) of the newest that is whole for all; (0, [], {}): there is none"""
+    steps = everywhere(np.array([0] * 99 + model.saved_steps(cfg.out))[-99:])
+    for step in sorted({*steps.ravel().tolist()} - {0}, reverse=True):
+        files, about = [], {}
+        try:
+            files, about = model.whole_checkpoint(f"{cfg.out}/step_{step:06}")
+        except (model.CheckpointError, OSError) as e:
+            warn(f"step {step} is passed over: {e}")
+        runs = everywhere(about.get("run", 0))
+        if 0 < runs.min() == runs.max():
+            return step, files, about
+    n = jax.process_count()
+    others = [path for path in glob.glob(f"{glob.escape(cfg.out)}/step_*/shards-*")
+              if not path.endswith(f"-of-{n:05}.safetensors")]
+    check(not everywhere(len(others)).any(), f"{cfg.out} has checkpoints of another number of processes than "
+          f"{n}, and not all their files; --out must be a directory that all processes share, or gs://")
+    return 0, [], {}
+
+def writes(step, state, cfg, run, copy=False, owed=None):
+    """-> a function that writes a checkpoint, and tells whether it did. All that the state does not hold
+    follows from flags and step; owed: metrics of a step that lack its evaluation."""
+    shards, about = model.shards_of(state, copy), {
+        "run": str(run.id), "step": str(step), "config": json.dumps(dataclasses.asdict(cfg)),
+        "commit": commit()} | ({"owed": json.dumps(owed)} if owed else {})
+    def write():
+        try:
+            model.save_shards(shards, f"{cfg.out}/step_{step:06}", about)
+            return mirror(cfg)
+        except OSError as e:
+            warn(f"step {step} cannot be saved: {first_line(e)}; the run goes on, older checkpoints stay")
+            return False
+    return write
+
+def save(step, state, cfg, run):
+    """Begin a checkpoint, written beside training if the host's memory has room for a copy."""
+    settle(cfg, run)
+    room = 0
+    with contextlib.suppress(OSError), open("/proc/meminfo") as f:
+        room = 1024 * int(re.search(r"MemAvailable:\s*(\d+)", f.read())[1])
+    beside = room > 2 * sum(a.nbytes for a in model.shards_of(state).values())
+    run.saving = step, run.writer.submit(writes(step, state, cfg, run, copy=beside))
+    if not beside:
+        settle(cfg, run)
+
+def settle(cfg, run):
+    """Wait for the checkpoint that is being written; once it is whole for all, older ones may go."""
+    if run.saving:
+        (step, future), run.saving = run.saving, None
+        if everywhere(future.result()).all():
+            run.done = step
+            older = [old for old in model.saved_steps(cfg.out) if old < step]
+            for old in older[:max(0, len(older) + 1 - cfg.keep)]:
+                shutil.rmtree(f"{cfg.out}/step_{old:06}", ignore_errors=True)
+
+class Stop(Exception):
+    """A signal, its number, asks to end."""
+
+def watch_signals(run):
+    """SIGTERM and SIGINT, or Google's notice that the VM will be preempted, end the run at the next `pause`;
+    the same signal once more ends it at once."""
+    def note(number, _):
+        run.signal = number
+        signal.signal(number, signal.SIG_DFL)
+    def listen():
+        while True:
+            try:
+                if metadata("preempted?wait_for_change=true", None) == "TRUE":
+                    return os.kill(os.getpid(), signal.SIGTERM)
+            except (OSError, ValueError):
+                time.sleep(10)
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, note)
+    if on_tpu_vm():
+        threading.Thread(target=listen, daemon=True).start()
+
+def pause(run):
+    """Where all processes can stop: they do if one was told to."""
+    if number := int(everywhere(run.signal).max()):
+        raise Stop(number)
+
+def rescue(cfg, run):
+    """Save what the last whole step left, unless an update has taken it -> what to tell. Each process for
+    itself: others may be gone."""
+    if run.saving and run.saving[1].result():
+        run.done = run.saving[0]
+    step, state, owed = run.latest
+    taken = any(a.is_deleted() for a in jax.tree.leaves(state))
+    if step > run.done and not taken and writes(step, state, cfg, run, owed=owed)():
+        run.done = step
+    return f"step {run.done} is saved; start again, and it resumes" if run.done else "nothing is saved yet"
 
 def write_final(cfg, run, params):
     """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
@@ -714,6 +840,8 @@ def write_final(cfg, run, params):
         for name in os.listdir(run.directory):
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(f"{run.directory}/{name}", final + ".tmp")
+        for name in os.listdir(final + ".tmp"):
+            model.sync(f"{final}.tmp/{name}")
         shutil.rmtree(final, ignore_errors=True)
         os.rename(final + ".tmp", final)
     mirror(cfg)
@@ -724,6 +852,9 @@ SFT = "sft {step}/{total} | nll {nll:.3f} | gnorm {grad_norm:.2f} | lr {lr:.1e} 
 GRPO = ("step {step}/{total} | reward {reward/mean:.2f} | solved {solved:.2f} | len {len/answer:.0f} | "
         "clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | roll {time/rollout_s:.1f}s "
         "upd {time/update_s:.1f}s | {thousands:.1f}k tok/s")
+
+def warn(text):
+    print(f"train.py: {text}", file=sys.stderr, flush=True)
 
 def say(text, end="\n"):
     if jax.process_index() == 0:
@@ -773,7 +904,7 @@ def set_up(cfg):
     connect(cfg)
     mesh = make_mesh(cfg.mesh, jax.devices())
     cfg = resolve(dataclasses.replace(cfg, require_processes=jax.process_count()), mesh)
-    done = open_run(cfg)
+    done, files, about = open_run(cfg)
     directory = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     shape = model.read_config(directory)
     with stop_on(Exception, f"{directory}/tokenizer.json is not a readable tokenizer"):
@@ -808,32 +939,37 @@ def set_up(cfg):
     check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
         directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
-        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, done=done,
+        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, wandb=logger,
         micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0,
-        latest=(done, {}), wandb=logger)
+        # of checkpoints: the newest step, its files; what is to be saved if the run ends, is being saved
+        done=done, files=files, owed=json.loads(about.get("owed", "{}")), latest=(done, {}, None),
+        saving=None, writer=ThreadPoolExecutor(1), id=int(everywhere(int(time.time()))[0]), signal=0,
+        skipped=0, unwritten={})
 
 def load_state(cfg, run):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
-    places = jax.tree.map(lambda a: a.sharding, abstract_state(cfg, run.shape, run.mesh))
-    params = model.load(run.checkpoint, run.mesh, partial(progress, "loading weights"))
-    make = lambda name, a: jax.jit(optimizer(cfg, name).init, out_shardings=places["opt"][name])(a)
-    state = {"params": params, "opt": {name: make(name, a) for name, a in model.flatten(params).items()}}
-    if cfg.beta:
-        state["ref"] = reference(params, cfg.dtype)
-    state["params"] = jax.device_put(params, places["params"])
+    wanted = abstract_state(cfg, run.shape, run.mesh)
+    places = jax.tree.map(lambda a: a.sharding, wanted)
     if run.done:
-        state = model.load_shards(f"{cfg.out}/step_{run.done:06}", state)
+        state = model.load_shards(run.files, wanted)
         say(f"resuming {cfg.out} after step {run.done}")
+    else:
+        params = model.load(run.checkpoint, run.mesh, partial(progress, "loading weights"))
+        make = lambda name, a: jax.jit(optimizer(cfg, name).init, out_shardings=places["opt"][name])(a)
+        state = {"params": params, "opt": {name: make(name, a) for name, a in model.flatten(params).items()}}
+        if cfg.beta:
+            state["ref"] = reference(params, cfg.dtype)
+        state["params"] = jax.device_put(params, places["params"])
     for name in ("metrics.jsonl", "samples.jsonl") if jax.process_index() == 0 else ():
         kept = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= run.done]
-        write_jsonl(cfg, name + ".tmp", kept, "w")  # what came after the checkpoint will come again
-        os.replace(f"{cfg.out}/{name}.tmp", f"{cfg.out}/{name}")
+        with model.written(f"{cfg.out}/{name}") as f:  # what came after the checkpoint will come again
+            f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
     return state
 
 # ---------------------------------------------------------------- evaluation and metrics
 def evaluate(params, step, cfg, run):
     """-> {eval/solved}: the part of the held-out questions solved. Three answers go to samples.jsonl."""
-    each, n, solved, began = cfg.batch * cfg.npq, len(run.held_out), 0.0, time.time()
+    each, n, solved, began, told = cfg.batch * cfg.npq, len(run.held_out), 0.0, time.time(), []
     stride, weights = each * jax.process_count(), model.to_rollout(params, run.layout, cfg.dtype)
     for start in range(0, n, stride):
         first = start + jax.process_index() * each
@@ -843,12 +979,12 @@ def evaluate(params, step, cfg, run):
                                       cfg.eval_temperature, cfg.top_k, cfg.top_p)
         right = score_answers([correct], rows, answers, out["cut_B"])[0][:, 0].tolist()
         solved += sum(right[:max(0, n - first)])
-        if start == 0:
-            write_jsonl(cfg, "samples.jsonl", [
-                {"step": step, "eval": True, "question": rows[i]["question"], "reference": rows[i]["answer"],
-                 "answer": answers[i], "solved": right[i]} for i in range(min(3, n, each))])
+        told = told or [
+            {"step": step, "eval": True, "question": rows[i]["question"], "reference": rows[i]["answer"],
+             "answer": answers[i], "solved": right[i]} for i in range(min(3, n, each))]
         progress("evaluating", min(start + stride, n), n)
     solved = float(everywhere(solved).sum()) / n
+    write_jsonl(cfg, run, "samples.jsonl", told)  # at the end, which a signal may prevent
     say(f"eval at step {step} | solved {solved:.4f} of {n} | {time.time() - began:.1f}s")
     return {"eval/solved": solved}
 
@@ -869,7 +1005,9 @@ def rollout_metrics(rewards, prompts, out, scores, faults, cfg):
 def update_metrics(parts, norms, counts, seconds, cfg, run):
     """Metrics of a step's passes -> means over tokens (loss, grad_norm: over updates), padding, memory."""
     m = {k: float((max if k.endswith("/max") else sum)(part[k] for part in parts)) for k in parts[0]}
-    m |= {"loss": m["loss"] / len(norms), "grad_norm": float(sum(norms)) / len(norms)}
+    good = [float(norm) for norm in norms if np.isfinite(norm)]
+    m |= {"loss": m["loss"] / len(norms), "grad_norm": sum(good) / len(good) if good else math.nan,
+          "skipped": len(norms) - len(good)}
     for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
         m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / counts["valid"] / cfg.ppo_epochs
     memory = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
@@ -885,6 +1023,7 @@ def update_metrics(parts, norms, counts, seconds, cfg, run):
 
 # ---------------------------------------------------------------- the plan: memory and time, before a run
 ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
+MAX_SKIPPED = 10  # updates in a row, before the run ends
 ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
 SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
 
@@ -1061,23 +1200,18 @@ def main(argv):
     if cfg.plan:
         return plan(cfg)
     cfg, run = set_up(cfg)
+    watch_signals(run)
     try:
         train(cfg, run)
+    except Stop as stop:
+        say(f"\nended by {signal.Signals(stop.args[0]).name}: {rescue(cfg, run)}")
+        raise SystemExit(128 + stop.args[0])
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        out_of_memory(e, cfg, run)
-
-def out_of_memory(error, cfg, run):
-    """Save what the last whole step left, if no update has taken it, say what to do, and end with 1."""
-    step, state = run.latest
-    if saved := step > run.done and not any(a.is_deleted() for a in jax.tree.leaves(state)):
-        model.save_shards(state, f"{cfg.out}/step_{step:06}")
-        mirror(cfg)
-    print(f"train.py: a device ran out of memory in step {step + 1}: {first_line(error)[:300]}\n"
-          + (f"step {step} is saved; " if saved else "") + "start again, it resumes, "
-          f"with --micro_batch {max(1, run.micro_batch // 2)} or {ADVICE}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
+        warn(f"a device ran out of memory in step {run.latest[0] + 1}: {first_line(e)[:300]}\n"
+             f"{rescue(cfg, run)} with --micro_batch {max(1, run.micro_batch // 2)} or {ADVICE}")
+        raise SystemExit(1)
 
 def train(cfg, run):
     """The whole run, from the first question to `out`/final."""
@@ -1096,13 +1230,15 @@ def train(cfg, run):
         gib = run.shape.n_params * 2 * (1 - 1 / spans) / 2 ** 30
         say(f"fsdp*tp = {inner} spans {spans} hosts: a pass over the weights brings {gib:.2g} GiB into every "
             f"host; --mesh host_local avoids that, at {spans} times the memory for parameters and optimizer")
-    evaluations = {total, *range(cfg.sft_steps, total, cfg.eval_every or 10**9)} if run.held_out else set()
     state, key, recent = load_state(cfg, run), jax.random.key(cfg.seed), []
-    if run.done == 0 and 0 in evaluations:
-        write_jsonl(cfg, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
+    if run.owed:
+        finish(run.done, state, run.owed, cfg, run)
+    elif run.done == 0 and is_evaluated(0, cfg, run):
+        write_jsonl(cfg, run, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
     for step in range(run.done + 1, total + 1):
         clock, supervised, metrics = [time.time()], step <= cfg.sft_steps, {"step": step}
-        run.latest = step - 1, state
+        run.latest = step - 1, state, None
+        pause(run)
         # questions, each host its own
         pool, each, past = ((run.examples, sequences, step - 1) if supervised
                             else (run.rows, cfg.batch, step - 1 - cfg.sft_steps))
@@ -1125,7 +1261,7 @@ def train(cfg, run):
             rewards = scores[:, 1:] @ [weight for _, weight in REWARDS]
             advantages = group_advantages(rewards, cfg.npq, cfg.advantage)
             metrics |= rollout_metrics(rewards, prompts, out, scores, faults, cfg)
-            write_jsonl(cfg, "samples.jsonl", [
+            write_jsonl(cfg, run, "samples.jsonl", [
                 {"step": step, "question": asked[i]["question"], "reference": asked[i]["answer"],
                  "answer": answers[i], "reward": rewards[i], "cut": bool(out["cut_B"][i])} for i in range(2)])
             clock.append(time.time())
@@ -1158,22 +1294,46 @@ def train(cfg, run):
                         "rollout/tokens_per_s": metrics["len/answer"] * sequences * n_hosts / sampling}
         thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
         say((SFT if supervised else GRPO).format(total=total, thousands=thousands, **metrics))
-        if step in evaluations:
-            metrics |= evaluate(state["params"], step, cfg, run)
-        write_jsonl(cfg, "metrics.jsonl", [metrics])
-        if run.wandb:
-            run.wandb.log(metrics, step=step)
-        if step == total or cfg.save_every and step % cfg.save_every == 0:
-            model.save_shards(state, f"{cfg.out}/step_{step:06}")  # all else follows from flags and step
-            if everywhere(mirror(cfg)).all():  # now that it is whole for all, older ones may go
-                for old in model.saved_steps(cfg.out)[:-cfg.keep]:
-                    shutil.rmtree(f"{cfg.out}/step_{old:06}", ignore_errors=True)
+        note_skipped(step, norms, cfg, run)
+        finish(step, state, metrics, cfg, run)
+    settle(cfg, run)
     if total:
         write_final(cfg, run, state["params"])
     if host == 0:
         report(cfg, time.time() - began)
 
+def is_evaluated(step, cfg, run):
+    total = cfg.sft_steps + cfg.steps
+    return run.held_out and (step == total or step in range(cfg.sft_steps, total, cfg.eval_every or 10**9))
+
+def note_skipped(step, norms, cfg, run):
+    """Tell of updates that were skipped; too many in a row end the run."""
+    for norm in norms:
+        run.skipped = 0 if np.isfinite(norm) else run.skipped + 1
+    if count := int(np.sum(~np.isfinite(norms))):
+        say(f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not finite")
+    if run.skipped >= MAX_SKIPPED:
+        settle(cfg, run)
+        last = f"{cfg.out}/step_{run.done:06}" if run.done else "none"
+        warn(f"{run.skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is not "
+             f"finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, --dtype float32")
+        raise SystemExit(1)
+
+def finish(step, state, metrics, cfg, run):
+    """End a step: evaluate, write down, save. What a signal cuts short here is done first on resume."""
+    run.latest = step, state, metrics
+    pause(run)
+    if is_evaluated(step, cfg, run):
+        metrics = metrics | evaluate(state["params"], step, cfg, run)
+    write_jsonl(cfg, run, "metrics.jsonl", [metrics])
+    run.latest = step, state, None
+    if run.wandb:
+        run.wandb.log(metrics, step=step)
+    if step == cfg.sft_steps + cfg.steps or cfg.save_every and step % cfg.save_every == 0:
+        save(step, state, cfg, run)
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     try:
         main(sys.argv[1:])
     except BaseException as e:  # at an orderly exit JAX would wait for the others, which wait for this one
