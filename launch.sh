@@ -300,7 +300,7 @@ shift $(($# > 0))
 case "$command" in
   task) # of a worker or of Slurm, whose SIGTERM to a task must not hide the exit code of the one that failed
     [ "${SLURM_STEP_NUM_TASKS:-1}" != 1 ] || train "$@"
-    trap 'exit 0' TERM
+    trap 'for i in {1..99}; do kill -0 $! 2>/dev/null && sleep 0.2 || break; done; exit 0' TERM # it saves
     (train "$@") &
     wait $! && exit
     exit

@@ -12,6 +12,7 @@ torch, transformers or ../shared skip where that is not. A CPU shows as eight de
 
 import os
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("NPROC", "32")  # XLA's threads: with one a core, collectives of eight may deadlock
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # float32 is float32 on a GPU and a TPU too
 
 import ast, atexit, contextlib, dataclasses, fractions, importlib, io, itertools, json, math, re, traceback
@@ -1255,7 +1256,7 @@ def test_train_rows():
         sampler=[[0, 0, -1, -2, 0, -3, 0, 0]])
 
 def without_times(rows):
-    timed = ("time/", "throughput/", "rollout/", "memory/")
+    timed = ("time/", "throughput/", "rollout/", "memory/", "mfu")
     return [{k: v for k, v in m.items() if not k.startswith(timed)} for m in rows]
 
 def test_train_end_to_end_and_resume():
@@ -1290,6 +1291,102 @@ def test_train_end_to_end_and_resume():
             jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
         assert_allclose([m["loss"] for m in again], [m["loss"] for m in whole], atol=1e-5)
     figure("resumed run bit for bit the undisturbed one; on another mesh loss within 1e-5")
+
+LIVES = ("--batch 4 --npq 4 --steps 9 --sft_steps 3 --minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 "
+         "--save_every 2")
+
+def start_run(out, processes=1, flags=LIVES):
+    """The processes of a run, their lines in a file beside `out`; what they compile is kept there."""
+    port, env = 20000 + os.getpid() % 9000, dict(
+        os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // processes), PYTHONUNBUFFERED="1",
+        JAX_COMPILATION_CACHE_DIR=f"{out.parent}/cache", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    flags = arguments([flags, "--batch", 4 // processes, "--out", out])
+    def start(i):
+        together = f"--coordinator=127.0.0.1:{port}", f"--processes={processes}", f"--process_id={i}"
+        with open(f"{out}.log", "a" if i else "w") as log:
+            return subprocess.Popen([sys.executable, HERE / "train.py", *flags, *together * (processes > 1)],
+                                    env=env, stdout=log, stderr=subprocess.STDOUT)
+    return [start(i) for i in range(processes)]
+
+def until(moment, runs):
+    """Wait until moment() or the end of a process -> are they still there?"""
+    while not moment() and all(process.poll() is None for process in runs):
+        time.sleep(0.002)
+    return all(process.poll() is None for process in runs)
+
+def disturbed(out, kills, processes, seed=0):
+    """Run to the end, as often as that takes: first ended by SIGTERM, then killed `kills` times, at a time or
+    as a checkpoint is being written -> how often each was. One that is killed brings the others down."""
+    rng, struck, log = np.random.default_rng(seed), Counter(), Path(f"{out}.log")
+    said = lambda text: log.exists() and text in log.read_text(errors="replace")
+    while True:
+        runs, last = start_run(out, processes), sum(struck.values()) > kills
+        alive = until(lambda: said("sft 3/12" if not struck else " | gnorm") and not last, runs)
+        if alive and not struck:
+            began = time.time()
+            for process in runs:
+                process.terminate()
+            codes = [process.wait(60) for process in runs]
+            assert codes == [143] * processes and time.time() - began < 10, (codes, time.time() - began)
+            assert said("ended by SIGTERM: step ") and not said("Traceback"), log.read_text()
+            struck["SIGTERM"] += 1
+        elif alive:
+            kind = "a save" if struck["a save"] < sum(struck.values()) / 3 else "a time"
+            end = time.time() + rng.uniform(0, 2)
+            alive = until(lambda: any(out.glob("step_*/*.tmp")) if kind == "a save" else time.time() > end,
+                          runs)
+            victim = runs[rng.integers(processes)]
+            victim.kill()
+            codes, began = [process.wait(120) for process in runs], time.time()
+            assert all(codes) or not alive, (codes, log.read_text())
+            struck[kind] += alive
+        else:
+            codes = [process.wait(120) for process in runs]
+            assert not any(codes), (codes, log.read_text())
+            if last or all(p.returncode == 0 for p in runs):
+                return struck
+
+def same_run(out, calm):
+    """Metrics and final weights, bit for bit; metrics of every step, once."""
+    rows = read_jsonl(out / "metrics.jsonl")
+    assert [m["step"] for m in rows] == [*range(1, 13)], [m["step"] for m in rows]
+    assert without_times(rows) == without_times(read_jsonl(calm / "metrics.jsonl"))
+    jax.tree.map(assert_array_equal, *(load_file(run / "final/model.safetensors") for run in (out, calm)))
+    count = lambda run: len((run / "samples.jsonl").read_text().splitlines())
+    assert count(out) == count(calm), "samples lost or repeated"
+
+@cache
+def calm_run(processes):
+    out = new_directory() / "calm"
+    assert not any(process.wait(600) for process in start_run(out, processes)), Path(f"{out}.log").read_text()
+    return out
+
+def check_kills(kills, processes):
+    out = calm_run(processes).parent / "killed"
+    struck = disturbed(out, kills, processes)
+    same_run(out, calm_run(processes))
+    figure(f"{processes} processes: ended by " + ", ".join(f"{k} {n} times" for k, n in struck.items()))
+    return out
+
+def test_train_killed_runs_are_the_undisturbed_one():
+    """And the last checkpoint loads in transformers, with the same greedy answers."""
+    out = check_kills(3, 1)
+    torch, transformers = need("torch", "transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "final", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "final")
+    prompts = [tokenizer(train.chat("", row["question"])).input_ids for row in train.arith(True)[:8]]
+    params, cfg = load(out / "final")
+    ours = generate(params, cfg, prompts, 24, temperature=0)
+    for i, prompt in enumerate(prompts):
+        ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt):]
+        assert ids.tolist() == ours["tokens_BT"][i, :ours["lengths_B"][i]].tolist()
+
+def test_train_killed_processes_bring_all_down_and_resume():
+    check_kills(1, 4)
+
+def test_soak_kills():
+    check_kills(20, 1)
+    check_kills(20, 4)
 
 def test_train_gsm8k_with_the_real_tokenizer():
     source, out = new_directory(), new_directory() / "run"

@@ -736,7 +736,7 @@ def open_run(cfg):
     return done, files, about
 
 def newest_checkpoint(cfg):
-    """-> (step, files, what they keep beside) of the newest that is whole for all; (0, [], {}): there is none"""
+    """-> (step, files, what they keep beside) of the newest that is whole for all, or (0, [], {})."""
     steps = everywhere(np.array([0] * 99 + model.saved_steps(cfg.out))[-99:])
     for step in sorted({*steps.ravel().tolist()} - {0}, reverse=True):
         files, about = [], {}
@@ -961,7 +961,8 @@ def load_state(cfg, run):
             state["ref"] = reference(params, cfg.dtype)
         state["params"] = jax.device_put(params, places["params"])
     for name in ("metrics.jsonl", "samples.jsonl") if jax.process_index() == 0 else ():
-        kept = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= run.done]
+        again = lambda row: run.owed and row["step"] == run.done and ("eval" in row or name[0] == "m")
+        kept = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= run.done and not again(row)]
         with model.written(f"{cfg.out}/{name}") as f:  # what came after the checkpoint will come again
             f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
     return state
@@ -1196,6 +1197,8 @@ def plan(cfg):
 # ---------------------------------------------------------------- main: the loop
 @stop_on(model.CheckpointError, "these files cannot be used")
 def main(argv):
+    if devices := int(os.environ.get("JAX_NUM_CPU_DEVICES", 0)):  # else XLA has a thread a core, and
+        os.environ.setdefault("NPROC", str(4 * devices))  # collectives of more devices than that may deadlock
     cfg = parse(argv)
     if cfg.plan:
         return plan(cfg)
