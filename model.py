@@ -105,6 +105,8 @@ def read_config(directory):
         both = [r["rope_theta"] for r in (rope, old, c) if r.get("rope_theta") is not None]
         for refused, what in (
                 (c.get("model_type") != "qwen2", f"model_type {c.get('model_type')!r}; only 'qwen2' is"),
+                (c.get("architectures") not in (None, ["Qwen2ForCausalLM"]),
+                 f"architectures {c.get('architectures')}; only Qwen2ForCausalLM is"),
                 (ropes != ["default"] * 2 or {*rope, *old} - {"rope_type", "type", "rope_theta"},
                  f"rope scaling {ropes} {rope or old}; only plain rotary embedding is"),
                 (any(theta != both[0] for theta in both), f"rope_theta {both}; only one is"),

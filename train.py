@@ -402,6 +402,8 @@ def model_directory(cfg, *patterns):
         tiny = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
         return tiny if os.path.isdir(tiny) else make_tiny(tiny, cfg.seed)
     if os.path.isdir(cfg.model):
+        for path in glob.glob(f"{glob.escape(cfg.model)}/*.*"):  # nobody may ever write to a pipe
+            check(os.path.isfile(path) or not path.endswith((".json", ".safetensors")), f"{path} is no file")
         return cfg.model
     from huggingface_hub import errors, snapshot_download  # comes with tokenizers
     for wait in 1, 4, 0:
@@ -823,9 +825,10 @@ def load_tokenizer(directory):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         start, end = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>"))
-        found = tokenizer.encode("<|im_start|><|im_end|>", add_special_tokens=False).ids
-    check(found == [start, end], f"{directory}/tokenizer.json has no <|im_start|> and <|im_end|>, or makes "
-          f"{found} of them, not {[start, end]}: not the tokenizer of a Qwen2")
+        ids = tokenizer.encode(text := "<|im_start|>What is 2 + 3?<|im_end|>", add_special_tokens=False).ids
+        again = tokenizer.decode(ids, skip_special_tokens=False)
+    check((ids[:1], ids[-1:], again) == ([start], [end], text), f"{directory}/tokenizer.json makes {again!r} "
+          f"of {text!r}, or has no <|im_start|> and <|im_end|>: not the tokenizer of a Qwen2")
     return tokenizer, end
 
 @stop_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
