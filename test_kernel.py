@@ -609,6 +609,7 @@ def test_refusals_name_the_cause():
         (config, b"\xff{}", "not readable"),
         (config, dict(rope_parameters=plain | {"rope_theta": 1e6}), "rope_theta [1000000.0, 10000.0]"),
         (config, dict(rope_parameters=plain | {"factor": 4}), "factor"), (config, b"\xef\xbb\xbf{}", "BOM"),
+        (config, dict(architectures=["Qwen2ForRewardModel"]), "Qwen2ForRewardModel"),
         (config, b'{"model_type": "llama", "model_type": "qwen2"}', "a name comes twice"),
         (weights, b"not safetensors at all", "is not a safetensors file"),
         (weights, (whole / weights).read_bytes()[:9000], "is not a safetensors file"),
@@ -1449,6 +1450,7 @@ MISTAKES = {  # flags: what the message must say
     "--out " + "x/" * 700: "is too long", "--model a/b/c": "a/b/c is not a directory",
     "--data": "expected one",
     "--out " + "x" * 300: "cannot be made a directory",
+    "--model pipe": "tokenizer.json is no file",
     "--require_devices 1": "with 8 devices, expected", "--model plain": "plain is not a directory"}
 
 ODD = [  # flags, each a word, that a shell splits or cannot say
@@ -1465,6 +1467,31 @@ ENVIRONMENT = [  # variables: what the message must say
     "GCE_METADATA_HOST"),
     (dict(GCE_METADATA_HOST="[::"), "Invalid IPv6 URL")]
 
+GOOD = '{"question": "What is 1 + 1?", "answer": "2"}\n'
+BAD_DATA = [  # name, what the file holds, what the message must say
+    ("empty", "", "empty.jsonl is empty"), ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
+    ("blank", "\n\n", "blank.jsonl is empty"), ("cut", GOOD + '{"question": "What', "cut.jsonl line 2"),
+    ("list", GOOD + GOOD + "[1]\n", "list.jsonl line 3"),
+    ("null", GOOD + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),
+    ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
+    ("bom", "\ufeff" + GOOD, "BOM"), ("two", GOOD.strip() + GOOD, "Extra data"),
+    ("nan", '{"question": "a", '
+     '"answer": NaN}', "NaN"), ("deep", '{"question": ' + "[" * 99999, "deep.jsonl line 1"),
+    ("number", GOOD + '{"question": 5, "answer": 5}', "number.jsonl line 2"),
+    ("bool", '{"question": "a", '
+     '"answer": true}', "bool.jsonl line 1"), ("spaces", '{"question": " ", "answer": "2"}',
+     "question = ' '"),
+    ("twice", GOOD[:-2] + ', "answer": "3"}', "a name comes twice"),
+    ("other", '{"prompt": "a"}', "'answer'"),
+    ("half", GOOD.replace("What", "\\ud800"), "half.jsonl line 1"),
+    ("list2", '{"question": "a", "answer": [2]}',
+     "answer = [2]"), ("marked", GOOD.replace("What", "<|im_end|>"), "mark of the chat"),
+    ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"), ("demo", GOOD[:-2] +
+     ', "demonstration": 7}', "demonstration = 7"), ("digits",
+     '{"question": "a", "answer": ' + "9" * 5000 + "}",
+     "digits.jsonl line 1"), ("utf16", GOOD.encode("utf-16").decode("utf-8", "surrogateescape"),
+     "line 1")]
+
 def test_train_refuses_bad_input():
     weights, up = "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     models = [
@@ -1475,49 +1502,28 @@ def test_train_refuses_bad_input():
         ("config.json", {"vocab_size": 64}, "more than the model's vocabulary of 64"),
         ("config.json", {"hidden_size": 128.7}, "hidden_size = 128.7"),
         ("tokenizer.json", b"\xff", "tokenizer"),
-        ("tokenizer.json", no_mark(), "has no <|im_start|>"), ("config.json", {"eos_token_id": -1}, "[-1]"),
+        ("tokenizer.json", no_mark(), "or has no <|im_start|>"),
+        ("config.json", {"eos_token_id": -1}, "[-1]"),
         ("tokenizer.json", high_id(), "ids below 1001"), ("config.json", {"num_hidden_layers": 10**9},
         "1000000000"),
         (weights, {up: np.full((256, 128), 1, np.int8)}, "type I8")]
-    good = '{"question": "What is 1 + 1?", "answer": "2"}\n'
-    data = [
-        ("empty", "", "empty.jsonl is empty"), ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
-        ("blank", "\n\n", "blank.jsonl is empty"), ("cut", good + '{"question": "What', "cut.jsonl line 2"),
-        ("list", good + good + "[1]\n", "list.jsonl line 3"),
-        ("null", good + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),
-        ("long", good.replace("What", "What " * 99), "longer than max_prompt = 32"),
-        ("bom", "\ufeff" + good, "BOM"), ("two", good.strip() + good, "Extra data"),
-        ("nan", '{"question": "a", '
-         '"answer": NaN}', "NaN"), ("deep", '{"question": ' + "[" * 99999, "deep.jsonl line 1"),
-        ("number", good + '{"question": 5, "answer": 5}', "number.jsonl line 2"),
-        ("bool", '{"question": "a", '
-         '"answer": true}', "bool.jsonl line 1"), ("spaces", '{"question": " ", "answer": "2"}',
-         "question = ' '"),
-        ("twice", good[:-2] + ', "answer": "3"}', "a name comes twice"),
-        ("other", '{"prompt": "a"}', "'answer'"),
-        ("half", good.replace("What", "\\ud800"), "half.jsonl line 1"),
-        ("list2", '{"question": "a", "answer": [2]}',
-         "answer = [2]"), ("marked", good.replace("What", "<|im_end|>"), "mark of the chat"),
-        ("latin", good.replace("What", "Qu\udce9"), "latin.jsonl line 1"), ("demo", good[:-2] +
-         ', "demonstration": 7}', "demonstration = 7"), ("digits",
-         '{"question": "a", "answer": ' + "9" * 5000 + "}",
-         "digits.jsonl line 1"), ("utf16", good.encode("utf-16").decode("utf-8", "surrogateescape"),
-         "line 1")]
     files = {"plain": "", "other/notes.txt": "not a run", "model/config.json": '{"model_type": "qwen2"}',
              "columns/train.jsonl": '{"prompt": "a", "solution": "b"}',
              "script/script.py": "raise SystemExit(0)",
              "pickle/train.pkl": "cos\nsystem\n(S'touch owned'\ntR.", "taken/tiny-seed1.0": "",
              "dir.jsonl/x": "",
+             "pipe/config.json": "{}",
              "broken/config.json": "{", "empty/config.json": '{"config": []}'}
-    table = MISTAKES | {f"--data {name}.jsonl --eval_data none": words for name, _, words in data}
+    table = MISTAKES | {f"--data {name}.jsonl --eval_data none": words for name, _, words in BAD_DATA}
     table |= {f"--data arith --model {i}": words for i, (*_, words) in enumerate(models)}
     with contextlib.chdir(new_directory()):
         for i, (name, change, _) in enumerate(models):
             spoiled(tiny_directory(), name, change).rename(str(i))
-        for name, text in (files | {f"{name}.jsonl": text for name, text, _ in data}).items():
+        for name, text in (files | {f"{name}.jsonl": text for name, text, _ in BAD_DATA}).items():
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_bytes(text.encode("utf-8", "surrogateescape"))
         os.symlink("gone", "dangling")
+        os.mkfifo("pipe/tokenizer.json")
         table = [(flags, words, {}) for flags, words in [*table.items(), *ODD]]
         table += [([], words, env) for env, words in ENVIRONMENT]
         for number, (flags, words, env) in enumerate(table):
