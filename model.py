@@ -61,14 +61,23 @@ class ModelConfig:
         """Parameters less an embedding that is no head, of which only rows are looked up."""
         return self.n_params - (0 if self.tied else self.V * self.D)
 
+def unique(pairs):
+    """A JSON object's names and values -> dict."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"a name comes twice among {', '.join(name for name, _ in pairs)[:300]}")
+    return found
+
+# without NaN and infinity, which no JSON has
+parse_json = partial(json.loads, object_pairs_hook=unique, parse_constant=int)
+
 def read_json(path):
     """The object in a JSON file."""
     try:
         with open(path, encoding="utf-8") as f:
-            value = json.load(f)
+            value = parse_json(f.read())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; a model is config.json, tokenizer.json and *.safetensors")
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is not readable JSON: {e}")
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
@@ -105,30 +114,44 @@ def read_config(directory):
     path = os.path.join(directory, "config.json")
     c = read_json(path)
     generation = os.path.join(directory, "generation_config.json")
+    def number(name, default=None, kind=int, end=2**31, values=c):
+        value = default if values.get(name) is None else values[name]
+        if type(value) not in (int, kind) or not 0 < value < end:
+            raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
+        return value
     try:
-        rope = c.get("rope_parameters") or {}  # where transformers 5 has theta, and what was rope_scaling
-        ropes = [r.get("rope_type", r.get("type", "default")) for r in (rope, c.get("rope_scaling") or {})]
+        rope, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}  # of transformers 5, 4
+        ropes = [r.get("rope_type", r.get("type", "default")) for r in (rope, old)]
+        both = [r["rope_theta"] for r in (rope, old, c) if r.get("rope_theta") is not None]
         for refused, what in (
                 (c.get("model_type") != "qwen2", f"model_type {c.get('model_type')!r}; only 'qwen2' is"),
-                (ropes != ["default"] * 2, f"rope scaling {' '.join(ropes)}; only plain rotary embedding is"),
+                (c.get("architectures") not in (None, ["Qwen2ForCausalLM"]),
+                 f"architectures {c.get('architectures')}; only Qwen2ForCausalLM is"),
+                (ropes != ["default"] * 2 or {*rope, *old} - {"rope_type", "type", "rope_theta"},
+                 f"rope scaling {ropes} {rope or old}; only plain rotary embedding is"),
+                (any(theta != both[0] for theta in both), f"rope_theta {both}; only one is"),
                 (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
-                ("sliding_attention" in (c.get("layer_types") or []), "sliding layers; only full ones is"),
+                ({*(c.get("layer_types") or [])} - {"full_attention"}, "sliding layers; only full ones are"),
                 ("quantization_config" in c, "quantised weights; only float32, bfloat16 and float16 are"),
-                (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}; only silu is")):
+                (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}; only silu is"),
+                (type(c.get("tie_word_embeddings", False)) not in (bool, type(None)),
+                 "no true or false for tie_word_embeddings; only these are")):
             if refused:
                 raise CheckpointError(f"{path} has {what} supported")
-        N, D = int(c["num_attention_heads"]), int(c["hidden_size"])
+        N, D, V = map(number, ("num_attention_heads", "hidden_size", "vocab_size"))
         stop = (c | (read_json(generation) if os.path.exists(generation) else {})).get("eos_token_id")
+        stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+        if not all(type(i) is int and 0 <= i < V for i in stop):
+            raise ValueError(f"eos_token_id = {stop} is not of vocab_size = {V}")
         cfg = ModelConfig(
-            V=int(c["vocab_size"]), D=D, F=int(c["intermediate_size"]), L=int(c["num_hidden_layers"]), N=N,
-            K=int(c.get("num_key_value_heads") or N), H=int(c.get("head_dim") or D // N),
-            rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
-            rms_eps=float(c.get("rms_norm_eps", 1e-6)), tied=bool(c.get("tie_word_embeddings", False)),
-            max_positions=int(c.get("max_position_embeddings", 32768)),
-            stop_ids=tuple(int(i) for i in (stop if isinstance(stop, list) else [stop]) if i is not None))
-        if min(cfg.V, cfg.D, cfg.F, cfg.N, cfg.K, cfg.H, cfg.L) < 1 or cfg.N % cfg.K or cfg.H % 2:
-            raise ValueError(f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: all sizes must "
-                             "be positive, the first a multiple of the second, the head size even")
+            V=V, D=D, F=number("intermediate_size"), L=number("num_hidden_layers", end=10**4), N=N,
+            K=number("num_key_value_heads", N), H=number("head_dim", D // N),
+            rope_theta=float(number("rope_theta", 1e4, float, 1e38, {"rope_theta": [*both, None][0]})),
+            rms_eps=float(number("rms_norm_eps", 1e-6, float, 1)), stop_ids=tuple(stop),
+            tied=bool(c.get("tie_word_embeddings")), max_positions=number("max_position_embeddings", 32768))
+        if cfg.N % cfg.K or cfg.H % 2:
+            raise ValueError(f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
+                             "be a multiple of the second, the head size even")
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as e:
         raise CheckpointError(f"{path} lacks a usable value: {type(e).__name__} {e}")
     return cfg
@@ -230,9 +253,12 @@ class Checkpoint:
         for path in weight_files(directory):
             try:
                 f = safe_open(path, "np")
-                self.where |= {name: (f.get_slice(name), path) for name in f.keys()}
-            except (SafetensorError, OSError) as e:
+                found = {name: (f.get_slice(name), path) for name in f.keys()}
+            except (SafetensorError, OSError, ValueError) as e:
                 raise CheckpointError(f"{path} is not a safetensors file: {e}")
+            for name in found.keys() & self.where:
+                raise CheckpointError(f"{path} holds {name}, as does {self.where[name][1]}; keep one")
+            self.where |= found
         wanted = {name: shape for name, shape, *_ in hf_tensors(cfg)}
         for name, shape in wanted.items():
             if name not in self.where:
@@ -262,7 +288,10 @@ class Checkpoint:
         part = dict(zip(letters(name).lstrip("L"), index))
         slices = tuple(part[g] if len(g) == 1 else slice(part[g[0]].start * H, part[g[0]].stop * H)
                        for g in groups.split())
-        value = self.where[hf_name.format(layer)][0][slices].astype(np.float32, copy=False)
+        tensor, path = self.where[hf_name.format(layer)]
+        value = tensor[slices].astype(np.float32, copy=False)
+        if not (-np.inf < value.min() and value.max() < np.inf):  # for NaN, either is false
+            raise CheckpointError(f"{path}: {hf_name.format(layer)} holds NaN or infinity; get it again")
         theirs = groups.replace(" ", "")
         value = value.reshape([part[c].stop - part[c].start for c in theirs])
         return np.einsum(f"{theirs}->{''.join(part)}", value)  # a view

@@ -15,9 +15,9 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")  # XLA's threads: with one a core, collectives of eight may deadlock
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # float32 is float32 on a GPU and a TPU too
 
-import ast, atexit, contextlib, dataclasses, fractions, importlib, io, itertools, json, math, re, traceback
-import tracemalloc
-import shlex, shutil, subprocess, sys, tempfile, threading, time  # files and processes
+import ast, atexit, contextlib, dataclasses, fractions, importlib, io, itertools, json, math, random, re
+import traceback, tracemalloc
+import shlex, shutil, signal, subprocess, sys, tempfile, threading, time  # files and processes
 from collections import Counter, defaultdict
 from functools import cache, partial
 from pathlib import Path
@@ -595,14 +595,39 @@ def test_refusals_name_the_cause():
         (config, dict(num_hidden_layers=1), "tensor model.layers.1."), (config, b"{", "not readable JSON"),
         (config, dict(num_hidden_layers=3), "tensor model.layers.2."), (weights, None, weights),
         (config, dict(vocab_size="many"), "many"), (config, None, "config.json is missing"),
+        (config, dict(hidden_size=128.0), "hidden_size = 128.0 is not"),
+        (config, b"[" * 99999, "not readable"),
+        (config, dict(num_attention_heads=True), "= True is not"),
+        (config, dict(vocab_size=2**80), "below 2147"),
+        (config, dict(num_hidden_layers=10**9), "below 10000"),
+        (config, dict(rope_theta=-1e4), "rope_theta = -"),
+        (config, dict(rope_theta=math.inf), "Infinity"), (config, dict(rope_theta=0),
+        "rope_theta = 0 is not"),
+        (config, dict(rms_norm_eps=math.nan), "NaN"), (config, dict(eos_token_id=320),
+        "eos_token_id = [320]"),
+        (config, dict(eos_token_id=["2"]), "of vocab_size"), (config, dict(rope_theta="1e4"), "'1e4'"),
+        (config, dict(tie_word_embeddings="false"), "tie_word_embeddings"),
+        (config, b"\xff{}", "not readable"),
+        (config, dict(rope_parameters=plain | {"rope_theta": 1e6}), "rope_theta [1000000.0, 10000.0]"),
+        (config, dict(rope_parameters=plain | {"factor": 4}), "factor"), (config, b"\xef\xbb\xbf{}", "BOM"),
+        (config, dict(architectures=["Qwen2ForRewardModel"]), "Qwen2ForRewardModel"),
+        (config, b'{"model_type": "llama", "model_type": "qwen2"}', "a name comes twice"),
         (weights, b"not safetensors at all", "is not a safetensors file"),
         (weights, (whole / weights).read_bytes()[:9000], "is not a safetensors file"),
         (weights, {query: None}, f"lacks the tensor {query}"), (weights, {"more": np.ones(2)}, "tensor more"),
         (weights, {query: np.ones((128, 128), np.int8)}, f"{query} has type I8"),
         (weights, {norm: np.ones(17)}, f"{norm} has shape (17,)"),
         (index, mapped("../x.safetensors"), "../x.safeten"), (index, mapped("gone.safetensors"), "gone.safe"),
+        (index, mapped("/etc/passwd"), "/etc/passwd"), (index, mapped(".."), "is not a safetensors file"),
+        (index, mapped("a\0b"), "is not a safetensors file"), (index, mapped(7), "names 7"),
+        (index, json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}).encode(),
+         f"more.safetensors holds {norm}, as does"),
+        (weights, {query: np.full((128, 128), np.nan, np.float32)}, f"{query} holds NaN"),
+        (weights, {norm: np.float32([1] * 127 + [np.inf])}, f"{norm} holds NaN or infinity"),
         ("generation_config.json", b"[]", "generation_config.json")]
     load(whole)  # good as it is, and good at the path that the index must not name
+    whole = new_directory(like=whole)
+    save_file({norm: np.ones(128, np.float32)}, whole / "more.safetensors")
     shutil.copy(whole / weights, os.path.join(scratch().name, "x.safetensors"))
     for name, change, words in cases:
         with assert_raises_regex(model.CheckpointError, re.escape(words), msg=f"{name}: {change}"):
@@ -1234,6 +1259,69 @@ def test_train_question_order():
     assert train.question_order(3, 0, 30, 10) == sum(epochs, [])  # one walk, however hosts and steps cut it
     assert train.question_order(4, 0, 10, 10) != epochs[0]
 
+def test_train_rewards_that_hang_score_zero():
+    """In a loop, in one that catches all, in a regular expression and asleep, in which order ever."""
+    def loops(question, reference, answer):
+        while answer == "loop":
+            pass
+        return 1
+    def catches(question, reference, answer):
+        while answer == "loop":
+            try:
+                sum(range(999))
+            except Exception:
+                pass
+        return 1
+    def backtracks(question, reference, answer):
+        return not re.match("(a+)+$", "a" * 40 + "b" * (answer == "loop")) or answer == "loop"
+    def sleeps(question, reference, answer):
+        try:
+            time.sleep(99 * (answer == "loop"))
+        except BaseException:
+            time.sleep(99)
+        return 1
+    functions, rows = [loops, catches, backtracks, sleeps], [{"question": "q", "answer": "5"}] * 3
+    before, began = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with mock.patch.object(train, "REWARD_SECONDS", 0.2):
+        scores, faults = train.score_answers(functions, rows, ["5", "loop", "6"], [False] * 3)
+    assert_array_equal(scores[1], [0, 0, 0, 0])
+    assert_array_equal(scores[[0, 2]][:, [0, 1, 3]], np.ones((2, 3)))
+    assert {k: v[1] for k, v in faults.items()} == dict.fromkeys(
+        [f.__name__ for f in functions], "TooSlow: no score within 0.2 s"), faults
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    figure(f"4 hang, of 0.2 s each, {time.monotonic() - began:.1f} s in all")
+
+def test_train_asks_the_hub_again():
+    """Where it does not answer, not where it says no."""
+    hub, errors = need("huggingface_hub", "huggingface_hub.errors")
+    absent, refusal = errors.LocalEntryNotFoundError("no answer"), errors.HFValidationError("no such name")
+    for replies, asked in ([absent, absent, "here"], 3), ([absent] * 9, 3), ([refusal] * 9, 1):
+        ask = mock.Mock(side_effect=replies)
+        with mock.patch.object(hub, "snapshot_download", ask), mock.patch("time.sleep") as slept:
+            if "here" in replies:
+                assert train.model_directory(train.Config(model="a/b"), "*.json") == "here"
+            else:
+                assert str(replies[0]) in refused("--model a/b --out", new_directory() / "run")
+        assert ask.call_count == asked and sum(call.args[0] for call in slept.call_args_list) <= 10
+    for reply in ConnectionError("Couldn't reach it"), ValueError("no such data"):
+        with mock.patch("datasets.load_dataset", side_effect=reply):
+            text = refused("--data a/b --out", new_directory())
+            assert f"a/b cannot be loaded: {train.first_line(reply)}" in text, text
+
+def test_train_refuses_a_bad_environment():
+    """What only a process of its own can meet: other devices, no home, no UTF-8."""
+    flags = sys.executable, HERE / "train.py", "--steps", "0", "--sft_steps", "0", "--eval_n", "1", "--out"
+    for env, words in [({"JAX_PLATFORMS": "nonsense"}, "JAX_PLATFORMS = 'nonsense'"),
+                       ({"JAX_PLATFORMS": "cuda"}, "try JAX_PLATFORMS=cpu")]:
+        text = run(*flags, new_directory() / "run", code=2, **env)
+        assert words in text and "Traceback" not in text, text
+    data = new_directory() / "rows.jsonl"
+    data.write_text('{"question": "What is \u00fc?", "answer": 5}', encoding="utf-8")
+    bare = {"HOME": "/nowhere", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for env in bare, {"HOME": ""}:
+        text = run(*flags, new_directory(), "--data", data, "--eval_data", data, **env)
+        assert "held-out questions solved" in text and "What is" in text, text
+
 def test_train_rewards_that_fail_score_zero():
     def raises(question, reference, answer):
         return 1 / (answer != "bad")
@@ -1410,12 +1498,13 @@ def test_train_gsm8k_with_the_real_tokenizer():
 
 def refused(*flags):
     """The message with which train.py refuses its flags in this process; weights must not be read."""
-    unread = mock.patch.object(model, "load", side_effect=AssertionError("weights were loaded"))
+    unread, held = mock.patch.object(model, "load", side_effect=AssertionError("loaded")), jax.live_arrays()
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()), unread:
         with assert_raises(SystemExit, msg=f"{flags} was accepted") as refusal:
             train.main(arguments(flags))
     text = err.getvalue().strip()
     assert refusal.exception.code == 2 and text.count("\n") <= 1 and "Traceback" not in text, (flags, text)
+    assert text and len(jax.live_arrays()) <= len(held), f"{flags}: device memory was taken"
     return text
 
 MISTAKES = {  # flags: what the message must say
@@ -1438,7 +1527,68 @@ MISTAKES = {  # flags: what the message must say
     "--out plain/run": "cannot be made a directory", "--out model": "not a run",
     "--plan v9-8": "cannot be compiled for here", "--plan --sweep lr=1,2": "is not a list such as",
     "--plan --sweep micro_batch=x": "sweep = micro_batch=x", "--attention cudnn": "try --attention auto",
-    "--seed 100000000000000000000": "seed = 100000000000000000000", "--wandb project": "--wandb project"}
+    "--seed 100000000000000000000": "seed = 100000000000000000000", "--wandb project": "--wandb project",
+    "--seed 1.5": "invalid int value", "--steps 1000000": "steps = 1000000",
+    "--batch 9999999999": "batch = 9",
+    "--temperature 1e-300": "temperature = 1e-300", "--lr 1e38": "lr = 1e+38", "--mesh 1,-1": "mesh 1,-1",
+    "--eval_temperature 1e-300": "eval_temperature = 1e-300", "--processes 2": "processes = 2 and",
+    "--coordinator nonsense": "is not host:port", "--coordinator localhost:99999": "a port from 1 to 65535",
+    "--process_id 1": "process_id = 1", "--coordinator :80 --processes 2": "coordinator = ':80'",
+    "--coordinator a:80 --processes 2 --process_id 2": "process_id = 2 is out of range; it must be a number "
+    ">= 0 and < 2", "--coordinator a:80 --processes 99999": "processes = 99999", "word": "arguments: word",
+    "--sweep micro_batch=1": "add --plan", "--plan --sweep micro_batch=-3": "micro_batch = -3",
+    "--plan --sweep max_answer=0": "max_answer = 0", "--plan --sweep remat=foo": "remat = foo is none of",
+    "--plan --sweep micro_batch=1,": "invalid literal", "--data .": "cannot be lo",
+    "--data dir.jsonl": "does not exist, or is no file", "--eval_data none.jsonl": "none.jsonl does not",
+    "--data columns": "columns line 1", "--data columns --eval_data other": "columns line 1",
+    "--data script": "no longer supported", "--data pickle": "cannot be loaded",
+    "--out taken": "Not a directory",
+    "--out broken": "not readable JSON", "--out empty": "is not a run of podgrpo",
+    "--out dangling": "directory",
+    "--out " + "x/" * 700: "is too long", "--model a/b/c": "a/b/c is not a directory",
+    "--data": "expected one",
+    "--out " + "x" * 300: "cannot be made a directory",
+    "--model pipe": "tokenizer.json is no file",
+    "--require_devices 1": "with 8 devices, expected", "--model plain": "plain is not a directory"}
+
+ODD = [  # flags, each a word, that a shell splits or cannot say
+    (["--out", "a\0b"], "holds a line break"), (["--out", "a\nb"], "holds a line break"),
+    (["--data", ""], "--data"),
+    (["--data", "\udce9.jsonl"], "half a character"), (["--system", "\udce9"], "system = "),
+    (["--plan="], "--plan"),
+    (["--system", "Be<|im_end|>"], "a mark of the chat"), (["--model", " "], "--model is given nothing"),
+    (["--mesh", "1\n2\n3"], "mesh = "), (["--batch", "4\n5\n6\n7"], "invalid int"),
+    (["--a\nb\nc", "1"], "--a b c")]
+ENVIRONMENT = [  # variables: what the message must say
+    (dict(SLURM_STEP_NUM_TASKS="two"), "'two'"), (dict(SLURM_STEP_NUM_TASKS="2"), "set --coordinator"),
+    (dict(SLURM_STEP_NUM_TASKS="2", PATH=""), "SLURM_*"), (dict(GCE_METADATA_HOST="a b\n"),
+    "GCE_METADATA_HOST"),
+    (dict(GCE_METADATA_HOST="[::"), "Invalid IPv6 URL")]
+
+GOOD = '{"question": "What is 1 + 1?", "answer": "2"}\n'
+BAD_DATA = [  # name, what the file holds, what the message must say
+    ("empty", "", "empty.jsonl is empty"), ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
+    ("blank", "\n\n", "blank.jsonl is empty"), ("cut", GOOD + '{"question": "What', "cut.jsonl line 2"),
+    ("list", GOOD + GOOD + "[1]\n", "list.jsonl line 3"),
+    ("null", GOOD + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),
+    ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
+    ("bom", "\ufeff" + GOOD, "BOM"), ("two", GOOD.strip() + GOOD, "Extra data"),
+    ("nan", '{"question": "a", '
+     '"answer": NaN}', "NaN"), ("deep", '{"question": ' + "[" * 99999, "deep.jsonl line 1"),
+    ("number", GOOD + '{"question": 5, "answer": 5}', "number.jsonl line 2"),
+    ("bool", '{"question": "a", '
+     '"answer": true}', "bool.jsonl line 1"), ("spaces", '{"question": " ", "answer": "2"}',
+     "question = ' '"),
+    ("twice", GOOD[:-2] + ', "answer": "3"}', "a name comes twice"),
+    ("other", '{"prompt": "a"}', "'answer'"),
+    ("half", GOOD.replace("What", "\\ud800"), "half.jsonl line 1"),
+    ("list2", '{"question": "a", "answer": [2]}',
+     "answer = [2]"), ("marked", GOOD.replace("What", "<|im_end|>"), "mark of the chat"),
+    ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"), ("demo", GOOD[:-2] +
+     ', "demonstration": 7}', "demonstration = 7"), ("digits",
+     '{"question": "a", "answer": ' + "9" * 5000 + "}",
+     "digits.jsonl line 1"), ("utf16", GOOD.encode("utf-16").decode("utf-8", "surrogateescape"),
+     "line 1")]
 
 def test_train_refuses_bad_input():
     weights, up = "model.safetensors", "model.layers.1.mlp.up_proj.weight"
@@ -1447,27 +1597,153 @@ def test_train_refuses_bad_input():
         (weights, None, weights), ("config.json", {"intermediate_size": 96}, "calls for (96, 128)"),
         (weights, b"junk" * 9, "not a safetensors file"), (weights, {up: None}, f"lacks the tensor {up}"),
         ("config.json", {"model_type": "llama"}, "model_type 'llama'"),
-        ("config.json", {"vocab_size": 64}, "more than the model's vocabulary of 64")]
-    good = '{"question": "What is 1 + 1?", "answer": "2"}\n'
-    data = [
-        ("empty", "", "empty.jsonl is empty"), ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
-        ("blank", "\n\n", "blank.jsonl is empty"), ("cut", good + '{"question": "What', "cut.jsonl line 2"),
-        ("list", good + good + "[1]\n", "list.jsonl line 3"),
-        ("null", good + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),
-        ("long", good.replace("What", "What " * 99), "longer than max_prompt = 32")]
-    files = {"plain": "", "other/notes.txt": "not a run", "model/config.json": '{"model_type": "qwen2"}'}
-    table = MISTAKES | {f"--data {name}.jsonl --eval_data none": words for name, _, words in data}
+        ("config.json", {"vocab_size": 64}, "more than the model's vocabulary of 64"),
+        ("config.json", {"hidden_size": 128.7}, "hidden_size = 128.7"),
+        ("tokenizer.json", b"\xff", "tokenizer"),
+        ("tokenizer.json", no_mark(), "or has no <|im_start|>"),
+        ("config.json", {"eos_token_id": -1}, "[-1]"),
+        ("tokenizer.json", high_id(), "ids below 1001"), ("config.json", {"num_hidden_layers": 10**9},
+        "1000000000"),
+        (weights, {up: np.full((256, 128), 1, np.int8)}, "type I8")]
+    files = {"plain": "", "other/notes.txt": "not a run", "model/config.json": '{"model_type": "qwen2"}',
+             "columns/train.jsonl": '{"prompt": "a", "solution": "b"}',
+             "script/script.py": "raise SystemExit(0)",
+             "pickle/train.pkl": "cos\nsystem\n(S'touch owned'\ntR.", "taken/tiny-seed1.0": "",
+             "dir.jsonl/x": "",
+             "pipe/config.json": "{}",
+             "broken/config.json": "{", "empty/config.json": '{"config": []}'}
+    table = MISTAKES | {f"--data {name}.jsonl --eval_data none": words for name, _, words in BAD_DATA}
     table |= {f"--data arith --model {i}": words for i, (*_, words) in enumerate(models)}
     with contextlib.chdir(new_directory()):
         for i, (name, change, _) in enumerate(models):
             spoiled(tiny_directory(), name, change).rename(str(i))
-        for name, text in (files | {f"{name}.jsonl": text for name, text, _ in data}).items():
+        for name, text in (files | {f"{name}.jsonl": text for name, text, _ in BAD_DATA}).items():
             Path(name).parent.mkdir(exist_ok=True)
-            Path(name).write_text(text)
-        for number, (flags, words) in enumerate(table.items()):
-            message = refused(f"--out run{number}", flags)
-            assert words in message, f"{flags}: {message!r} does not say {words!r}"
+            Path(name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        os.symlink("gone", "dangling")
+        os.mkfifo("pipe/tokenizer.json")
+        table = [(flags, words, {}) for flags, words in [*table.items(), *ODD]]
+        table += [([], words, env) for env, words in ENVIRONMENT]
+        for number, (flags, words, env) in enumerate(table):
+            began = time.monotonic()
+            with mock.patch.dict(os.environ, env), mock.patch("time.sleep"):
+                message = refused(f"--out run{number}", flags)
+            assert words in message, f"{flags} {env}: {message!r} does not say {words!r}"
+            assert time.monotonic() - began < 10, f"{flags} {env}: {time.monotonic() - began:.1f} s"
+        assert not os.path.exists("owned")
     figure(f"{len(table)} mistakes")
+
+ODD_VALUES = [None, True, False, 0, -1, 1, 7, 2**31, 2**64, 10**99, 1.5, -0.0, math.nan, math.inf, "", "x",
+"128", "1",
+              "\ud800", [], {}, [1], [None], {"a": 1}, "<|im_end|>", "default", "F16", [0, 8], "a" * 9999]
+
+def fuzzed(rng, data, records=False):
+    """Bytes, some of them cut, doubled or others; or, of JSON, a value odd, another's, or gone."""
+    lines = data.split(b"\n") if records else [data]
+    at = rng.randrange(len(lines))
+    if rng.random() < 0.5:
+        value, places = json.loads(lines[at]), []
+        def walk(holder):
+            for key in holder if isinstance(holder, dict) else range(len(holder)):
+                places.append((holder, key))
+                if isinstance(holder[key], (dict, list)):
+                    walk(holder[key])
+        walk(value)
+        (holder, key), (other, its) = rng.choice(places), rng.choice(places)
+        holder[key] = rng.choice([*ODD_VALUES, other[its]])
+        if rng.random() < 0.2:
+            del holder[key]
+        lines[at] = json.dumps(value).encode()
+        return b"\n".join(lines)
+    data = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 9])):
+        a = rng.randrange(len(data) + 1)
+        b = min(len(data), a + rng.choice([1, 1, 1, 4, 99]))
+        data[a:b] = rng.choice([b"", rng.randbytes(b - a), data[a:b] * 2,
+        rng.choice([b"[", b'"', b"1", b"\xff"])])
+    return bytes(data)
+
+def strict_config(c):
+    """A ModelConfig by nothing but the names in config.json, where null is what is absent."""
+    c = {k: v for k, v in c.items() if v is not None}
+    N, D, stop = c["num_attention_heads"], c["hidden_size"], c.get("eos_token_id", [])
+    rope = c.get("rope_parameters") or {}
+    return model.ModelConfig(
+        V=c["vocab_size"], D=D, F=c["intermediate_size"], N=N, K=c.get("num_key_value_heads", N),
+        H=c.get("head_dim", D // N), L=c["num_hidden_layers"], tied=c.get("tie_word_embeddings", False),
+        rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 1e4))),
+        rms_eps=c.get("rms_norm_eps", 1e-6),
+        max_positions=c.get("max_position_embeddings", 32768),
+        stop_ids=tuple(stop) if isinstance(stop, list) else (stop,))
+
+def test_train_fuzzed_files():
+    """Of 500 spoiled files of each kind each is refused in a line or two, or read as what it says."""
+    directory, tally, cfg = new_directory(), Counter(), train.Config(system="")
+    small = train.TINY_MODEL | dict(vocab_size=24, hidden_size=16, intermediate_size=8)
+    model.write_random(directory, small, 0)
+    shutil.copy(tiny_directory() / "tokenizer.json", directory)
+    rows = [{"question": f"What is {i} + 1?", "answer": i + 1,
+    "demonstration": "so \u00e9"} for i in range(3)]
+    (directory / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    whole, shape = load(directory)
+    whole, weights = model.flatten(whole), (directory / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(weights[:8], "little")
+    def config():
+        got, text = model.read_config(directory), (directory / "config.json").read_text()
+        wanted = strict_config(json.loads(text))
+        assert repr(got) == repr(wanted), (got, wanted)  # 16 is not 16.0, nor 1 True
+    def tokenizer():
+        encode, _ = train.load_tokenizer(directory)
+        for row in train.with_prompts(str(directory / "rows.jsonl"), False, encode, cfg):
+            assert max(row["prompt"] + row["told"]) <= max(encode.get_vocab().values())
+    def header():
+        checkpoint = model.Checkpoint(directory, shape)
+        for name, size in model.shapes(shape).items():
+            assert_array_equal(checkpoint.read(name, [slice(0, n) for n in size]), whole[name], name)
+    def data():
+        got, text = train.load_rows(str(directory / "rows.jsonl"),
+        False), (directory / "rows.jsonl").read_text()
+        lines = [json.loads(line) for line in text.split("\n") if line.strip()]
+        assert got == [{k: str(line[k]) for k in rows[0] if line.get(k) is not None} for line in lines]
+    def hang(*_):
+        raise RuntimeError("hangs")
+    before = signal.signal(signal.SIGALRM, hang)
+    for name, read in ("config.json", config), ("tokenizer.json", tokenizer), ("model.safetensors", header), (
+            "rows.jsonl", data):
+        rng, path = random.Random(0), directory / name
+        good = path.read_bytes()
+        for i in range(500):
+            spoilt = fuzzed(rng, good[8:end] if read is header else good, records=read is data)
+            if read is header:  # and some lengths lie
+                length = end - 8 if rng.random() < 0.2 else len(spoilt)
+                length += (rng.random() < 0.1) * rng.randrange(2**60)
+                spoilt = length.to_bytes(8, "little") + spoilt + good[end:]
+            path.write_bytes(spoilt)
+            signal.setitimer(signal.ITIMER_REAL, 9)
+            with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
+                try:
+                    read()
+                    tally[name] += 1
+                except model.CheckpointError as e:
+                    assert str(directory) in str(e), e
+                except SystemExit as e:
+                    assert e.code == 2 and err.getvalue().count("\n") == 1, err.getvalue()
+                except Exception:
+                    shutil.copy(path, f"{scratch().name}/fuzzed-{name}")
+                    raise
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        path.write_bytes(good)
+        read()
+    signal.signal(signal.SIGALRM, before)
+    figure("of 500 each read as they are: " + ", ".join(f"{n} {name}" for name, n in tally.items()))
+
+def no_mark():
+    tokenizer = json.loads((tiny_directory() / "tokenizer.json").read_text())
+    return {"added_tokens": [t for t in tokenizer["added_tokens"] if t["content"] != "<|im_start|>"]}
+
+def high_id():
+    tokenizer = json.loads((tiny_directory() / "tokenizer.json").read_text())
+    return {"model": tokenizer["model"] | {"vocab": tokenizer["model"]["vocab"] | {"zzz": 1000}}}
 
 def test_train_ignores_truncation_of_a_tokenizer():
     def prompts(directory):

@@ -8,8 +8,8 @@ advantages, update. A process has its own questions, all run every jitted call, 
 """
 
 import argparse, contextlib, dataclasses, difflib, fractions, glob, hashlib, inspect, itertools, json, math
-import os, random, re, shlex, shutil, signal, socket, subprocess, sys, tempfile, threading, time, traceback
-import urllib.request
+import logging, os, random, re, shlex, shutil, signal, socket, subprocess, sys, tempfile, threading, time
+import traceback, urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import SimpleNamespace
@@ -103,7 +103,7 @@ FREE = OWN | {  # on resume
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
     if not condition:
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
+        print("train.py:", message.replace("\n", " "), file=sys.stderr, flush=True)
         raise SystemExit(2)
 
 @contextlib.contextmanager
@@ -111,7 +111,9 @@ def stop_on(errors, message):
     """Stop likewise on such errors inside, with the message and the error's first line."""
     try:
         yield
-    except errors as e:
+    except BaseException as e:  # a panic of the tokenizers, which are in Rust, is no Exception
+        if not isinstance(e, errors) and type(e).__name__ != "PanicException":
+            raise
         check(False, f"{message}: {first_line(e)}")
 
 def first_line(error):
@@ -139,22 +141,40 @@ def parse(argv):
             argv[i - 1:i + 1] = [f"{argv[i - 1]}={argv[i]}"]
     flags = vars(parser.parse_args(argv))
     cfg = Config(**(TINY if flags.get("model", "tiny") == "tiny" else {}) | flags)
+    for name in "model", "data", "plan":
+        check(flags.get(name, "-").strip(), f"--{name} is given nothing; name one, or drop the flag")
+    check_flags(cfg)
+    names = [os.path.basename(name.rstrip("/")).removesuffix(".jsonl") for name in (cfg.data, cfg.model)]
+    out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/")) or f"out/{'-'.join(names).replace(':', '-')}"
+    return dataclasses.replace(cfg, out=out)
+
+MARKS = r"<\|(?:im_start|im_end|endoftext)\|>|[\ud800-\udfff]"  # no text may hold them
+
+def check_flags(cfg):
+    """What can be said without devices and files."""
     least = dict.fromkeys("batch npq max_prompt max_answer ppo_epochs minibatches keep processes".split(), 1)
-    below = dict(b2=1, clip_low=1, seed=2**31, process_id=cfg.processes)
+    below = dict(b2=1, clip_low=1, steps=10**6, sft_steps=10**6, processes=10**4, process_id=cfg.processes)
     for f in dataclasses.fields(cfg):
-        value, low, high = getattr(cfg, f.name), least.get(f.name, 0), below.get(f.name, math.inf)
-        check(f.type not in (int, float) or low <= value < high,
+        value, low = getattr(cfg, f.name), least.get(f.name, 0)
+        high = below.get(f.name, 2**31 if f.type is int else 1e38)  # int32's; below float32's
+        check(f.type not in (int, float) or low <= value < high and not 0 < value < 1e-30,
               f"{f.name} = {value} is out of range; it must be a number >= {low} and < {high}")
+        odd = MARKS if f.name == "system" else "[\0-\x1f\ud800-\udfff]|.{1000}"
+        check(f.type is not str or not re.search(odd, value), f"{f.name} = {str(value)[:50]!r} holds a line "
+              "break, a mark of the chat or half a character, which no name or prompt may, or is too long")
+        check(value in (get_args(f.type) or [value]), f"{f.name} = {value} is none of {get_args(f.type)}")
     check(cfg.temperature > 0, "temperature = 0 gives npq equal answers; GRPO needs a --temperature above 0")
     check(0 < cfg.top_p <= 1, f"top_p = {cfg.top_p} is not a probability above 0; 1 keeps all tokens")
     check(cfg.npq >= 2 or cfg.steps == 0, f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8")
     check(cfg.steps + cfg.sft_steps or cfg.eval_data != "none", "no steps, no eval_data: nothing to do")
+    check(cfg.plan or not cfg.sweep, f"sweep = {cfg.sweep} is of a plan; add --plan or drop it")
+    port = re.fullmatch(r".+:([1-9]\d{0,4})", cfg.coordinator)
+    check(port and int(port[1]) < 2**16 if cfg.coordinator else (cfg.processes, cfg.process_id) == (1, 0),
+          f"coordinator = {cfg.coordinator!r} is not host:port of process 0, a port from 1 to 65535, which "
+          f"processes = {cfg.processes} and process_id = {cfg.process_id} want")
     check(cfg.eval_temperature or (cfg.top_k, cfg.top_p) == (0, 1), f"top_k = {cfg.top_k} and top_p = "
           f"{cfg.top_p} are for sampled evaluation: add --eval_temperature 1, or drop them; rollouts sample "
           "the whole distribution, whose log-probs the loss computes")
-    names = [os.path.basename(name.rstrip("/")).removesuffix(".jsonl") for name in (cfg.data, cfg.model)]
-    out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/")) or f"out/{'-'.join(names).replace(':', '-')}"
-    return dataclasses.replace(cfg, out=out)
 
 # ---------------------------------------------------------------- questions
 def worked_sum(a, b, carry=True):
@@ -181,27 +201,38 @@ def load_rows(name, held_out):
     """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate instead."""
     if name == "arith":
         return arith(held_out)
-    table, wanted = [], ("question", "answer")
-    if name.endswith(".jsonl"):
-        check(os.path.isfile(name), f"{name} does not exist")
-        with open(name, encoding="utf-8", errors="replace") as f:
-            lines = {number: line.strip() for number, line in enumerate(f, 1) if line.strip()}
-        for number, line in lines.items():
-            fault = f"{name} line {number}: no JSON object with `question` and `answer`: {line[:50]}"
-            with stop_on(Exception, fault):
-                table.append(json.loads(line))
-                check(all(table[-1].get(k) not in (None, "") for k in wanted), fault)
-    else:
-        import datasets  # slow to import, and not needed for the others
-        datasets.disable_progress_bars()
-        path, _, part = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
-        with stop_on(Exception, f"{name} cannot be loaded"):
+    rows = []
+    with stop_on(Exception, f"{name} cannot be loaded"):
+        if name.endswith(".jsonl"):
+            check(os.path.isfile(name), f"{name} does not exist, or is no file")
+            with open(name, encoding="utf-8", errors="surrogateescape") as f:
+                table = list(f)
+        else:
+            logging.getLogger("huggingface_hub").setLevel("ERROR")  # it asks again, and warns each time
+            import datasets  # slow to import, and not needed for the others
+            datasets.disable_progress_bars()
+            path, _, part = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
             table = datasets.load_dataset(path, part or None, split="test" if held_out else "train")
-    rows = [{k: str(v) for k, v in row.items() if v is not None} for row in table]
+    for number, row in enumerate(table, 1):
+        if not isinstance(row, str) or row.strip():
+            with stop_on(Exception, f"{name} line {number}: no JSON object with texts `question` and "
+                         f"`answer` (which may be a number): {str(row)[:50]!r}"):
+                if isinstance(row, str):
+                    row = model.parse_json(row.encode().decode())  # encode raises for what was no UTF-8
+                rows.append(read_row(row))
     check(rows, f"{name} is empty")
-    check(all(k in row for row in rows for k in wanted), f"{name} needs question and answer in every row, "
-          f"and has {', '.join(sorted(set().union(*rows)))}")
     return rows
+
+def read_row(row):
+    """A row of data, as text. Raises for what is none, or has marks of the chat, which would end a prompt."""
+    row = {k: v for k, v in row.items() if v is not None}
+    if type(row["answer"]) in (int, float):
+        row["answer"] = str(row["answer"])
+    row = {k: row[k] for k in ("question", "answer", "demonstration") if k in row}
+    for k, value in row.items():
+        if not isinstance(value, str) or not value.strip() or re.search(MARKS, value):
+            raise ValueError(f"{k} = {value!a:.50} is no text, or holds a mark of the chat")
+    return row
 
 def chat(system, question):
     """Qwen's template, ChatML: system, user, and the opening of the answer."""
@@ -249,16 +280,29 @@ def formatted(question, reference, answer):
 # (function of (question, reference, answer) -> float, weight): the reward is the weighted sum
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 
+class TooSlow(BaseException):
+    """No Exception, which a reward function may catch."""
+
+REWARD_SECONDS = 5  # that a function has for an answer
+
 def score_answers(functions, rows, answers, cut):
-    """-> [answers, functions] scores, 0 of a cut answer; {function name: {answer: its fault}}, also 0."""
-    scores, faults = np.zeros((len(answers), len(functions))), {}
+    """-> [answers, functions] scores, 0 of a cut answer; {function name: {answer: its fault}}, also 0. A
+    function's time is limited in Python, `re` and sleep; other code in C ends first, and scores 0 then."""
+    def ring(*_):
+        raise TooSlow(f"no score within {REWARD_SECONDS} s")
+    scores, faults, before = np.zeros((len(answers), len(functions))), {}, signal.signal(signal.SIGALRM, ring)
     for i, (j, function) in itertools.product(np.flatnonzero(~np.asarray(cut)), enumerate(functions)):
         try:
-            value = float(function(rows[i]["question"], rows[i]["answer"], answers[i]))
+            try:
+                signal.setitimer(signal.ITIMER_REAL, REWARD_SECONDS, 1)  # again each second: it may be caught
+                value = float(function(rows[i]["question"], rows[i]["answer"], answers[i]))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
             value.as_integer_ratio()  # raises for inf and nan
             scores[i, j] = value
-        except Exception as e:
+        except (Exception, TooSlow, SystemExit) as e:
             faults.setdefault(function.__name__, {})[i] = first_line(e)
+    signal.signal(signal.SIGALRM, before)
     return scores, faults
 
 # ---------------------------------------------------------------- the processes of a run
@@ -279,7 +323,7 @@ def find_processes(cfg):
     if cfg.coordinator:
         return cfg.coordinator, hosts * cfg.processes, cfg.process_id, None
     if tasks > 1:
-        list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST"'
+        list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST" 2> /dev/null'
         nodes = subprocess.check_output(list_nodes, shell=True, text=True).split()
         each, address = tasks // len(nodes), f"{nodes[0]}:{12000 + int(env['SLURM_JOB_ID']) % 20000}"
         shared = each > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")  # the node's GPUs, by all its tasks
@@ -331,7 +375,10 @@ def roll_call(address, hosts, me, mine, seconds):
 
 def connect(cfg):
     """Join the run's other processes, if it has any, once all are there and run the same."""
-    address, hosts, me, gpus = find_processes(cfg)
+    with stop_on(Exception, "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; mend "
+                 "them, unset SLURM_STEP_NUM_TASKS, or set --coordinator"):
+        address, hosts, me, gpus = find_processes(cfg)
+        check(0 <= me < len(hosts), f"this is process {me}, but there are {len(hosts)}: 0, 1, ...")
     if len(hosts) > 1:
         mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OWN} | {
             "commit": commit(), "code": code(), "jax": jax.__version__}
@@ -340,7 +387,9 @@ def connect(cfg):
         check(not fault, fault)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
         jax.distributed.initialize(address, len(hosts), me, gpus, "deactivate", heartbeat_timeout_seconds=30)
-    found = jax.process_count(), jax.device_count()
+    with stop_on(Exception, f"JAX finds no devices, with JAX_PLATFORMS = "
+                 f"{os.environ.get('JAX_PLATFORMS', '')!r}; try JAX_PLATFORMS=cpu"):
+        found = jax.process_count(), jax.device_count()
     want = cfg.require_processes or found[0], cfg.require_devices or found[1]
     check(found == want, "jax.process_count() = {} with {} devices, expected {} with {}: was only worker 0 "
           "started? `bash launch.sh TYPE` starts all".format(*found, *want))
@@ -362,10 +411,18 @@ def model_directory(cfg, *patterns):
         tiny = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
         return tiny if os.path.isdir(tiny) else make_tiny(tiny, cfg.seed)
     if os.path.isdir(cfg.model):
+        for path in glob.glob(f"{glob.escape(cfg.model)}/*.*"):  # nobody may ever write to a pipe
+            check(os.path.isfile(path) or not path.endswith((".json", ".safetensors")), f"{path} is no file")
         return cfg.model
-    from huggingface_hub import snapshot_download  # comes with tokenizers
-    with stop_on(Exception, f"model {cfg.model} is not a directory here, nor had from the hub"):
-        return snapshot_download(cfg.model, allow_patterns=patterns)
+    from huggingface_hub import errors, snapshot_download  # comes with tokenizers
+    for wait in 1, 4, 0:
+        with stop_on(Exception, f"model {cfg.model} is not a directory here, nor had from the hub"):
+            try:
+                return snapshot_download(cfg.model, allow_patterns=patterns)
+            except errors.LocalEntryNotFoundError:  # no answer; "there is no such model" is another
+                if not wait:
+                    raise
+        time.sleep(wait)
 
 def make_tiny(directory, seed):
     """Write the tiny Qwen2 like any other: config, byte-level BPE with digits apart, random weights."""
@@ -436,7 +493,7 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
           f"try --mesh {mesh.size // whole},{whole},1")
     for what, n in ("query heads", shape.N), ("key/value heads", shape.K), ("feed-forward size", shape.F):
         check(n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; try a tp of {math.gcd(n, tp)}")
-    check(tokenizer_size <= shape.V, f"the tokenizer has {tokenizer_size} tokens, more than the model's "
+    check(tokenizer_size <= shape.V, f"the tokenizer has ids below {tokenizer_size}, more than the model's "
           f"vocabulary of {shape.V}; take both from one model")
     check(cfg.max_prompt + cfg.max_answer <= shape.max_positions, f"max_prompt + max_answer = "
           f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {shape.max_positions} positions")
@@ -888,8 +945,9 @@ def with_prompts(name, held_out, tokenizer, cfg):
     what = f"held out ({name})" if held_out else name
     rows = load_rows(name, held_out)[:(cfg.eval_n if held_out else 0) or None]
     encode = partial(tokenizer.encode_batch, add_special_tokens=False)
-    prompts = encode([chat(cfg.system, row["question"]) for row in rows])
-    told = encode([row.get("demonstration", row["answer"]) + "<|im_end|>" for row in rows])
+    with stop_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
+        prompts = encode([chat(cfg.system, row["question"]) for row in rows])
+        told = encode([row.get("demonstration", row["answer"]) + "<|im_end|>" for row in rows])
     kept = [row | {"prompt": p.ids, "told": t.ids} for row, p, t in zip(rows, prompts, told)
             if len(p.ids) <= cfg.max_prompt]
     check(kept, f"all {len(rows)} prompts of {what} are longer than max_prompt = {cfg.max_prompt} tokens; "
@@ -899,6 +957,20 @@ def with_prompts(name, held_out, tokenizer, cfg):
         * (skipped > 0) + f"; {unmarked} have no number in their answer" * (unmarked > 0))
     return kept
 
+def load_tokenizer(directory):
+    """-> (tokenizer, the id of <|im_end|>)"""
+    with stop_on(Exception, f"{directory}/tokenizer.json is not a readable tokenizer"):
+        tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        start, end = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>"))
+        ids = tokenizer.encode(text := "<|im_start|>What is 2 + 3?<|im_end|>", add_special_tokens=False).ids
+        again = tokenizer.decode(ids, skip_special_tokens=False)
+    check((ids[:1], ids[-1:], again) == ([start], [end], text), f"{directory}/tokenizer.json makes {again!r} "
+          f"of {text!r}, or has no <|im_start|> and <|im_end|>: not the tokenizer of a Qwen2")
+    return tokenizer, end
+
+@stop_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
 def set_up(cfg):
     """-> (Config, run: what does not change); all mistakes are found here."""
     connect(cfg)
@@ -907,13 +979,8 @@ def set_up(cfg):
     done, files, about = open_run(cfg)
     directory = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     shape = model.read_config(directory)
-    with stop_on(Exception, f"{directory}/tokenizer.json is not a readable tokenizer"):
-        tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    end = tokenizer.token_to_id("<|im_end|>")
-    check(end is not None, f"{directory}/tokenizer.json has no <|im_end|>: not the tokenizer of a Qwen2")
-    check_sizes(cfg, shape, mesh, tokenizer.get_vocab_size())
+    tokenizer, end = load_tokenizer(directory)
+    check_sizes(cfg, shape, mesh, 1 + max(tokenizer.get_vocab().values()))
     layout, why = model.rollout_layout(cfg.rollout_sharding, shape, mesh, cfg.dtype)
     check(cfg.rollout_sharding != "tp" or layout.mesh.shape["tp"] > 1, "rollout_sharding = tp finds "
           f"nothing that divides {jax.local_device_count()} local devices, {shape.K} key/value heads, "
@@ -961,8 +1028,8 @@ def load_state(cfg, run):
             state["ref"] = reference(params, cfg.dtype)
         state["params"] = jax.device_put(params, places["params"])
     for name in ("metrics.jsonl", "samples.jsonl") if jax.process_index() == 0 else ():
-        again = lambda row: run.owed and row["step"] == run.done and ("eval" in row or name[0] == "m")
-        kept = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= run.done and not again(row)]
+        last = lambda row: run.done - bool(run.owed and ("eval" in row or name == "metrics.jsonl"))
+        kept = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= last(row)]
         with model.written(f"{cfg.out}/{name}") as f:  # what came after the checkpoint will come again
             f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
     return state
@@ -1179,14 +1246,16 @@ def plan(cfg):
         f"{dict(mesh.shape)}; {shape.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} "
         f"answers = {cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
         f"{rows_to_fill(cfg, mesh)} rows per device")
-    for value in values.split(",") if values else [""]:
-        with stop_on(ValueError, f"sweep = {cfg.sweep}"):
-            swept = {name: type(getattr(cfg, name))(value)} if value else {}
-        one = resolve(dataclasses.replace(cfg, **swept), mesh)
+    with stop_on(ValueError, f"sweep = {cfg.sweep}"):
+        swept = [{name: type(getattr(cfg, name))(v)} for v in values.split(",")] if values else [{}]
+    for one in swept:  # all, before the first is compiled
+        check_flags(dataclasses.replace(cfg, **one))
+    for values in swept:
+        one = resolve(dataclasses.replace(cfg, **values), mesh)
         check_sizes(dataclasses.replace(one, micro_batch=0), shape, mesh, 0)  # any may be asked about
-        table.append(swept | plan_memory(one, shape, mesh, row_width(one.max_prompt + one.max_answer, mesh)))
+        table.append(values | plan_memory(one, shape, mesh, row_width(one.max_prompt + one.max_answer, mesh)))
     plan_time(one, shape, model.rollout_layout(one.rollout_sharding, shape, mesh, one.dtype)[0], mesh)
-    if swept:
+    if values:
         columns = dict.fromkeys((name, "micro_batch", "gib"))
         for row in [dict(zip(columns, columns)), *table]:
             say("".join(f"{row[k]!s:>14.14}" for k in columns))
@@ -1337,6 +1406,7 @@ def finish(step, state, metrics, cfg, run):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all letters of an answer
     try:
         main(sys.argv[1:])
     except BaseException as e:  # at an orderly exit JAX would wait for the others, which wait for this one
