@@ -2,7 +2,7 @@
 
     python test_kernel.py               kernel and model
     python test_kernel.py all           the trainer, launch.sh, compiling for TPUs too: train_, launch_, aot_
-    python test_kernel.py NAME [NAME]   those whose name contains a NAME
+    python test_kernel.py NAME [NAME]   those whose name contains a NAME; soak: long runs, only so
     pytest test_kernel.py               all, under pytest
 
 On stdout: `ok NAME figure`, `skip NAME reason` or `FAIL NAME reason` a test, then the count; on stderr what
@@ -1366,35 +1366,33 @@ def test_train_end_to_end_and_resume():
     assert set(names) <= whole[-1].keys(), set(names) - whole[-1].keys()
     assert whole[-1]["logprob_gap/max"] < 1e-4, "sampler and trainer disagree"
     assert "is finished" in run_train(*flags, devices=8)
-    for kept, on, devices, exact in ((1, "2,2,2", 8, True), (2, "auto", 4, False), (0, "2,2,2", 8, True)):
+    for kept in 1, 0:
         for name in ("final", *(f"step_00000{n}" for n in range(kept + 1, 4))):  # killed after so many
             shutil.rmtree(out / name)
         with open(out / "samples.jsonl", "ab") as f:
             f.write(b'{"step": 1, "answer": "\xe4\xb8')  # half a line, half a character
-        text = run_train(*flags, "--mesh", on, devices=devices)
+        text = run_train(*flags, "--mesh 2,2,2", devices=8)
         assert (f"resuming {out} after step {kept}" in text) == (kept > 0), text
         again = read_jsonl(out / "metrics.jsonl")
-        if exact:
-            assert without_times(again) == without_times(whole)
-            jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
-        assert_allclose([m["loss"] for m in again], [m["loss"] for m in whole], atol=1e-5)
-    figure("resumed run bit for bit the undisturbed one; on another mesh loss within 1e-5")
+        assert without_times(again) == without_times(whole)
+        jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
+    figure("resumed run bit for bit the undisturbed one")
 
 LIVES = ("--batch 4 --npq 4 --steps 9 --sft_steps 3 --minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 "
          "--save_every 2")
 
-def start_run(out, processes=1, flags=LIVES):
-    """The processes of a run, their lines in a file beside `out`; what they compile is kept there."""
+def start_run(out, processes=1, flags=LIVES, log=None):
+    """The processes of a run, their lines in a file beside `out` or another; what they compile is kept."""
     port, env = 20000 + os.getpid() % 9000, dict(
         os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // processes), PYTHONUNBUFFERED="1",
-        JAX_COMPILATION_CACHE_DIR=f"{out.parent}/cache", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+        JAX_COMPILATION_CACHE_DIR=f"{scratch().name}/compiled", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
     flags = arguments([flags, "--batch", 4 // processes, "--out", out])
-    def start(i):
+    def start(i, log):
         together = f"--coordinator=127.0.0.1:{port}", f"--processes={processes}", f"--process_id={i}"
-        with open(f"{out}.log", "a" if i else "w") as log:
-            return subprocess.Popen([sys.executable, HERE / "train.py", *flags, *together * (processes > 1)],
-                                    env=env, stdout=log, stderr=subprocess.STDOUT)
-    return [start(i) for i in range(processes)]
+        return subprocess.Popen([sys.executable, HERE / "train.py", *flags, *together * (processes > 1)],
+                                env=env, stdout=log, stderr=subprocess.STDOUT)
+    with open(log or f"{out}.log", "w") as f:
+        return [start(i, f) for i in range(processes)]
 
 def until(moment, runs):
     """Wait until moment() or the end of a process -> are they still there?"""
@@ -1470,11 +1468,158 @@ def test_train_killed_runs_are_the_undisturbed_one():
         assert ids.tolist() == ours["tokens_BT"][i, :ours["lengths_B"][i]].tolist()
 
 def test_train_killed_processes_bring_all_down_and_resume():
-    check_kills(1, 4)
+    check_kills(1, 2)
 
-def test_soak_kills():
+def soak_kills():
     check_kills(20, 1)
     check_kills(20, 4)
+
+def test_train_passes_over_damaged_checkpoints():
+    """Any flipped bit, a file cut, lost or of another run, an empty directory: named; nothing is deleted."""
+    out, rng, tree = new_directory(), np.random.default_rng(0), {"a": jnp.arange(999.0), "n": jnp.int32(3)}
+    def write(step, parts=range(4), **about):
+        for i in parts:
+            ours = mock.patch.multiple(jax, process_index=lambda: i, process_count=lambda: 4)
+            shards, directory = model.shards_of(tree), out / f"step_{step:06}"
+            with ours:
+                model.save_shards(shards, directory, {"run": "7"} | about)
+    def newest():
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            step, files, _ = train.newest_checkpoint(train.Config(out=str(out)))
+        assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        assert all(f"step_{step:06}" in path for path in files)
+        return step, err.getvalue()
+    write(1), write(2)
+    assert newest() == (2, "")
+    victim = out / "step_000002/shards-00002-of-00004.safetensors"
+    good, cases = victim.read_bytes(), {}
+    for i in [*range(16), *rng.integers(0, len(good), 60).tolist()]:
+        cases[f"byte {i}"] = good[:i] + bytes([good[i] ^ 1 << int(rng.integers(8))]) + good[i + 1:]
+    cases |= {f"cut at {n}": good[:n] for n in (0, 5, 100, len(good) - 1)}
+    cases |= {"more": good + b"x", "none": None}
+    for what, data in cases.items():
+        edit(victim, data)
+        step, said = newest()
+        assert step == 1 and said.count("step 2 is passed over") == 1 and "step_000002" in said, (what, said)
+        assert (victim.name if data is not None else "has 3 of the files of 4") in said, (what, said)
+        victim.write_bytes(good)
+    write(2, [2], run="8")
+    assert newest()[0] == 1
+    write(2, run="9")
+    assert newest() == (2, "")
+    for path in (out / "step_000002").iterdir():
+        path.unlink()
+    assert "step_000002 has no shards" in newest()[1]
+    (out / "step_000001" / victim.name).unlink()
+    with assert_raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as err:
+        train.newest_checkpoint(train.Config(out=str(out)))
+    assert "another number of processes than 1" in err.getvalue(), err.getvalue()
+    figure(f"{len(cases) + 3} damages")
+
+def test_train_resumes_on_other_meshes():
+    """Saved on 8 devices, one process; the next step's loss on 4, on 1, on 2,2,2, on two processes."""
+    out, flags = new_directory() / "run", [TINY_FLAGS, "--save_every 1 --keep 9 --eval_data none --out"]
+    run_train(*flags, out, devices=8)
+    losses, errors = [m["loss"] for m in read_jsonl(out / "metrics.jsonl")], {}
+    for name in "final", "step_000003":
+        shutil.rmtree(out / name)
+    for n, devices, on in (1, 4, "auto"), (1, 1, "auto"), (1, 8, "2,2,2"), (2, 4, "auto"):
+        copy = new_directory(like=out)
+        text = launch("cpu --processes", n, *flags, copy, "--mesh", on, "--batch", 4 // n,
+                      JAX_NUM_CPU_DEVICES=str(devices))
+        assert f"resuming {copy} after step 2" in text, text
+        errors[n, devices, on] = abs(read_jsonl(copy / "metrics.jsonl")[-1]["loss"] - losses[-1])
+        assert [m["step"] for m in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3]
+    text = launch("cpu --processes 2", *flags, out, JAX_NUM_CPU_DEVICES="4", code=2)
+    assert "batch * processes was 4, is 8" in text, text
+    check_errors(errors, 1e-5, "loss within")
+
+def test_train_goes_on_when_the_disk_is_full():
+    """A disk of 50 MB, filled after the first checkpoint, with room again later: all metrics, once."""
+    disk = new_directory()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        raise SkipTest("needs the right to mount a disk")
+    out, filler, log = disk / "run", disk / "filler", new_directory() / "log"
+    said = lambda text: log.exists() and log.read_text(errors="replace").count(text)
+    try:
+        process = start_run(out, log=log)[0]
+        assert until(lambda: (out / "step_000002").exists() and not any(out.glob("step*/*.tmp")), [process])
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as f:
+            while f.write(bytes(10_000)):
+                pass
+        alive = until(lambda: said("cannot be saved") and said("lines wait"), [process])
+        kept, _, _ = train.newest_checkpoint(train.Config(out=str(out)))
+        assert alive and kept and said("No space left"), log.read_text()
+        filler.unlink()
+        assert process.wait(300) == 0, log.read_text()
+        same_run(out, calm_run(1))
+        figure(f"step {kept} stayed whole; {said('cannot be saved')} were not saved")
+    finally:
+        subprocess.run(["umount", "--lazy", disk])
+
+def test_train_skips_what_is_not_finite():
+    """Such an update changes nothing, bit for bit; it is counted; ten in a row end the run."""
+    cfg = train.Config(dtype="float32", attention="blockwise", loss_impl="jax", max_answer=12)
+    ((batch,), _), (weights, *_) = batches_of_update(cfg), update_case(SMALL)
+    for name, value in ("advantage", np.nan), ("sampler", np.inf), ("weight", np.inf), ("weight", 1.0):
+        opt = {k: train.optimizer(cfg, k).init(jnp.asarray(a)) for k, a in weights.items()}
+        state = {"params": placed(weights, mesh()), "opt": opt}
+        bad = [batch[0] | {name: batch[0][name].at[0].set(value)}, *batch[1:]]
+        before = jax.device_get((model.flatten(state["params"]), opt))
+        new, _, norm = train.update(state, bad, 0.1, cfg=cfg, shape=SMALL, mesh=mesh())
+        after = jax.device_get((model.flatten(new["params"]), new["opt"]))
+        if np.isfinite(value):
+            assert np.isfinite(norm) and (after[0]["norm_D"] != before[0]["norm_D"]).any()
+        else:
+            assert np.isnan(norm), (name, value)
+            jax.tree.map(assert_array_equal, before, after)
+    flags = arguments(["--batch 4 --npq 4 --sft_steps 2 --steps 9 --minibatches 2 --save_every 1",
+                       "--eval_data none --out"])
+    real, count = train.group_advantages, Counter()
+    def spoilt(*args):
+        count["calls"] += 1
+        return real(*args) * (np.nan if count["calls"] in bad_steps else 1) + (
+            np.nan if count["calls"] in bad_steps else 0)
+    with contextlib.chdir(new_directory()), mock.patch.object(train, "group_advantages", spoilt):
+        with contextlib.redirect_stdout(io.StringIO()):
+            bad_steps = {2}
+            train.main([*flags, "once"])
+            rows = read_jsonl("once/metrics.jsonl")
+            assert [m["skipped"] for m in rows] == [0] * 3 + [2] + [0] * 7 and rows[3]["loss"] is None, rows
+            bad_steps = range(99)
+            with assert_raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as err:
+                train.main([*flags, "always"])
+    text = err.getvalue()
+    assert end.exception.code == 1 and "10 updates in a row, up to step 7" in text, text
+    assert "always/step_000006; " in text and "Traceback" not in text, text
+
+def check_soak(steps, traced):
+    """So many steps of the tiny model: memory in the last quarter, of that in the second; traces."""
+    out, used, trace = new_directory() / "run", {}, {}
+    flags = f"--sft_steps 0 --steps {steps} --minibatches 1 --npq 4 --eval_data none --save_every 50"
+    process, log = start_run(out, flags=flags)[0], Path(f"{out}.log")
+    while process.poll() is None:
+        text = log.read_text()
+        step = text.count(" | reward ")
+        trace.update({n: step for n in range(len(trace), text.count("tracing"))})
+        with contextlib.suppress(OSError, IndexError):
+            used[step] = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * 4096 / 2 ** 20
+        time.sleep(0.05)
+    assert process.returncode == 0, log.read_text()
+    quarter = lambda n: np.mean([mib for step, mib in used.items() if n <= step * 4 / steps < n + 1])
+    second, last = quarter(1), quarter(3)
+    assert abs(last / second - 1) < 0.02, (second, last)
+    assert max(trace.values()) <= traced, trace
+    figure(f"{steps} steps: {second:.0f} MiB in the second quarter, {last:.0f} in the last; {len(trace)} "
+           f"traces, the last in step {max(trace.values()) + 1}")
+
+def test_train_memory_stays_flat():
+    check_soak(200, 100)
+
+def soak_steps():
+    check_soak(2000, 100)
 
 def test_train_gsm8k_with_the_real_tokenizer():
     source, out = new_directory(), new_directory() / "run"
@@ -2157,8 +2302,9 @@ def test_aot_static_estimate():
 
 # ---------------------------------------------------------------- run
 def main(words):
-    tests = {name: f for name, f in globals().items() if name.startswith("test_") and (words == ["all"] or (
-        any(word in name for word in words) if words else not re.match("test_(train|launch|aot)_", name)))}
+    names = {(): "test_(?!train_|launch_|aot_)", ("all",): "test_"}.get(
+        tuple(words), f"(?=test_|soak_).*({'|'.join(map(re.escape, words))})")
+    tests = {name: f for name, f in globals().items() if re.match(names, name)}
     print(f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, Pallas kernels",
           "interpreted" if tiles("pallas").interpret else "compiled", flush=True)
     count = Counter(passed=0, failed=0, skipped=0)
