@@ -1379,13 +1379,13 @@ def test_train_end_to_end_and_resume():
     figure("resumed run bit for bit the undisturbed one")
 
 LIVES = ("--batch 4 --npq 4 --steps 9 --sft_steps 3 --minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 "
-         "--save_every 2")
+         "--entropy_bonus 0.01 --save_every 2")
 
 def start_run(out, processes=1, flags=LIVES, log=None):
     """The processes of a run, their lines in a file beside `out` or another; what they compile is kept."""
     port, env = 20000 + os.getpid() % 9000, dict(
         os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // processes), PYTHONUNBUFFERED="1",
-        JAX_COMPILATION_CACHE_DIR=f"{scratch().name}/compiled", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+        JAX_COMPILATION_CACHE_DIR=f"{scratch().name}/c", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
     flags = arguments([flags, "--batch", 4 // processes, "--out", out])
     def start(i, log):
         together = f"--coordinator=127.0.0.1:{port}", f"--processes={processes}", f"--process_id={i}"
@@ -1519,18 +1519,21 @@ def test_train_passes_over_damaged_checkpoints():
 
 def test_train_resumes_on_other_meshes():
     """Saved on 8 devices, one process; the next step's loss on 4, on 1, on 2,2,2, on two processes."""
-    out, flags = new_directory() / "run", [TINY_FLAGS, "--save_every 1 --keep 9 --eval_data none --out"]
+    out, flags = new_directory() / "run", [
+        TINY_FLAGS, "--sft_steps 3 --beta 0.1 --entropy_bonus 0.1 --save_every 1 --keep 9 --eval_data none",
+        "--out"]
     run_train(*flags, out, devices=8)
     losses, errors = [m["loss"] for m in read_jsonl(out / "metrics.jsonl")], {}
-    for name in "final", "step_000003":
+    assert min(map(abs, losses)) > 0.1, losses
+    for name in "final", "step_000003", "step_000004", "step_000005":
         shutil.rmtree(out / name)
     for n, devices, on in (1, 4, "auto"), (1, 1, "auto"), (1, 8, "2,2,2"), (2, 4, "auto"):
         copy = new_directory(like=out)
         text = launch("cpu --processes", n, *flags, copy, "--mesh", on, "--batch", 4 // n,
                       JAX_NUM_CPU_DEVICES=str(devices))
         assert f"resuming {copy} after step 2" in text, text
-        errors[n, devices, on] = abs(read_jsonl(copy / "metrics.jsonl")[-1]["loss"] - losses[-1])
-        assert [m["step"] for m in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3]
+        again = read_jsonl(copy / "metrics.jsonl")
+        errors[n, devices, on] = [abs(m["loss"] - loss) for m, loss in zip(again, losses, strict=True)]
     text = launch("cpu --processes 2", *flags, out, JAX_NUM_CPU_DEVICES="4", code=2)
     assert "batch * processes was 4, is 8" in text, text
     check_errors(errors, 1e-5, "loss within")
@@ -1563,7 +1566,7 @@ def test_train_skips_what_is_not_finite():
     """Such an update changes nothing, bit for bit; it is counted; ten in a row end the run."""
     cfg = train.Config(dtype="float32", attention="blockwise", loss_impl="jax", max_answer=12)
     ((batch,), _), (weights, *_) = batches_of_update(cfg), update_case(SMALL)
-    for name, value in ("advantage", np.nan), ("sampler", np.inf), ("weight", np.inf), ("weight", 1.0):
+    for name, value in ("advantage", np.nan), ("weight", np.inf), ("weight", 0.1):
         opt = {k: train.optimizer(cfg, k).init(jnp.asarray(a)) for k, a in weights.items()}
         state = {"params": placed(weights, mesh()), "opt": opt}
         bad = [batch[0] | {name: batch[0][name].at[0].set(value)}, *batch[1:]]
@@ -1707,8 +1710,7 @@ ODD = [  # flags, each a word, that a shell splits or cannot say
 ENVIRONMENT = [  # variables: what the message must say
     (dict(SLURM_STEP_NUM_TASKS="two"), "'two'"), (dict(SLURM_STEP_NUM_TASKS="2"), "set --coordinator"),
     (dict(SLURM_STEP_NUM_TASKS="2", PATH=""), "SLURM_*"), (dict(GCE_METADATA_HOST="a b\n"),
-    "GCE_METADATA_HOST"),
-    (dict(GCE_METADATA_HOST="[::"), "Invalid IPv6 URL")]
+    "GCE_METADATA_HOST")]
 
 GOOD = '{"question": "What is 1 + 1?", "answer": "2"}\n'
 BAD_DATA = [  # name, what the file holds, what the message must say
