@@ -766,10 +766,10 @@ def mirror(cfg, back=False):
     warn(fault)
     return False
 
-def meaning(cfg):
-    """Of a run's flags (a dict), those that may not change on resume; questions a step, not a process."""
-    per_step = {"batch * processes": cfg.get("batch", 0) * cfg.get("require_processes", 0)}
-    return {k: v for k, v in cfg.items() if k not in FREE and k != "batch"} | per_step
+def meaning(flags):
+    """Of a run's flags (a dict) those that may not change on resume; questions a step, not a process."""
+    per_step = {"batch * processes": flags.get("batch", 0) * flags.get("require_processes", 0)}
+    return {k: v for k, v in flags.items() if k not in FREE and k != "batch"} | per_step
 
 def open_run(cfg):
     """Claim `out` for this run -> its newest whole checkpoint (step or 0, files, what these keep beside).
