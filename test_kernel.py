@@ -15,8 +15,8 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")  # XLA's threads: with one a core, collectives of eight may deadlock
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # float32 is float32 on a GPU and a TPU too
 
-import ast, atexit, contextlib, dataclasses, fractions, importlib, io, itertools, json, math, random, re
-import traceback, tracemalloc
+import ast, atexit, contextlib, dataclasses, fractions, http.server, importlib, io, itertools, json, math
+import random, re, traceback, tracemalloc
 import shlex, shutil, signal, subprocess, sys, tempfile, threading, time  # files and processes
 from collections import Counter, defaultdict
 from functools import cache, partial
@@ -1473,6 +1473,33 @@ def test_train_killed_processes_bring_all_down_and_resume():
 def soak_kills():
     check_kills(20, 1)
     check_kills(20, 4)
+
+def test_train_heeds_the_notice_of_a_preemption():
+    """As Google's metadata server gives it: at first no answer, then FALSE, then TRUE."""
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Metadata-Flavor"]))
+            self.send_response(503 if len(asked) == 1 else 200)
+            self.end_headers()
+            self.wfile.write(b"TRUE" if len(asked) > 2 else b"FALSE")
+        def log_message(self, *_):
+            pass
+    asked, run = [], SimpleNamespace(signal=0)
+    server = http.server.HTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    address = mock.patch.dict(os.environ, GCE_METADATA_HOST=f"127.0.0.1:{server.server_port}")
+    try:
+        with address, mock.patch.object(train, "PATIENCE", 0.1):
+            train.watch_signals(run)
+            assert until(lambda: run.signal, []) and run.signal == signal.SIGTERM
+            with assert_raises(train.Stop):
+                train.pause(run)
+    finally:
+        server.shutdown()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert {*asked} == {("/computeMetadata/v1/instance/preempted?wait_for_change=true", "Google")}
 
 def test_train_passes_over_damaged_checkpoints():
     """Any flipped bit, a file cut, lost or of another run, an empty directory: named; nothing is deleted."""

@@ -399,6 +399,7 @@ def code():
     files = (open(path, "rb").read() for path in (__file__, model.__file__, kernel.__file__))
     return hashlib.sha256(b"".join(files)).hexdigest()[:12]
 
+@cache
 def commit():
     """The commit this is, and whether files differ from it; launch.sh tells it where it sent the files."""
     git = f"cd {shlex.quote(os.path.dirname(__file__) or '.')} && git describe --always --dirty --abbrev=40"
@@ -850,6 +851,8 @@ def settle(cfg, run):
 class Stop(Exception):
     """A signal, its number, asks to end."""
 
+PATIENCE = 10  # seconds between questions to a metadata server that gives no answer
+
 def watch_signals(run):
     """SIGTERM and SIGINT, or Google's notice that the VM will be preempted, end the run at the next `pause`;
     the same signal once more ends it at once."""
@@ -862,7 +865,7 @@ def watch_signals(run):
                 if metadata("preempted?wait_for_change=true", None) == "TRUE":
                     return os.kill(os.getpid(), signal.SIGTERM)
             except (OSError, ValueError):
-                time.sleep(10)
+                time.sleep(PATIENCE)
     signal.signal(signal.SIGTERM, note)
     signal.signal(signal.SIGINT, note)
     if on_tpu_vm():
