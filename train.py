@@ -828,12 +828,12 @@ def writes(step, state, cfg, run, copy=False, owed=None):
     return write
 
 def save(step, state, cfg, run):
-    """Begin a checkpoint, written beside training if the host's memory has room for a copy."""
+    """Begin a checkpoint, written beside training if the memory of all hosts has room for a copy."""
     settle(cfg, run)
     room = 0
     with contextlib.suppress(OSError), open("/proc/meminfo") as f:
         room = 1024 * int(re.search(r"MemAvailable:\s*(\d+)", f.read())[1])
-    beside = room > 2 * sum(a.nbytes for a in model.shards_of(state).values())
+    beside = everywhere(room > 2 * sum(a.nbytes for a in model.shards_of(state).values())).all()
     run.saving = step, run.writer.submit(writes(step, state, cfg, run, copy=beside))
     if not beside:
         settle(cfg, run)
@@ -1281,6 +1281,9 @@ def main(argv):
     except Stop as stop:
         say(f"\nended by {signal.Signals(stop.args[0]).name}: {rescue(cfg, run)}")
         raise SystemExit(128 + stop.args[0])
+    except OSError as e:  # of files beside those that wait for room
+        warn(f"{first_line(e)}\n{rescue(cfg, run)}, once that is mended")
+        raise SystemExit(1)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
