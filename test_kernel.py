@@ -1378,10 +1378,10 @@ def test_train_end_to_end_and_resume():
         jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
     figure("resumed run bit for bit the undisturbed one")
 
-LIVES = ("--batch 4 --npq 4 --steps 9 --sft_steps 3 --minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 "
+LIVES = ("--batch 4 --npq 4 --sft_steps 3 --minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 "
          "--entropy_bonus 0.01 --save_every 2")
 
-def start_run(out, processes=1, flags=LIVES, log=None):
+def start_run(out, processes=1, flags=LIVES + " --steps 9", log=None):
     """The processes of a run, their lines in a file beside `out` or another; what they compile is kept."""
     port, env = 20000 + os.getpid() % 9000, dict(
         os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // processes), PYTHONUNBUFFERED="1",
@@ -1400,14 +1400,14 @@ def until(moment, runs):
         time.sleep(0.002)
     return all(process.poll() is None for process in runs)
 
-def disturbed(out, kills, processes, seed=0):
+def disturbed(out, kills, processes, flags, seed=0):
     """Run to the end, as often as that takes: first ended by SIGTERM, then killed `kills` times, at a time or
     as a checkpoint is being written -> how often each was. One that is killed brings the others down."""
     rng, struck, log = np.random.default_rng(seed), Counter(), Path(f"{out}.log")
     said = lambda text: log.exists() and text in log.read_text(errors="replace")
     while True:
-        runs, last = start_run(out, processes), sum(struck.values()) > kills
-        alive = until(lambda: said("sft 3/12" if not struck else " | gnorm") and not last, runs)
+        runs, last = start_run(out, processes, flags), sum(struck.values()) > kills
+        alive = until(lambda: said(" | gnorm") and not last, runs)
         if alive and not struck:
             began = time.time()
             for process in runs:
@@ -1418,39 +1418,42 @@ def disturbed(out, kills, processes, seed=0):
             struck["SIGTERM"] += 1
         elif alive:
             kind = "a save" if struck["a save"] < sum(struck.values()) / 3 else "a time"
-            end = time.time() + rng.uniform(0, 2)
+            end = time.time() + rng.uniform(0, 1)
             alive = until(lambda: any(out.glob("step_*/*.tmp")) if kind == "a save" else time.time() > end,
                           runs)
             victim = runs[rng.integers(processes)]
             victim.kill()
-            codes, began = [process.wait(120) for process in runs], time.time()
-            assert all(codes) or not alive, (codes, log.read_text())
-            struck[kind] += alive
+            began = time.time()
+            codes = [process.wait(120) for process in runs]
+            assert all(codes) and time.time() - began < 60, (codes, time.time() - began, log.read_text())
+            struck[kind] += 1
         else:
             codes = [process.wait(120) for process in runs]
             assert not any(codes), (codes, log.read_text())
-            if last or all(p.returncode == 0 for p in runs):
-                return struck
+            assert last, f"it ended after {struck}"
+            return struck
 
 def same_run(out, calm):
     """Metrics and final weights, bit for bit; metrics of every step, once."""
-    rows = read_jsonl(out / "metrics.jsonl")
-    assert [m["step"] for m in rows] == [*range(1, 13)], [m["step"] for m in rows]
-    assert without_times(rows) == without_times(read_jsonl(calm / "metrics.jsonl"))
+    rows, wanted = (read_jsonl(run / "metrics.jsonl") for run in (out, calm))
+    assert [m["step"] for m in rows] == [*range(1, len(wanted) + 1)], [m["step"] for m in rows]
+    assert without_times(rows) == without_times(wanted)
     jax.tree.map(assert_array_equal, *(load_file(run / "final/model.safetensors") for run in (out, calm)))
     count = lambda run: len((run / "samples.jsonl").read_text().splitlines())
     assert count(out) == count(calm), "samples lost or repeated"
 
 @cache
-def calm_run(processes):
+def calm_run(processes, flags=LIVES + " --steps 9"):
     out = new_directory() / "calm"
-    assert not any(process.wait(600) for process in start_run(out, processes)), Path(f"{out}.log").read_text()
+    ends = [process.wait(900) for process in start_run(out, processes, flags)]
+    assert not any(ends), Path(f"{out}.log").read_text()
     return out
 
 def check_kills(kills, processes):
-    out = calm_run(processes).parent / "killed"
-    struck = disturbed(out, kills, processes)
-    same_run(out, calm_run(processes))
+    flags = f"{LIVES} --steps {6 + 6 * kills}"  # enough for as many lives
+    calm = calm_run(processes, flags)
+    struck = disturbed(calm.parent / "killed", kills, processes, flags)
+    same_run(out := calm.parent / "killed", calm)
     figure(f"{processes} processes: ended by " + ", ".join(f"{k} {n} times" for k, n in struck.items()))
     return out
 
