@@ -1413,14 +1413,15 @@ def disturbed(out, kills, processes, flags, seed=0):
             for process in runs:
                 process.terminate()
             codes = [process.wait(60) for process in runs]
-            assert codes == [143] * processes and time.time() - began < 10, (codes, time.time() - began)
+            took = time.time() - began
+            assert codes == [143] * processes and took < 30, (codes, took)  # as long as a spot VM has
             assert said("ended by SIGTERM: step ") and not said("Traceback"), log.read_text()
-            struck["SIGTERM"] += 1
+            struck[f"SIGTERM ({took:.1f} s)"] += 1
         elif alive:
-            kind = "a save" if struck["a save"] < sum(struck.values()) / 3 else "a time"
+            kind = "in a save" if struck["in a save"] < sum(struck.values()) / 3 else "at a time"
             end = time.time() + rng.uniform(0, 1)
-            alive = until(lambda: any(out.glob("step_*/*.tmp")) if kind == "a save" else time.time() > end,
-                          runs)
+            alive = until(lambda: any(out.glob("step_*/*.tmp")) if kind == "in a save" else
+                          time.time() > end, runs)
             victim = runs[rng.integers(processes)]
             victim.kill()
             began = time.time()
@@ -1454,7 +1455,7 @@ def check_kills(kills, processes):
     calm = calm_run(processes, flags)
     struck = disturbed(calm.parent / "killed", kills, processes, flags)
     same_run(out := calm.parent / "killed", calm)
-    figure(f"{processes} processes: ended by " + ", ".join(f"{k} {n} times" for k, n in struck.items()))
+    figure(f"{processes} processes, ended: " + ", ".join(f"{n} {k}" for k, n in struck.items()))
     return out
 
 def test_train_killed_runs_are_the_undisturbed_one():
