@@ -1419,7 +1419,7 @@ def disturbed(out, kills, processes, flags, seed=0):
             struck[f"SIGTERM ({took:.1f} s)"] += 1
         elif alive:
             kind = "in a save" if struck["in a save"] < sum(struck.values()) / 3 else "at a time"
-            end = time.time() + rng.uniform(0, 1)
+            end = time.time() + rng.uniform(0, 2 * processes)
             alive = until(lambda: any(out.glob("step_*/*.tmp")) if kind == "in a save" else
                           time.time() > end, runs)
             victim = runs[rng.integers(processes)]
@@ -1451,7 +1451,7 @@ def calm_run(processes, flags=LIVES + " --steps 9"):
     return out
 
 def check_kills(kills, processes):
-    flags = f"{LIVES} --steps {6 + 6 * kills}"  # enough for as many lives
+    flags = f"{LIVES} --steps {6 + 9 * kills}"  # enough for as many lives
     calm = calm_run(processes, flags)
     struck = disturbed(calm.parent / "killed", kills, processes, flags)
     same_run(out := calm.parent / "killed", calm)
