@@ -340,12 +340,10 @@ def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}  # as safetensors calls them
 
-def shards_of(tree, copy=False):
-    """{'name|start,start': this process's shard, each once} of a tree of arrays; copy: in the host's memory,
-    as those may be gone when they are written."""
-    shards = {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": shard.data
+def shards_of(tree):
+    """{'name|start,start': this process's shard, each once} of a tree of arrays."""
+    return {f"{name}|{','.join(str(s.start or 0) for s in shard.index)}": shard.data
               for name, array in flatten(tree).items() for shard in array.addressable_shards}
-    return {key: np.array(a, order="C") for key, a in shards.items()} if copy else shards
 
 def save_shards(shards, directory, about):
     """Write shards as this process's file, one after the other; about: strings, kept in its header beside

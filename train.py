@@ -103,7 +103,7 @@ FREE = OWN | {  # on resume
 def check(condition, message):
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
     if not condition:
-        print("train.py:", message.replace("\n", " "), file=sys.stderr, flush=True)
+        warn(message.replace("\n", " "))
         raise SystemExit(2)
 
 @contextlib.contextmanager
@@ -812,29 +812,28 @@ def newest_checkpoint(cfg):
           f"{n}, and not all their files; --out must be a directory that all processes share, or gs://")
     return 0, [], {}
 
-def writes(step, state, cfg, run, copy=False, owed=None):
-    """-> a function that writes a checkpoint, and tells whether it did. All that the state does not hold
-    follows from flags and step; owed: metrics of a step that lack its evaluation."""
-    shards, about = model.shards_of(state, copy), {
-        "run": str(run.id), "step": str(step), "config": json.dumps(dataclasses.asdict(cfg)),
-        "commit": commit()} | ({"owed": json.dumps(owed)} if owed else {})
-    def write():
-        try:
-            model.save_shards(shards, f"{cfg.out}/step_{step:06}", about)
-            return mirror(cfg)
-        except OSError as e:
-            warn(f"step {step} cannot be saved: {first_line(e)}; the run goes on, older checkpoints stay")
-            return False
-    return write
+def write_checkpoint(step, shards, cfg, run, owed=None):
+    """-> whether it was written. All that the state does not hold follows from flags and step; owed: metrics
+    of a step that lack its evaluation."""
+    about = {"run": str(run.id), "step": str(step), "config": json.dumps(dataclasses.asdict(cfg)),
+             "commit": commit()} | ({"owed": json.dumps(owed)} if owed else {})
+    try:
+        model.save_shards(shards, f"{cfg.out}/step_{step:06}", about)
+        return mirror(cfg)
+    except OSError as e:
+        warn(f"step {step} cannot be saved: {first_line(e)}; the run goes on, older checkpoints stay")
+        return False
 
 def save(step, state, cfg, run):
     """Begin a checkpoint, written beside training if the memory of all hosts has room for a copy."""
     settle(cfg, run)
-    room = 0
+    shards, room = model.shards_of(state), 0
     with contextlib.suppress(OSError), open("/proc/meminfo") as f:
         room = 1024 * int(re.search(r"MemAvailable:\s*(\d+)", f.read())[1])
-    beside = everywhere(room > 2 * sum(a.nbytes for a in model.shards_of(state).values())).all()
-    run.saving = step, run.writer.submit(writes(step, state, cfg, run, copy=beside))
+    beside = everywhere(room > 2 * sum(a.nbytes for a in shards.values())).all()
+    if beside:  # the next update takes those on the devices
+        shards = {key: np.array(a, order="C") for key, a in shards.items()}
+    run.saving = step, run.writer.submit(write_checkpoint, step, shards, cfg, run)
     if not beside:
         settle(cfg, run)
 
@@ -883,7 +882,7 @@ def rescue(cfg, run):
         run.done = run.saving[0]
     step, state, owed = run.latest
     taken = any(a.is_deleted() for a in jax.tree.leaves(state))
-    if step > run.done and not taken and writes(step, state, cfg, run, owed=owed)():
+    if step > run.done and not taken and write_checkpoint(step, model.shards_of(state), cfg, run, owed):
         run.done = step
     return f"step {run.done} is saved; start again, and it resumes" if run.done else "nothing is saved yet"
 
@@ -1094,7 +1093,6 @@ def update_metrics(parts, norms, counts, seconds, cfg, run):
 
 # ---------------------------------------------------------------- the plan: memory and time, before a run
 ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
-MAX_SKIPPED = 10  # updates in a row, before the run ends
 ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
 SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
 
@@ -1383,6 +1381,8 @@ def train(cfg, run):
 def is_evaluated(step, cfg, run):
     total = cfg.sft_steps + cfg.steps
     return run.held_out and (step == total or step in range(cfg.sft_steps, total, cfg.eval_every or 10**9))
+
+MAX_SKIPPED = 10  # updates in a row, before the run ends
 
 def note_skipped(step, norms, cfg, run):
     """Tell of updates that were skipped; too many in a row end the run."""
