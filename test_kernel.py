@@ -15,8 +15,8 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")  # XLA's threads: with one a core, collectives of eight may deadlock
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # float32 is float32 on a GPU and a TPU too
 
-import ast, atexit, contextlib, dataclasses, fractions, http.server, importlib, io, itertools, json, math
-import random, re, traceback, tracemalloc
+import ast, atexit, contextlib, dataclasses, fractions, glob, http.server, importlib, io, itertools, json
+import math, random, re, traceback, tracemalloc
 import shlex, shutil, signal, subprocess, sys, tempfile, threading, time  # files and processes
 from collections import Counter, defaultdict
 from functools import cache, partial
@@ -1401,13 +1401,14 @@ def until(moment, runs):
     return all(process.poll() is None for process in runs)
 
 def disturbed(out, kills, processes, flags, seed=0):
-    """Run to the end, as often as that takes: first ended by SIGTERM, then killed `kills` times, at a time or
-    as a checkpoint is being written -> how often each was. One that is killed brings the others down."""
+    """Run to the end, as often as that takes: first ended by SIGTERM, then killed `kills` times, after some
+    steps at a time, or as the next checkpoint is being written -> how often each was. One that is killed
+    brings the others down."""
     rng, struck, log = np.random.default_rng(seed), Counter(), Path(f"{out}.log")
-    said = lambda text: log.exists() and text in log.read_text(errors="replace")
+    said = lambda text: re.findall(text, log.read_text(errors="replace") if log.exists() else "")
     while True:
-        runs, last = start_run(out, processes, flags), sum(struck.values()) > kills
-        alive = until(lambda: said(" | gnorm") and not last, runs)
+        runs, last, steps = start_run(out, processes, flags), sum(struck.values()) > kills, rng.integers(1, 6)
+        alive = until(lambda: not last and len(said(r"\| gnorm")) >= steps, runs)
         if alive and not struck:
             began = time.time()
             for process in runs:
@@ -1419,14 +1420,15 @@ def disturbed(out, kills, processes, flags, seed=0):
             struck[f"SIGTERM ({took:.1f} s)"] += 1
         elif alive:
             kind = "in a save" if struck["in a save"] < sum(struck.values()) / 3 else "at a time"
-            end = time.time() + rng.uniform(0, 2 * processes)
-            alive = until(lambda: any(out.glob("step_*/*.tmp")) if kind == "in a save" else
+            end = time.time() + rng.uniform(0, processes / 2)
+            alive = until(lambda: glob.glob(f"{out}/step_*/*.tmp") if kind == "in a save" else
                           time.time() > end, runs)
             victim = runs[rng.integers(processes)]
             victim.kill()
             began = time.time()
             codes = [process.wait(120) for process in runs]
             assert all(codes) and time.time() - began < 60, (codes, time.time() - began, log.read_text())
+            print(f"killed {kind}, after {said('(?:sft|step) .*/.*gnorm')[-1]}", flush=True)
             struck[kind] += 1
         else:
             codes = [process.wait(120) for process in runs]
@@ -1451,7 +1453,7 @@ def calm_run(processes, flags=LIVES + " --steps 9"):
     return out
 
 def check_kills(kills, processes):
-    flags = f"{LIVES} --steps {6 + 9 * kills}"  # enough for as many lives
+    flags = f"{LIVES} --steps {8 * (kills + 1)}"  # enough for as many lives
     calm = calm_run(processes, flags)
     struck = disturbed(calm.parent / "killed", kills, processes, flags)
     same_run(out := calm.parent / "killed", calm)
