@@ -677,6 +677,11 @@ def device_memory(device):
     except (KeyError, jax.errors.JaxRuntimeError):
         return chip(device).gib
 
+def least_memory(mesh):
+    """GiB of the device that has least, as far as processes see; all are told the same."""
+    mine = [device_memory(d) for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    return float(everywhere(np.float32(min(mine))).min())
+
 def rollout_layout(kind, cfg, mesh, dtype):
     """-> (Layout, why). replicated: whole weights on each device; tp: split by key/value heads within a host;
     fsdp: as in training, gathered layer by layer in each step; maxtext: likewise, rows over dp only; auto:
@@ -685,8 +690,7 @@ def rollout_layout(kind, cfg, mesh, dtype):
     host = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     t = max(t for t in range(1, host + 1) if not (host % t or cfg.K % t or cfg.F % t or cfg.V % t))
     gib, why = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30, "as asked"
-    memory = min(device_memory(d) for d in mesh.devices.flat if d.process_index == jax.process_index())
-    memory = everywhere(np.float32(memory)).min()  # all choose the same
+    memory = least_memory(mesh)
     if kind == "auto":
         kind = "replicated" if gib <= memory / 4 else "tp" if t > 1 and gib / t <= memory / 2 else "fsdp"
         why = f"a device has {memory:.0f} GiB" if math.isfinite(memory) else "memory is not known"
@@ -904,16 +908,13 @@ def bytes_read(cfg, layout, dtype):
 def row_shards(layout):
     return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
 
-def rows_that_fit(cfg, layout, dtype, slots, free):
-    """Rows that a device decodes at once: their cache takes half of its free bytes; the rest is for prompts,
-    logits, and the one from which the last cache grew, of up to 3/4 its size."""
+def rows_that_fit(cfg, layout, dtype, slots, resting):
+    """Rows that a device decodes at once beside the weights and `resting` bytes: their cache takes half of
+    what is free; the rest is for prompts, logits, and the one from which the last cache grew, of up to 3/4
+    its size. Of sizes alone, so that a run that resumes decodes the same rows together."""
+    weights = cfg.n_params * jnp.dtype(dtype).itemsize / (layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"])
+    free = least_memory(layout.mesh) * 2 ** 30 - resting - weights
     return max(1, int(min(2 ** 30, 0.5 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
-
-def free_memory(layout):
-    """Bytes, of the device that has least."""
-    stats = [d.memory_stats() or {} for d in layout.mesh.local_devices]
-    free = min(s.get("bytes_limit", math.inf) - s.get("bytes_in_use", 0) for s in stats)
-    return float(everywhere(np.float32(free)).min())
 
 def plan_waves(B, shards, group, at_once):
     """-> (numbers of each wave's rows, [shards, rows of a device], -1: none; how many alike stand together).
@@ -964,7 +965,7 @@ def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, tempera
     Returns a dict of NumPy arrays: tokens_BT int32 [B, max_answer], the stop token last, then 0; lengths_B,
     stop token included; cut_B, no stop token came; logp_BT float32, each token's log-prob under what it was
     drawn from, temperature, truncation included. After a prefill and every `stage` tokens `progress` hears
-    how many rows are done and of how many tokens; these may go. at_once: rows a device; 0 = what fits."""
+    how many rows are done and of how many tokens; these may go. at_once: rows a device; 0 = all."""
     width = bucket(int(everywhere(max(map(len, prompts))).max()))
     tokens = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
     pads = np.array([width - len(p) for p in prompts], np.int32)
@@ -975,8 +976,7 @@ def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, tempera
     out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
            "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
     tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
-    at_once = at_once or rows_that_fit(cfg, layout, dtype, width + max_answer, free_memory(layout))
-    waves, group = plan_waves(B, row_shards(layout), group, at_once)
+    waves, group = plan_waves(B, row_shards(layout), group, at_once or B)
     for ids in waves:
         state, live = None, ids >= 0  # the last wave's cache goes first
         for t in range(0, max_answer, stage):

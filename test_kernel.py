@@ -513,12 +513,12 @@ def test_rollout_plans():
             layout, why = model.rollout_layout("auto", sizes(name), on, "bfloat16")
         assert layout.kind == want and why.startswith(want), (name, memory, why)
         assert list(layout.mesh.devices.flat) == list(on.devices.flat) and layout.mesh.shape["tp"] == tp
-    device = mock.Mock(memory_stats=lambda: {"bytes_limit": 32 * gib, "bytes_in_use": 12 * gib})
-    layout = layout._replace(mesh=mock.Mock(local_devices=[device], shape={"tp": 1}))
-    fit = lambda: model.rows_that_fit(sizes("3B"), layout, "bfloat16", 1280, model.free_memory(layout))
-    assert fit() == int(0.5 * 20 * gib / (36 * 2 * 2 * 128 * 2 * 1280))
-    device.memory_stats = lambda: None  # a CPU does not tell
-    assert fit() == 2 ** 30
+    for kind, parts, heads in (("replicated", 1, 2), ("fsdp", 8, 2), ("tp", 2, 1)):
+        layout, _ = model.rollout_layout(kind, sizes("3B"), on, "bfloat16")
+        half = (20 * gib - 2 * sizes("3B").n_params / parts) / 2  # of what 12 of 32 GiB and the weights leave
+        for memory, want in (32, half // (36 * 2 * heads * 128 * 2 * 1280)), (12, 1), (math.inf, 2 ** 30):
+            with mock.patch.object(model, "device_memory", return_value=memory):
+                assert model.rows_that_fit(sizes("3B"), layout, "bfloat16", 1280, 12 * gib) == want, kind
     table = {(9, 16, 100, 10): 16, (8, 16, 100, 10): 8, (3, 16, 100, 10): 4, (1, 16, 100, 10): 1,
              (0, 16, 100, 10): 1, (8, 16, 1000, 10): 16, (5, 12, 1, 10): 6, (5, 7, 1, 10): 7}
     assert {k: model.fewer_rows(*k) for k in table} == table

@@ -512,7 +512,7 @@ def sample_answers(weights, rows, group, key, what, cfg, run, temperature, top_k
             say(line)
     out = model.generate(weights, run.shape, run.layout, [row["prompt"] for row in rows], key, group=group,
                          max_answer=cfg.max_answer, temperature=temperature, top_k=top_k, top_p=top_p,
-                         progress=tell)
+                         at_once=run.at_once, progress=tell)
     return out, [run.tokenizer.decode(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"])]
 
 def group_advantages(rewards, npq, kind):
@@ -996,6 +996,8 @@ def set_up(cfg):
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     longest = max(len(row["prompt"]) for row in rows + held_out)
     width = row_width(longest + cfg.max_answer, mesh)
+    at_once = model.rows_that_fit(shape, layout, cfg.dtype, model.bucket(longest) + cfg.max_answer,
+                                  on_device(abstract_state(cfg, shape, mesh)))
     checkpoint, logger = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape), None
     if cfg.wandb and jax.process_index() == 0:
         with stop_on(Exception, f"--wandb {cfg.wandb} wants wandb and WANDB_API_KEY; mend or drop it"):
@@ -1008,7 +1010,8 @@ def set_up(cfg):
     check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
         directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
-        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, wandb=logger,
+        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, at_once=at_once,
+        wandb=logger,
         micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0,
         # of checkpoints: the newest step, its files; what is to be saved if the run ends, is being saved
         done=done, files=files, owed=json.loads(about.get("owed", "{}")), latest=(done, {}, None),
@@ -1210,8 +1213,7 @@ def plan_time(cfg, shape, layout, mesh):
     length, sequences, n = cfg.max_prompt + cfg.max_answer, cfg.batch * cfg.npq * hosts(mesh), mesh.size
     (weights, slot), device = model.bytes_read(shape, layout, cfg.dtype), mesh.devices.flat[0]
     resident, rows = on_device(abstract_state(cfg, shape, mesh)), -(-sequences // model.row_shards(layout))
-    free = model.device_memory(device) * 2 ** 30 - resident - weights
-    at_once = min(rows, model.rows_that_fit(shape, layout, cfg.dtype, length, free))
+    at_once = min(rows, model.rows_that_fit(shape, layout, cfg.dtype, length, resident))
     waves, chip = -(-rows // at_once), model.chip(device)
     B, held = at_once * model.row_shards(layout), resident / 2 ** 30
     gib, fits = compiled_gib(model.lower_decode(shape, layout, jnp.dtype(cfg.dtype), B, length), mesh)
