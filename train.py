@@ -1212,24 +1212,25 @@ def plan_time(cfg, shape, layout, mesh):
     """Print what a step takes where all prompts and answers have their full length, with the arithmetic."""
     length, sequences, n = cfg.max_prompt + cfg.max_answer, cfg.batch * cfg.npq * hosts(mesh), mesh.size
     (weights, slot), device = model.bytes_read(shape, layout, cfg.dtype), mesh.devices.flat[0]
-    resident, rows = on_device(abstract_state(cfg, shape, mesh)), -(-sequences // model.row_shards(layout))
-    at_once = min(rows, model.rows_that_fit(shape, layout, cfg.dtype, length, resident))
-    waves, chip = -(-rows // at_once), model.chip(device)
-    B, held = at_once * model.row_shards(layout), resident / 2 ** 30
-    gib, fits = compiled_gib(model.lower_decode(shape, layout, jnp.dtype(cfg.dtype), B, length), mesh)
+    resident, shards = on_device(abstract_state(cfg, shape, mesh)), model.row_shards(layout)
+    most, chip = model.rows_that_fit(shape, layout, cfg.dtype, length, resident), model.chip(device)
+    waves, _ = model.plan_waves(sequences, shards, cfg.npq, most)
+    rows, at_once, held = sequences // shards, waves[0].shape[1], resident / 2 ** 30
+    decode = model.lower_decode(shape, layout, jnp.dtype(cfg.dtype), at_once * shards, length)
+    gib, fits = compiled_gib(decode, mesh)
     fits &= gib + held <= model.device_memory(device)
     say(f"rollout, {layout.kind}: {rows} rows per device, {at_once} at once: {gib + held:.2f} GiB, "
         f"{held:.2f} of it parameters and optimizer" + "; too much" * (not fits))
     if not chip.flops:
         return say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
     cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
-    rollout = cfg.max_answer * (waves * weights + rows * cached) / chip.bandwidth
+    rollout = cfg.max_answer * (len(waves) * weights + rows * cached) / chip.bandwidth
     passes = cfg.ppo_epochs + (cfg.ppo_epochs * cfg.minibatches > 1) / 3  # a third: the forward that scores
     flops = model.flops(shape, [length]) * sequences * passes
     took = flops / (ASSUMED_MFU * chip.flops * n)
     say(f"a step, estimated, of prompts and answers of full length: {rollout + took:.1f} s\n"
-        f"  rollout {rollout:.1f} s = {cfg.max_answer} tokens x ({waves} x {weights / 1e9:.2f} GB of weights "
-        f"+ {rows} rows x {cached / 1e9:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
+        f"  rollout {rollout:.1f} s = {cfg.max_answer} tokens x ({len(waves)} x {weights / 1e9:.2f} GB of "
+        f"weights + {rows} rows x {cached / 1e9:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
         f"  update {took:.1f} s = {flops / 1e15:.2f} PFLOP of {sequences} x {length} tokens / "
         f"({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {n} devices)")
 
