@@ -1054,6 +1054,8 @@ def test_train_plan():
         assert text.splitlines()[-1] == "largest that fits: micro_batch 8", text
         assert "= 256 sequences per host, in 4 minibatches of at most 8 rows per device" in text, text
         assert "no estimate of the time" in text and os.listdir() == ["plan-here.jsonl"]
+        with mock.patch.object(model, "rows_that_fit", return_value=24):  # two waves, of as many rows
+            assert "32 rows per device, 16 at once" in plan("--micro_batch 8")
         most = rows[1]["gib"] + (rows[1]["gib"] - rows[0]["gib"]) / 4 * 2.5  # 10 rows, and not 11
         with mock.patch.object(model, "device_memory", return_value=most):
             text = plan("--max_answer 40 --sweep loss_impl=jax".split())
