@@ -999,21 +999,21 @@ def test_train_packing():
 def test_train_micro_batch_is_found():
     """By few compilations where memory is linear, by more where it is not; none where none fits."""
     asked = []
-    def find(gib, most, first, limit=30.1, told=True):
+    def find(gib, most, limit=30.1, told=True):
         asked.clear()
         def need(n):  # a failing TPU compilation tells an estimate
             asked.append(n)
             return (gib(n) if gib(n) <= limit or told else 99.0), gib(n) <= limit
-        return train.largest(need, limit, most, first)[0], len(asked)
+        return train.largest(need, limit, most)[0], len(asked)
     line, bent = lambda n: 7.2 + 0.3 * n, lambda n: 7.2 + 0.28 * n + 0.0002 * n * n + 0.1 * (n % 3)
-    assert find(line, 1024, 8) == (76, 3) and find(line, 64, 64) == (64, 1)
-    assert find(line, 300, 300) == (76, 3) and find(line, 300, 300, told=False)[0] == 76
+    assert find(line, 1024) == find(line, 300) == (76, 3) and find(line, 64) == (64, 1)
+    assert find(line, 300, told=False)[0] == 76
     for limit in 8.0, 9.9, 17.3, 44.0:
         best = max(n for n in range(1, 999) if bent(n) <= limit)
-        for most, first in (500, 8), (500, 500), (best, best), (best + 1, best + 1):
-            found, count = find(bent, most, first, limit)
+        for most in 1000, 500, best, best + 1:
+            found, count = find(bent, most, limit)
             assert bent(found) <= limit and found >= best - 2 and count <= 12, (limit, found, best, asked)
-    assert find(lambda n: 40.0 + n, 64, 64)[0] == 0
+    assert find(lambda n: 40.0 + n, 64)[0] == 0
 
 def test_train_chooses_what_fits():
     """By the compiler's word for what is here; the search is spared the next time, and mistakes are told."""

@@ -1139,14 +1139,14 @@ def needed(micro_batch, width, cfg, shape, mesh):
     gib = max(gib for gib, _ in both)
     return gib, all(fits for _, fits in both) and gib <= model.device_memory(mesh.devices.flat[0])
 
-def largest(need, limit, most, first):
+def largest(need, limit, most):
     """The largest micro-batch up to `most` that fits by need(n) -> (GiB, fits), 0 if none, and all that was
-    asked: `first`, another, where the line through the two meets the limit, and that is confirmed."""
-    tried, low, high, guess = {}, 0, most + 1, min(first, most)
+    asked: `most`, a small one, where the line through the two meets the limit, and that is confirmed."""
+    tried, low, high, guess = {}, 0, most + 1, most  # TPU compilers soon tell what is too much
     while low + 1 < high:
         tried[guess] = need(guess)
         low, high = (guess, high) if tried[guess][1] else (low, guess)
-        guess = 2 * low or max(1, min(8, guess // 4))
+        guess = max(1, min(8, guess // 4))
         if len(tried) > 1:
             a, b = (low, high) if low and high in tried else sorted(tried)[:2]
             x, y = tried[a][0], tried[b][0]
@@ -1169,7 +1169,7 @@ def choose_micro_batch(cfg, shape, mesh, width):
     with contextlib.suppress(model.CheckpointError):
         found = model.read_json(remembered)
     if key not in found:
-        chosen, tried = largest(lambda n: needed(n, width, cfg, shape, mesh), limit, most, most)
+        chosen, tried = largest(lambda n: needed(n, width, cfg, shape, mesh), limit, most)
         found[key] = [chosen, *(tried.get(n, [0])[0] for n in (chosen, most))]
         if chosen < most:  # or there is no search to be spared
             with contextlib.suppress(OSError):
@@ -1197,7 +1197,7 @@ def plan_memory(cfg, shape, mesh, width):
         low = cfg.micro_batch * tried[cfg.micro_batch][1]
     else:
         kept = shape.L * width * shape.D * jnp.dtype(cfg.dtype).itemsize / 2 ** 30  # at least, of a row
-        low, tried = largest(need, limit, int(min(1024, 1 + limit // kept)), 8)
+        low, tried = largest(need, limit, int(min(1024, 1 + limit // kept)))
     a, b = sorted(tried)[0], sorted(tried)[min(1, len(tried) - 1)]
     slope = (tried[b][0] - tried[a][0]) / max(1, b - a)
     say(f"{'micro_batch':>12} {'peak GiB':>10}")
