@@ -1018,17 +1018,23 @@ FLAGS = dict(  # model: of SIZES, or a directory; batch: rows in all; prompt, an
     model="3B", layout="auto", aot="", batch=128, npq=8, prompt=256, answer=1024, dtype="bfloat16",
     transformers=0)
 
+def computations(hlo):
+    """A compiled program's text -> {computation: {instruction: (type, op, operands, what it calls, a
+    parameter's number)}}, the entry and each root last."""
+    comps = {}
+    for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
+        lines = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)
+        comps[name] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]),
+                              (re.findall(r"(?:calls|body)=%([\w.-]+)", rest) or [0])[0], rest.split(")")[0])
+                       for name, kind, op, rest in lines}
+    return comps
+
 def loop_traffic(hlo, layers):
     """Of the decode loop in a compiled program's text -> bytes a step: [what instructions read and write in
     device memory, what collectives move, the largest copy or relayout]. Counted are operands and results of
     each top-level instruction of the loop's body, the inner loop's `layers` times; what is sliced or updated
     in place, as the slice; what lies in a TPU's VMEM, S(1), not at all, but for collectives."""
-    comps = {}  # computation -> {instruction: (type, op, operands, what it calls, a parameter's number)}
-    for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
-        lines = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)  # root last
-        comps[name] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]),
-                              (re.findall(r"(?:calls|body)=%([\w.-]+)", rest) or [0])[0], rest.split(")")[0])
-                       for name, kind, op, rest in lines}
+    comps = computations(hlo)
     def arrays(kind):
         """[(bytes, in device memory?)] of a type."""
         found = re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", kind)

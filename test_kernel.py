@@ -1478,6 +1478,21 @@ def test_train_killed_runs_are_the_undisturbed_one():
 def test_train_killed_processes_bring_all_down_and_resume():
     check_kills(1, 2)
 
+def test_train_ends_when_a_host_falls_silent():
+    """Process 0 stops, its connections stay open, as when a host loses its power."""
+    log = (out := new_directory() / "run").with_suffix(".log")
+    runs = start_run(out, 2, LIVES + " --steps 99")
+    try:
+        assert until(lambda: "| gnorm" in log.read_text(errors="replace"), runs), log.read_text()
+        runs[0].send_signal(signal.SIGSTOP)
+        began = time.time()
+        assert runs[1].wait(60)  # its exit code
+        figure(f"the other ended with {runs[1].returncode} after {time.time() - began:.0f} s")
+    finally:
+        for process in runs:
+            process.kill()
+            process.wait()
+
 def soak_kills():
     check_kills(20, 1)
     check_kills(20, 4)
@@ -1597,6 +1612,37 @@ def test_train_goes_on_when_the_disk_is_full():
     finally:
         subprocess.run(["umount", "--lazy", disk])
 
+def test_train_lines_that_wait_for_room_outlive_a_kill():
+    """The disk takes no lines of some steps; the run ends after step 3, in two ways, before or after it takes
+    them; what waits is in the checkpoint, and found once in the resumed run's files."""
+    flags, real_finish, real_open = arguments([LIVES, "--steps 3 --out run"]), train.finish, open
+    def finish(step, state, metrics, cfg, run):
+        now["full"] = step in now["steps"]
+        real_finish(step, state, metrics, cfg, run)
+        if step == 3 and now["end"] == "kill":
+            train.settle(cfg, run)
+            raise KeyboardInterrupt
+        if step == 3 and now["end"] == "signal":
+            signal.raise_signal(signal.SIGTERM)
+    def open_or_fail(path, mode="r", *args, **options):
+        if now["full"] and mode == "ab":
+            raise OSError(28, "No space left on device")
+        return real_open(path, mode, *args, **options)
+    top = new_directory()
+    for i, (steps, end) in enumerate([((), ""), ((2,), "kill"), ((2, 3), "signal")]):
+        (top / str(i)).mkdir()
+        with (contextlib.chdir(top / str(i)), mock.patch.object(train, "finish", finish),
+              mock.patch.object(train, "open", open_or_fail, create=True)):
+            now = dict(steps=steps, end=end, full=False)
+            if end:
+                with assert_raises((KeyboardInterrupt, SystemExit)):
+                    train.main(flags)
+                now = dict(steps=(), end="", full=False)
+                missing = [m["step"] for m in read_jsonl("run/metrics.jsonl")] == [1]
+                assert missing == (steps == (2, 3)), (steps, end)
+            train.main(flags)
+        same_run(top / str(i) / "run", top / "0/run")
+
 def test_train_skips_what_is_not_finite():
     """Such an update changes nothing, bit for bit; it is counted; ten in a row end the run."""
     cfg = train.Config(dtype="float32", attention="blockwise", loss_impl="jax", max_answer=12)
@@ -1618,17 +1664,20 @@ def test_train_skips_what_is_not_finite():
     real, count = train.group_advantages, Counter()
     def spoilt(*args):
         count["calls"] += 1
+        if count["calls"] == ended:
+            signal.raise_signal(signal.SIGTERM)
         return real(*args) * (np.nan if count["calls"] in bad_steps else 1) + (
             np.nan if count["calls"] in bad_steps else 0)
     with contextlib.chdir(new_directory()), mock.patch.object(train, "group_advantages", spoilt):
         with contextlib.redirect_stdout(io.StringIO()):
-            bad_steps = {2}
+            bad_steps, ended = {2}, 13
             train.main([*flags, "once"])
             rows = read_jsonl("once/metrics.jsonl")
             assert [m["skipped"] for m in rows] == [0] * 3 + [2] + [0] * 7 and rows[3]["loss"] is None, rows
             bad_steps = range(99)
-            with assert_raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as err:
-                train.main([*flags, "always"])
+            for _ in range(2):  # the run and, after a signal in step 6, the rest of it
+                with assert_raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as err:
+                    train.main([*flags, "always"])
     text = err.getvalue()
     assert end.exception.code == 1 and "10 updates in a row, up to step 7" in text, text
     assert "always/step_000006; " in text and "Traceback" not in text, text
@@ -1954,6 +2003,17 @@ def test_train_uses_every_flag():
     assert fields == read & fields, f"read nowhere: {fields - read}"
     assert read <= fields, f"not a flag: {read - fields}"
     assert set(train.TINY) <= fields and train.FREE <= fields and len(fields) <= 55
+    for flags, wanted in (
+            ("--sft_lr 1 --sft_steps 0 --b2 0.9", ["sft_steps = 0, so nothing reads --sft_lr"]),
+            ("--steps 0 --beta 0.1 --lr 1e-3 --decay linear", ["steps = 0, so nothing reads --lr, --beta"]),
+            ("--steps 0 --sft_steps 0 --lr 1 --keep 3", ["steps = 0, so nothing reads --lr",
+                                                         "there are no steps, so nothing reads --keep"]),
+            ("--optimizer sgd --b2 0.9", ["optimizer = sgd, so nothing reads --b2"]),
+            ("--data x.jsonl --eval_n 9", ["there is no --eval_data, so nothing reads --eval_n"]),
+            ("--data x.jsonl --eval_data y.jsonl --eval_n 9", [])):
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            train.parse(flags.split())
+        assert err.getvalue().splitlines() == [f"train.py: {text}" for text in wanted], err.getvalue()
     figure(f"{len(fields)} flags")
 
 def test_train_readme_names_what_exists():

@@ -144,6 +144,7 @@ def parse(argv):
     for name in "model", "data", "plan":
         check(flags.get(name, "-").strip(), f"--{name} is given nothing; name one, or drop the flag")
     check_flags(cfg)
+    tell_unread(cfg, {} if cfg.plan else flags)
     names = [os.path.basename(name.rstrip("/")).removesuffix(".jsonl") for name in (cfg.data, cfg.model)]
     out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/")) or f"out/{'-'.join(names).replace(':', '-')}"
     return dataclasses.replace(cfg, out=out)
@@ -175,6 +176,24 @@ def check_flags(cfg):
     check(cfg.eval_temperature or (cfg.top_k, cfg.top_p) == (0, 1), f"top_k = {cfg.top_k} and top_p = "
           f"{cfg.top_p} are for sampled evaluation: add --eval_temperature 1, or drop them; rollouts sample "
           "the whole distribution, whose log-probs the loss computes")
+
+def tell_unread(cfg, given):
+    """Name those flags of the given ones that nothing reads while others are as they are."""
+    for holds, why, names in (
+            (cfg.steps == 0, "steps = 0",
+             "lr clip_low clip_high beta is_cap entropy_bonus advantage eval_every"),
+            (cfg.sft_steps == 0, "sft_steps = 0", "sft_lr"),
+            (cfg.steps + cfg.sft_steps == 0, "there are no steps",
+             "temperature warmup decay optimizer b2 weight_decay grad_clip loss_agg ppo_epochs minibatches "
+             "micro_batch loss_impl remat offload save_every keep"),
+            (cfg.optimizer == "sgd", "optimizer = sgd", "b2"),
+            (eval_data(cfg) == "none", "there is no --eval_data", "eval_every eval_n eval_temperature")):
+        unread = [f"--{name}" for name in names.split() if holds and name in given]
+        if unread:
+            warn(f"{why}, so nothing reads {', '.join(unread)}")
+
+def eval_data(cfg):
+    return cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
 
 # ---------------------------------------------------------------- questions
 def worked_sum(a, b, carry=True):
@@ -812,11 +831,16 @@ def newest_checkpoint(cfg):
           f"{n}, and not all their files; --out must be a directory that all processes share, or gs://")
     return 0, [], {}
 
-def write_checkpoint(step, shards, cfg, run, owed=None):
-    """-> whether it was written. All that the state does not hold follows from flags and step; owed: metrics
-    of a step that lack its evaluation."""
-    about = {"run": str(run.id), "step": str(step), "config": json.dumps(dataclasses.asdict(cfg)),
-             "commit": commit()} | ({"owed": json.dumps(owed)} if owed else {})
+def about_checkpoint(step, cfg, run, owed=None):
+    """What it keeps beside the state; all else follows from flags and step. owed: metrics of a step that lack
+    its evaluation; skipped: updates in a row; unwritten: lines that wait for room on the disk."""
+    kept = {"config": dataclasses.asdict(cfg), "owed": owed, "skipped": run.skipped,
+            "unwritten": run.unwritten}
+    return {"run": str(run.id), "step": str(step), "commit": commit()} | {
+        k: json.dumps(v) for k, v in kept.items()}
+
+def write_checkpoint(step, shards, about, cfg):
+    """-> whether it was written."""
     try:
         model.save_shards(shards, f"{cfg.out}/step_{step:06}", about)
         return mirror(cfg)
@@ -833,7 +857,8 @@ def save(step, state, cfg, run):
     beside = everywhere(room > 2 * sum(a.nbytes for a in shards.values())).all()
     if beside:  # the next update takes those on the devices
         shards = {key: np.array(a, order="C") for key, a in shards.items()}
-    run.saving = step, run.writer.submit(write_checkpoint, step, shards, cfg, run)
+    about = about_checkpoint(step, cfg, run)
+    run.saving = step, run.writer.submit(write_checkpoint, step, shards, about, cfg)
     if not beside:
         settle(cfg, run)
 
@@ -882,7 +907,8 @@ def rescue(cfg, run):
         run.done = run.saving[0]
     step, state, owed = run.latest
     taken = any(a.is_deleted() for a in jax.tree.leaves(state))
-    if step > run.done and not taken and write_checkpoint(step, model.shards_of(state), cfg, run, owed):
+    if step > run.done and not taken and write_checkpoint(
+            step, model.shards_of(state), about_checkpoint(step, cfg, run, owed), cfg):
         run.done = step
     return f"step {run.done} is saved; start again, and it resumes" if run.done else "nothing is saved yet"
 
@@ -990,8 +1016,7 @@ def set_up(cfg):
     say(f"rollout: {why}")
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
     rows = with_prompts(cfg.data, False, tokenizer, cfg)
-    eval_data = cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
-    held_out = [] if eval_data == "none" else with_prompts(eval_data, True, tokenizer, cfg)
+    held_out = [] if eval_data(cfg) == "none" else with_prompts(eval_data(cfg), True, tokenizer, cfg)
     examples = [row for row in rows if len(row["told"]) <= cfg.max_answer]
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     longest = max(len(row["prompt"]) for row in rows + held_out)
@@ -1014,9 +1039,10 @@ def set_up(cfg):
         wandb=logger,
         micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0,
         # of checkpoints: the newest step, its files; what is to be saved if the run ends, is being saved
-        done=done, files=files, owed=json.loads(about.get("owed", "{}")), latest=(done, {}, None),
-        saving=None, writer=ThreadPoolExecutor(1), id=int(everywhere(int(time.time()))[0]), signal=0,
-        skipped=0, unwritten={})
+        done=done, files=files, latest=(done, {}, None), saving=None, writer=ThreadPoolExecutor(1),
+        id=int(everywhere(int(time.time()))[0]), signal=0,
+        **{k: json.loads(about.get(k, "null")) or empty
+           for k, empty in (("owed", {}), ("skipped", 0), ("unwritten", {}))})
 
 def load_state(cfg, run):
     """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
@@ -1032,12 +1058,20 @@ def load_state(cfg, run):
         if cfg.beta:
             state["ref"] = reference(params, cfg.dtype)
         state["params"] = jax.device_put(params, places["params"])
-    for name in ("metrics.jsonl", "samples.jsonl") if jax.process_index() == 0 else ():
-        last = lambda row: run.done - bool(run.owed and ("eval" in row or name == "metrics.jsonl"))
-        kept = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= last(row)]
-        with model.written(f"{cfg.out}/{name}") as f:  # what came after the checkpoint will come again
-            f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
+    if jax.process_index() == 0:
+        cut_back(cfg, run)
     return state
+
+def cut_back(cfg, run):
+    """Let metrics and samples end at the checkpoint: what came after it will come again."""
+    for name in "metrics.jsonl", "samples.jsonl":
+        last = lambda row: run.done - bool(run.owed and ("eval" in row or name == "metrics.jsonl"))
+        written = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= last(row)]
+        waited = [row for row in map(json.loads, run.unwritten.pop(name, [])) if row["step"] <= last(row)]
+        both = next(n for n in range(len(waited), -1, -1) if written[len(written) - n:] == waited[:n])
+        with model.written(f"{cfg.out}/{name}") as f:  # both: what found room after the checkpoint
+            f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                         for row in written + waited[both:])
 
 # ---------------------------------------------------------------- evaluation and metrics
 def evaluate(params, step, cfg, run):
@@ -1376,6 +1410,8 @@ def train(cfg, run):
         note_skipped(step, norms, cfg, run)
         finish(step, state, metrics, cfg, run)
     settle(cfg, run)
+    for name in run.unwritten:  # there may be room by now
+        write_jsonl(cfg, run, name, [])
     if total:
         write_final(cfg, run, state["params"])
     if host == 0:
