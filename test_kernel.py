@@ -2005,7 +2005,7 @@ def test_train_uses_every_flag():
     assert set(train.TINY) <= fields and train.FREE <= fields and len(fields) <= 55
     for flags, wanted in (
             ("--sft_lr 1 --sft_steps 0 --b2 0.9", ["sft_steps = 0, so nothing reads --sft_lr"]),
-            ("--steps 0 --beta 0.1 --lr 1e-3 --decay linear", ["steps = 0, so nothing reads --lr, --beta"]),
+            ("--steps 0 --is_cap 1 --lr 1e-3 --decay linear", ["steps = 0, so nothing reads --lr, --is_cap"]),
             ("--steps 0 --sft_steps 0 --lr 1 --keep 3", ["steps = 0, so nothing reads --lr",
                                                          "there are no steps, so nothing reads --keep"]),
             ("--optimizer sgd --b2 0.9", ["optimizer = sgd, so nothing reads --b2"]),
@@ -2172,6 +2172,22 @@ def test_launch_resumes_after_a_preemption():
     for step in ("step_000007", "step_000008"):
         assert {p.name for p in (stub / "gs/bucket/run" / step).iterdir()} == {
             f"shards-0000{i}-of-00002.safetensors" for i in range(2)}, step
+
+def test_launch_a_bucket_loses_nothing():
+    """An evaluation alone is sent too; what is newer here, as nothing could be sent, is not replaced."""
+    stub, here = cloud()[1], new_directory()
+    (stub / "gs/other").mkdir(parents=True)
+    ours, sent = here / "out/gs/other/run", stub / "gs/other/run"
+    google = dict(PATH=f"{HERE}/.ci:{os.environ['PATH']}", GCLOUD_STUB=str(stub))
+    flags = arguments(["--steps 0 --sft_steps 0 --eval_n 8 --out gs://other/run"])
+    run(sys.executable, HERE / "train.py", *flags, cwd=here, **google)
+    assert "eval/solved" in read_jsonl(sent / "metrics.jsonl")[0]
+    (ours / "metrics.jsonl").write_text("newer")
+    (ours / "samples.jsonl").unlink()
+    with contextlib.chdir(here), mock.patch.dict(os.environ, google):
+        assert train.mirror(train.Config(out="out/gs/other/run"), back=True)
+    assert (ours / "metrics.jsonl").read_text() == "newer"
+    assert (ours / "samples.jsonl").read_bytes() == (sent / "samples.jsonl").read_bytes() != b""
 
 def test_launch_explains_what_gcloud_refuses():
     stub = cloud()[1]

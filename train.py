@@ -180,12 +180,10 @@ def check_flags(cfg):
 def tell_unread(cfg, given):
     """Name those flags of the given ones that nothing reads while others are as they are."""
     for holds, why, names in (
-            (cfg.steps == 0, "steps = 0",
-             "lr clip_low clip_high beta is_cap entropy_bonus advantage eval_every"),
+            (cfg.steps == 0, "steps = 0", "lr is_cap entropy_bonus advantage eval_every"),
             (cfg.sft_steps == 0, "sft_steps = 0", "sft_lr"),
             (cfg.steps + cfg.sft_steps == 0, "there are no steps",
-             "temperature warmup decay optimizer b2 weight_decay grad_clip loss_agg ppo_epochs minibatches "
-             "micro_batch loss_impl remat offload save_every keep"),
+             "temperature warmup decay b2 weight_decay grad_clip loss_agg ppo_epochs remat save_every keep"),
             (cfg.optimizer == "sgd", "optimizer = sgd", "b2"),
             (eval_data(cfg) == "none", "there is no --eval_data", "eval_every eval_n eval_temperature")):
         unread = [f"--{name}" for name in names.split() if holds and name in given]
@@ -753,10 +751,13 @@ def write_jsonl(cfg, run, name, rows):
         try:
             with open(f"{cfg.out}/{name}", "ab", buffering=0) as f:
                 end = f.tell()
-                if f.write(text) < len(text):
+                try:
+                    if f.write(text) < len(text):
+                        raise OSError("no room")
+                    os.fsync(f.fileno())
+                except OSError:
                     f.truncate(end)
-                    raise OSError("no room")
-                os.fsync(f.fileno())
+                    raise
             waiting.clear()
         except OSError as e:
             warn(f"{cfg.out}/{name} cannot be written: {first_line(e)}; {len(waiting)} lines wait")
@@ -777,7 +778,7 @@ def mirror(cfg, back=False):
     others = [rf".*shards-(?!{me:05})\d+-of-{n:05}", r".*\.tmp", ".*tiny-seed"]
     others += [f"(?!.*shards-{me:05}-of-{n:05})"] * (me > 0 and not back)
     command = ["gcloud", "storage", "rsync", "--recursive", "--exclude", "|".join(others), *ends]
-    command += ["--delete-unmatched-destination-objects"] * (not back)
+    command += ["--skip-if-dest-has-newer-mtime" if back else "--delete-unmatched-destination-objects"]
     code, text = subprocess.getstatusoutput(shlex.join(command))
     if code == 0 or back and "Did not find existing container" in text:  # a new run
         return True
@@ -929,7 +930,6 @@ def write_final(cfg, run, params):
             model.sync(f"{final}.tmp/{name}")
         shutil.rmtree(final, ignore_errors=True)
         os.rename(final + ".tmp", final)
-    mirror(cfg)
 
 # ---------------------------------------------------------------- what a person sees
 # the line of a step, of its metrics: fixed order, greppable
@@ -1068,10 +1068,11 @@ def cut_back(cfg, run):
         last = lambda row: run.done - bool(run.owed and ("eval" in row or name == "metrics.jsonl"))
         written = [row for row in read_jsonl(cfg, name) if run.done and row["step"] <= last(row)]
         waited = [row for row in map(json.loads, run.unwritten.pop(name, [])) if row["step"] <= last(row)]
-        both = next(n for n in range(len(waited), -1, -1) if written[len(written) - n:] == waited[:n])
-        with model.written(f"{cfg.out}/{name}") as f:  # both: what found room after the checkpoint
-            f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n"
-                         for row in written + waited[both:])
+        place = lambda row: (row["step"], "eval" in row)
+        if waited:  # some may have found room after the checkpoint
+            written = [row for row in written if place(row) < place(waited[0])]
+        with model.written(f"{cfg.out}/{name}") as f:
+            f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in written + waited)
 
 # ---------------------------------------------------------------- evaluation and metrics
 def evaluate(params, step, cfg, run):
@@ -1414,6 +1415,7 @@ def train(cfg, run):
         write_jsonl(cfg, run, name, [])
     if total:
         write_final(cfg, run, state["params"])
+    mirror(cfg)
     if host == 0:
         report(cfg, time.time() - began)
 
