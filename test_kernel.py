@@ -770,10 +770,11 @@ def test_grpo_loss_equals_numpy():
     figure("max error: " + "; ".join(f"{k} {max(errors):.0e}" for k, errors in worst.items()))
 
 def test_grpo_loss_of_absent_vectors():
-    """Each of old, sampler, ref absent or present, with and without KL and cap: algebra, the same for all."""
+    """Each of old, sampler, ref absent or present, with and without KL and cap: algebra, the same for all.
+    Without old the ratio is at the bound of the clip, here 1, and the gradient whole."""
     errors = {}
     for i, have in enumerate(["old sampler", "old ref", "old", "sampler ref", "sampler", "ref", ""]):
-        knobs = {"clip_low": 0.1, "beta": 0.0 if i == 1 else 0.2, "is_cap": 0.0 if i == 3 else 1.2}
+        knobs = {"clip_low": 0.0, "beta": 0.0 if i == 1 else 0.2, "is_cap": 0.0 if i == 3 else 1.2}
         inputs = loss_inputs(45, 37, 1.3, i, ("weight", "advantage", *have.split()))
         errors[have], _ = check_loss("jax", inputs, 1.3, entropy_bonus=0.0, **knobs)
     check_errors(errors, 1e-5)
@@ -2414,6 +2415,13 @@ def test_aot_static_estimate():
     figure(f"forward {times[0]:.2f} ms, backward {times[1]:.2f}, sum {sum(times):.2f}; three GEMMs: 8.33")
 
 # ---------------------------------------------------------------- run
+def teardown_function(_):
+    """After each test, pytest's too: Linux gives a process 65,530 mappings, and all that the tests compile
+    takes more. Only when half are gone, as tests share what they compile."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > 65530 // 2:
+        jax.clear_caches()
+
 def main(words):
     names = {(): "test_(?!train_|launch_|aot_)", ("all",): "test_"}.get(
         tuple(words), f"(?=test_|soak_).*({'|'.join(map(re.escape, words))})")
@@ -2434,6 +2442,7 @@ def main(words):
             result, word, text = "failed", "FAIL", " ".join(f"{type(e).__name__} {e}".split())[:200]
         count[result] += 1
         print(word, name, text, flush=True)
+        teardown_function(test)
     print(", ".join(f"{n} {result}" for result, n in count.items()))
     return 1 if count["failed"] else 0 if tests else 2
 
