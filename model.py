@@ -1072,9 +1072,8 @@ def loop_traffic(hlo, layers):
         moves = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "convert"}
         free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
         for name, (kind, op, operands, calls, _) in comps[comp].items():
-            types, inside = [arrays(comps[comp][o][0]) for o in operands], {op}
-            if op == "fusion":
-                inside = {inner[1] for inner in comps[calls].values()}
+            types = [arrays(comps[comp][o][0]) for o in operands]
+            inside = {inner[1] for inner in comps[calls].values()} if op == "fusion" else {op}
             if op == "while":
                 more = walk(calls)
                 total = np.append(total[:2] + layers * more[:2], max(total[2], more[2]))

@@ -5,9 +5,10 @@
     python test_kernel.py NAME [NAME]   those whose name contains a NAME; soak: long runs, only so
     pytest test_kernel.py               all, under pytest
 
-On stdout: `ok NAME figure`, `skip NAME reason` or `FAIL NAME reason` a test, then the count; on stderr what
-the tested code prints, and tracebacks. Exits with 1 after a failure, 2 when no name matches. Tests that need
-torch, transformers or ../shared skip where that is not. A CPU shows as eight devices, for real meshes.
+On stdout: `ok NAME figure`, `skip NAME reason` or `FAIL NAME reason` a test and its seconds, then the
+count; on stderr what the tested code prints, and tracebacks. Exits with 1 after a failure, 2 when no name
+matches. Tests that need torch, transformers or ../shared skip where that is not. A CPU shows as eight
+devices, for real meshes; there `all` runs in two processes: most of a test is compiling, on one core.
 """
 
 import os
@@ -16,9 +17,10 @@ os.environ.setdefault("NPROC", "32")  # XLA's threads: with one a core, collecti
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # float32 is float32 on a GPU and a TPU too
 
 import ast, atexit, contextlib, dataclasses, fractions, glob, http.server, importlib, io, itertools, json
-import math, random, re, traceback, tracemalloc
+import math, multiprocessing, random, re, traceback, tracemalloc
 import shlex, shutil, signal, subprocess, sys, tempfile, threading, time  # files and processes
 from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +82,11 @@ def mesh(dp=1, fsdp=1, tp=1):
 def read_jsonl(path):
     with open(path, encoding="utf-8") as f:
         return [json.loads(line) for line in f]
+
+def compiled():
+    """The environment of a process that finds what others compiled, and leaves what it compiles."""
+    return dict(JAX_COMPILATION_CACHE_DIR=f"{scratch().name}/c",
+                JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
 
 def run(*command, code=0, cwd=HERE, **env):
     """The output of a process on the CPU, which must end with this exit code."""
@@ -174,11 +181,14 @@ def generate(params, cfg, prompts, max_answer, on=None, kind="replicated", seed=
     return model.generate(
         weights, cfg, layout, prompts, jax.random.key(seed), max_answer=max_answer, **options)
 
+@partial(jax.jit, static_argnames=("how", "tp"))
+def compiled_sample(z_BV, u_B, how, tp):
+    return jax.shard_map(lambda z, u: model.sample(z, u, *how), mesh=mesh(tp=tp), check_vma=False,
+                         in_specs=(P(None, "tp"), P()), out_specs=P())(z_BV, u_B)
+
 def sample(z_BV, u_B, *how, tp=1):
     """model.sample, with the vocabulary on so many devices."""
-    draw = jax.shard_map(lambda z, u: model.sample(z, u, *how), mesh=mesh(tp=tp), check_vma=False,
-                         in_specs=(P(None, "tp"), P()), out_specs=P())
-    return jax.jit(draw)(z_BV, u_B)
+    return compiled_sample(z_BV, u_B, how, tp)
 
 # ---------------------------------------------------------------- model.py against transformers
 HF_MODELS = {  # 7 and 2 queries per key/value head
@@ -879,7 +889,7 @@ def arguments(flags):
 
 def run_train(*flags, devices=1, code=0):
     return run(sys.executable, HERE / "train.py", *arguments(flags), code=code,
-               JAX_NUM_CPU_DEVICES=str(devices), HF_HOME=os.path.join(scratch().name, "hf"))
+               JAX_NUM_CPU_DEVICES=str(devices), HF_HOME=os.path.join(scratch().name, "hf"), **compiled())
 
 @cache
 def update_case(shape):
@@ -1381,15 +1391,23 @@ def test_train_end_to_end_and_resume():
         jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
     figure("resumed run bit for bit the undisturbed one")
 
-LIVES = ("--batch 4 --npq 4 --sft_steps 3 --minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 "
-         "--entropy_bonus 0.01 --save_every 2")
+@cache
+def taught():
+    """A model that writes answers, some of them right, so that what is trained from it earns rewards."""
+    run_train("--steps 0 --sft_steps 60 --batch 8 --eval_data none --out", out := new_directory())
+    return out / "final"
 
-def start_run(out, processes=1, flags=LIVES + " --steps 9", log=None):
-    """The processes of a run, their lines in a file beside `out` or another; what they compile is kept."""
-    port, env = 20000 + os.getpid() % 9000, dict(
-        os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // processes), PYTHONUNBUFFERED="1",
-        JAX_COMPILATION_CACHE_DIR=f"{scratch().name}/c", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
-    flags = arguments([flags, "--batch", 4 // processes, "--out", out])
+def lives(steps):
+    """The flags of a run to disturb: supervised steps, then so many with advantages and clipping."""
+    return (f"--model {taught()} --data arith --system= --max_prompt 32 --max_answer 40 --lr 3e-4 "
+            "--sft_lr 1e-3 --batch 4 --npq 4 --sft_steps 3 --minibatches 2 --eval_n 8 --eval_every 3 "
+            f"--beta 0.1 --entropy_bonus 0.01 --save_every 2 --steps {steps}")
+
+def start_run(out, processes=1, flags="", log=None):
+    """The processes of a run, their lines in a file beside `out` or another."""
+    port, env = 20000 + os.getpid() * 8 % 9000, os.environ | compiled() | dict(
+        JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(4 // processes), PYTHONUNBUFFERED="1")
+    flags = arguments([flags or lives(9), "--batch", 4 // processes, "--out", out])
     def start(i, log):
         together = f"--coordinator=127.0.0.1:{port}", f"--processes={processes}", f"--process_id={i}"
         return subprocess.Popen([sys.executable, HERE / "train.py", *flags, *together * (processes > 1)],
@@ -1449,15 +1467,17 @@ def same_run(out, calm):
     assert count(out) == count(calm), "samples lost or repeated"
 
 @cache
-def calm_run(processes, flags=LIVES + " --steps 9"):
+def calm_run(processes, flags=""):
     out = new_directory() / "calm"
     ends = [process.wait(900) for process in start_run(out, processes, flags)]
     assert not any(ends), Path(f"{out}.log").read_text()
     return out
 
-def check_kills(kills, processes):
-    flags = f"{LIVES} --steps {8 * (kills + 1)}"  # enough for as many lives
+def check_kills(kills, processes, others=""):
+    flags = f"{lives(8 * (kills + 1))} {others}"  # enough for as many lives
     calm = calm_run(processes, flags)
+    learning = [m for m in read_jsonl(calm / "metrics.jsonl") if m.get("group/zero_variance", 1) < 1]
+    assert len(learning) > 2 * kills, "no group's answers differ in reward: advantages are 0"
     struck = disturbed(calm.parent / "killed", kills, processes, flags)
     same_run(out := calm.parent / "killed", calm)
     figure(f"{processes} processes, ended: " + ", ".join(f"{n} {k}" for k, n in struck.items()))
@@ -1477,12 +1497,12 @@ def test_train_killed_runs_are_the_undisturbed_one():
         assert ids.tolist() == ours["tokens_BT"][i, :ours["lengths_B"][i]].tolist()
 
 def test_train_killed_processes_bring_all_down_and_resume():
-    check_kills(1, 2)
+    check_kills(1, 2, "--sft_steps 0 --eval_data none")  # all but process 0 compile in each life anew
 
 def test_train_ends_when_a_host_falls_silent():
     """Process 0 stops, its connections stay open, as when a host loses its power."""
     log = (out := new_directory() / "run").with_suffix(".log")
-    runs = start_run(out, 2, LIVES + " --steps 99")
+    runs = start_run(out, 2, lives(99))
     try:
         assert until(lambda: "| gnorm" in log.read_text(errors="replace"), runs), log.read_text()
         runs[0].send_signal(signal.SIGSTOP)
@@ -1616,7 +1636,7 @@ def test_train_goes_on_when_the_disk_is_full():
 def test_train_lines_that_wait_for_room_outlive_a_kill():
     """The disk takes no lines of some steps; the run ends after step 3, in two ways, before or after it takes
     them; what waits is in the checkpoint, and found once in the resumed run's files."""
-    flags, real_finish, real_open = arguments([LIVES, "--steps 3 --out run"]), train.finish, open
+    flags, real_finish, real_open = arguments([lives(3), "--out run"]), train.finish, open
     def finish(step, state, metrics, cfg, run):
         now["full"] = step in now["steps"]
         real_finish(step, state, metrics, cfg, run)
@@ -2084,7 +2104,7 @@ def launch(*args, code=0, clone=None, **env):
     """bash launch.sh ARGS in the clone; the homes of workers are folders of the stub."""
     stub, clone = cloud()[1], clone or cloud()[0]
     env = {"PATH": f"{stub}/bin:{HERE}/.ci:{os.environ['PATH']}", "PYTHON": f"{stub}/bin/python3.12"} | env
-    env["GCLOUD_STUB"] = str(stub)
+    env |= compiled() | {"GCLOUD_STUB": str(stub)}
     return run("bash", clone / "launch.sh", *arguments(args), code=code, cwd=clone, **env)
 
 def gcloud(*args):
@@ -2278,10 +2298,8 @@ def test_launch_without_running():
 
 def test_train_is_the_same_on_1_2_and_4_processes():
     """Eight devices on one, two and four processes: the same questions and keys, so the same three steps."""
-    warm = new_directory() / "warm"
-    run_train("--steps 0 --sft_steps 60 --batch 8 --eval_data none --out", warm)
     flags = ("--data arith --eval_data none --npq 4 --steps 3 --sft_steps 0 --max_prompt 32 --max_answer 40 "
-             "--lr 1e-4 --entropy_bonus 0.01 --save_every 0 --model", warm / "final", "--system", [""])
+             "--lr 1e-4 --entropy_bonus 0.01 --save_every 0 --model", taught(), "--system", [""])
     names = "loss reward/mean reward/std solved grad_norm len/answer truncated entropy".split()
     errors = {}
     for on in ("auto", "host_local"):
@@ -2301,7 +2319,7 @@ def test_train_is_the_same_on_1_2_and_4_processes():
 
 def test_train_refuses_processes_that_do_not_belong_together():
     """Only worker 0 started; another number of devices; another flag, another commit on one of two."""
-    port, out = 20000 + os.getpid() % 9000, new_directory() / "never"
+    port, out = 20000 + os.getpid() * 8 % 9000, new_directory() / "never"
     def start(i, n, job, *flags, **env):
         flags = [f"--coordinator=127.0.0.1:{port + job}", f"--processes={n}", f"--process_id={i}", *flags]
         return subprocess.Popen(
@@ -2422,15 +2440,13 @@ def teardown_function(_):
     if maps.exists() and maps.read_text().count("\n") > 65530 // 2:
         jax.clear_caches()
 
-def main(words):
-    names = {(): "test_(?!train_|launch_|aot_)", ("all",): "test_"}.get(
-        tuple(words), f"(?=test_|soak_).*({'|'.join(map(re.escape, words))})")
-    tests = {name: f for name, f in globals().items() if re.match(names, name)}
-    print(f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, Pallas kernels",
-          "interpreted" if tiles("pallas").interpret else "compiled", flush=True)
-    count = Counter(passed=0, failed=0, skipped=0)
-    for name, test in tests.items():
+def run_tests(names, niceness=0):
+    """Those whose name matches -> how many passed, failed, were skipped"""
+    os.nice(niceness)
+    count = Counter()
+    for name, test in [(name, f) for name, f in globals().items() if re.match(names, name)]:
         figure("")
+        began = time.time()
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 test()
@@ -2438,13 +2454,27 @@ def main(words):
         except SkipTest as e:
             result, word, text = "skipped", "skip", e
         except (Exception, SystemExit) as e:
-            traceback.print_exc()
+            sys.stderr.write(traceback.format_exc())
             result, word, text = "failed", "FAIL", " ".join(f"{type(e).__name__} {e}".split())[:200]
         count[result] += 1
-        print(word, name, text, flush=True)
+        print(f"{word} {name} {text} ({time.time() - began:.0f} s)\n", end="", flush=True)
         teardown_function(test)
-    print(", ".join(f"{n} {result}" for result, n in count.items()))
-    return 1 if count["failed"] else 0 if tests else 2
+    return count
+
+def main(words):
+    names = {(): "test_(?!train_|launch_|aot_)", ("all",): "test_"}.get(
+        tuple(words), f"(?=test_|soak_).*({'|'.join(map(re.escape, words))})")
+    print(f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, Pallas kernels",
+          "interpreted" if tiles("pallas").interpret else "compiled", flush=True)
+    if names == "test_" and jax.default_backend() == "cpu":
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(2, spawned) as two:  # one starts more, one yields
+            count = sum(two.map(run_tests, ("test_(train|launch)_", "test_(?!train_|launch_)"), (0, 10)),
+                        Counter())
+    else:
+        count = run_tests(names)
+    print(", ".join(f"{count[result]} {result}" for result in ("passed", "failed", "skipped")))
+    return 1 if count["failed"] else 0 if count else 2
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
