@@ -10,10 +10,12 @@
 #                                               such: up, setup and run in one; Ctrl-C detaches
 #   bash launch.sh TYPE up|setup|run|logs|status|stop|down|test [options]
 #     up: find or make the TPU VM; setup: send this tree and .env to all workers, install; run [flags]: start
-#     train.py on all, follow; logs: follow again; stop: SIGTERM; down: delete; test [names]: on worker 0
+#     train.py on all, follow; logs: follow again; stop: SIGTERM; down: delete; test [pytest arguments]: the
+#     loss, model and rollout on worker 0's TPU, with the compiled kernels
 #     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued  --yes (to down)
 #   bash launch.sh plan [TYPE] [flags]          what fits there, or here, how fast; takes no TPU
-#   bash launch.sh test [names] | setup         every test, or those with a name in theirs | only make .venv
+#   bash launch.sh test [pytest arguments]      the tests, in minutes; longer ones: -m slow, -m aot; see README
+#   bash launch.sh setup                        only make .venv
 #   bash launch.sh --dry-run ...                print the commands instead of running them
 # Flags are train.py's. gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K unless they say otherwise;
 # --out gs://bucket/run keeps checkpoints there. .env beside this file holds WANDB_API_KEY=.. and HF_TOKEN=..
@@ -49,6 +51,15 @@ setup() {
   run "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt" \
     ${extra:+"jax[$extra]"} || exit
   [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed"
+}
+# what the tests need too; .venv/installed-tests remembers
+setup_tests() {
+  local mark
+  setup
+  mark="$(cksum <"$here/tests/requirements.txt")"
+  if [ "$mark" = "$(cat "$venv/installed-tests" 2>/dev/null)" ]; then return; fi
+  run "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$here/tests/requirements.txt" || exit
+  [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
 }
 # train.py, with .env in its environment, where no ps and no log shows it
 train() {
@@ -363,7 +374,13 @@ case "$command" in
     platform=cpu # with libtpu, JAX would look for a TPU
     train --plan "$1" "${job[@]}" "${@:2}"
     ;;
-  test) setup; run "$venv/bin/python" -u "$here/test_kernel.py" "${@:-all}" ;;
+  test)
+    setup_tests
+    cd "$here" # whose pyproject.toml pytest reads
+    # two processes: most of a test is compiling, on one core
+    run env "JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}" "$venv/bin/python" -m pytest -n 2 --dist worksteal \
+      --durations 15 "$@"
+    ;;
   setup) setup ;;
   tpu)
     [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
@@ -380,7 +397,11 @@ case "$command" in
         exit "$code"
         ;;
       stop | status) say "$name in $zone is $state" && must workers all "bash launch.sh worker $action" ;;
-      test) workers 0 ".venv/bin/python -u test_kernel.py $([ $# -eq 0 ] || printf '%q ' "$@") 2>&1" ;;
+      test)
+        [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py
+        workers 0 ".venv/bin/python -m pip install -q 'pytest>=9,<10' && JAX_PLATFORMS=\${JAX_PLATFORMS:-tpu,cpu} \
+          .venv/bin/python -m pytest $(printf '%q ' "$@") 2>&1"
+        ;;
       down)
         [ -n "$yes" ] || read -r -p "delete $name in $zone? [y/N] " yes || :
         if [ "$yes" = y ]; then delete; else die 'nothing is deleted; --yes does it without asking'; fi

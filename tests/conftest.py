@@ -1,0 +1,298 @@
+"""What tests share: their environment, one compilation cache a session, small models with random
+weights, and ways to run train.py as a user would."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+# With libtpu installed JAX would look for a TPU. On one, `launch.sh TYPE test` says otherwise.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What one test compiled the next one finds, in the other pytest process and in runs of train.py
+# too. pytest's first process makes the directory, hands it down, and removes it at the end.
+MADE_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if MADE_CACHE:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="podgrpo-compiled-")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# First, as it sets JAX's environment: eight CPU devices, float32 products, little optimisation.
+from test_kernel import mesh, pytest_terminal_summary, relative  # noqa: F401, I001
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from safetensors.numpy import load_file, save_file
+
+import model
+import train
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# ---------------------------------------------------------------- pytest
+def pytest_report_header():
+    kernels = "compiled" if jax.default_backend() == "tpu" else "interpreted"
+    devices = f"{jax.device_count()} {jax.default_backend()} devices"
+    return f"jax {jax.__version__} on {devices}, Pallas kernels {kernels}"
+
+
+def pytest_runtest_teardown():
+    # Linux gives a process 65,530 memory mappings, and all that the tests compile takes more.
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_text().count("\n") > 65530 // 2:
+        jax.clear_caches()
+
+
+def pytest_unconfigure():
+    if MADE_CACHE:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+# ---------------------------------------------------------------- files
+def shared(path):
+    """A file of real data, which lies beside a checkout on the machines of its developers."""
+    found = ROOT.parent / "shared" / path
+    if not found.exists():
+        pytest.skip(f"../shared/{path} is not here")
+    return found
+
+
+def read_jsonl(path):
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def edit(path, change):
+    """Give a file other keys or tensors (a dict; None removes one) or other bytes.
+
+    None removes the file.
+    """
+    if change is None:
+        path.unlink()
+    elif isinstance(change, bytes):
+        path.write_bytes(change)
+    else:
+        is_tensors = path.suffix == ".safetensors"
+        content = load_file(path) if is_tensors else json.loads(path.read_text())
+        content = {key: value for key, value in (content | change).items() if value is not None}
+        if is_tensors:
+            save_file(content, path)
+        else:
+            path.write_text(json.dumps(content))
+
+
+def spoiled_copy(directory, copy, name, change):
+    """A copy of a directory, with the file `name` edited."""
+    shutil.copytree(directory, copy, dirs_exist_ok=True)
+    edit(copy / name, change)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory):
+    """The tiny model with its tokenizer, as a Hugging Face directory. Not to be changed."""
+    return Path(train.make_tiny(tmp_path_factory.mktemp("tiny") / "model", 1))
+
+
+# ---------------------------------------------------------------- numbers
+def check_errors(errors, bound, record_property, what="largest error"):
+    """Of {case: its error, or several} all are below the bound; the largest is printed at the end."""
+    worst = np.max([np.max(error) for error in errors.values()])  # NaN if one is
+    assert worst < bound, errors
+    record_property(what, f"{worst:.1e}")
+
+
+# ---------------------------------------------------------------- small models
+# Tied and untied embeddings, grouped and ungrouped queries, sizes that are no powers of two.
+TIED = model.ModelConfig(
+    V=203,
+    D=32,
+    F=48,
+    N=8,
+    K=2,
+    H=6,
+    L=3,
+    rope_theta=1e4,
+    rms_eps=1e-6,
+    tied=True,
+    max_positions=512,
+    stop_ids=(3, 50, 77),
+)
+UNTIED = model.ModelConfig(
+    V=331,
+    D=48,
+    F=32,
+    N=4,
+    K=4,
+    H=8,
+    L=2,
+    rope_theta=5e3,
+    rms_eps=1e-5,
+    tied=False,
+    max_positions=512,
+    stop_ids=(),
+)
+SMALL = dataclasses.replace(TIED, V=40, D=16, F=16, N=4, H=4, L=2)
+
+
+def random_weight(rng, name, shape, D):
+    """Biases are not 0 and norms not 1, so that one left out shows. Logits deviate by about 2."""
+    noise = rng.standard_normal(shape).astype(np.float32)
+    if "norm" in name:
+        return 1 + 0.3 * noise
+    if "bias" in name or "/b" in name:
+        return 0.5 * noise
+    return 2 * D**-0.5 * noise
+
+
+def random_weights(cfg, seed=0):
+    """{flat name: float32 NumPy array} of all parameters."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: random_weight(rng, name, shape, cfg.D) for name, shape in model.shapes(cfg).items()
+    }
+
+
+def place(weights, on):
+    """Flat NumPy weights -> nested parameters, sharded over a mesh."""
+    placed = {k: jax.device_put(w, NamedSharding(on, model.spec(k))) for k, w in weights.items()}
+    return model.nest(placed)
+
+
+def random_params(cfg, on):
+    return place(random_weights(cfg), on)
+
+
+def random_prompts(cfg, lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, cfg.V, n).tolist() for n in lengths]
+
+
+def load(directory, on=None):
+    """-> (parameters of a Hugging Face directory, its ModelConfig)"""
+    cfg = model.read_config(directory)
+    return model.load(model.Checkpoint(directory, cfg), on or mesh()), cfg
+
+
+@cache
+def compiled_forward(cfg, on, how):
+    return jax.jit(lambda params, rows: model.forward(params, cfg, on, rows, how)[0])
+
+
+def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
+    """model.forward of lists of ids, padded on the right; each is one sequence without `segments`."""
+    width = width or max(len(row) for row in rows)
+    positions = positions or [range(len(row)) for row in rows]
+    segments = segments or [[1] * len(row) for row in rows]
+    padded = {}
+    for name, lists in dict(tokens=rows, positions=positions, segments=segments).items():
+        padded[name] = np.zeros((len(rows), width), np.int32)
+        for i, values in enumerate(lists):
+            padded[name][i, : len(values)] = values
+    padded["filled"] = np.array([len(rows)], np.int32)
+    return compiled_forward(cfg, mesh(), model.How("float32"))(params, padded)
+
+
+def logits(params, cfg, tokens):
+    """[B, T, V] of the training forward."""
+    return np.asarray(hidden_states(params, cfg, tokens) @ model.head(params).T)
+
+
+def textbook_hidden(params, cfg, tokens, positions, segments):
+    """What model.forward gives, one unsharded layer after another, for JAX to differentiate."""
+    x_BTD = params["embed_VD"][tokens]
+    rope = model.rope_tables(jnp.asarray(positions), cfg)
+    causal = np.tri(tokens.shape[1], dtype=bool)
+    mask = (segments[:, :, None] == segments[:, None]) & causal
+    for i in range(cfg.L):
+        w = {name: a[i] for name, a in params["layers"].items()}
+        x_BTD, _ = model.layer(
+            cfg, x_BTD, w, rope, lambda q, k, v: (model.attention(q, k, v, mask), None)
+        )
+    return model.rms_norm(x_BTD, params["norm_D"], cfg.rms_eps)
+
+
+def generate(params, cfg, prompts, max_answer, on=None, kind="replicated", seed=0, **options):
+    """model.generate in float32, with the weights in the layout that it wants."""
+    layout, _ = model.rollout_layout(kind, cfg, on or mesh(), "float32")
+    weights = model.to_rollout(params, layout, "float32")
+    for name, a in model.flatten(weights).items():
+        wanted = NamedSharding(layout.mesh, model.rollout_spec(name, layout))
+        assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
+    key = jax.random.key(seed)
+    return model.generate(weights, cfg, layout, prompts, key, max_answer=max_answer, **options)
+
+
+# ---------------------------------------------------------------- train.py as a process
+# A run of two steps and one evaluation each, of the tiny model.
+TINY_FLAGS = "--batch 4 --npq 4 --steps 2 --sft_steps 1 --minibatches 2 --eval_n 8 --eval_every 1"
+
+
+def arguments(flags):
+    """The words of strings, which are split at blanks, and of lists and paths, which are not."""
+    words = []
+    for flag in flags:
+        if isinstance(flag, str):
+            words += flag.split()
+        elif isinstance(flag, list):
+            words += flag
+        else:
+            words.append(str(flag))
+    return words
+
+
+def run(*command, code=0, cwd=ROOT, **env):
+    """The output of a process on the CPU, which must end with this exit code."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"} | env
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=env,
+        cwd=cwd,
+        timeout=1200,
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == code, f"exit code {done.returncode}, wanted {code}:\n{text}"
+    return text
+
+
+def run_train(*flags, devices=1, code=0, **env):
+    """The output of `python train.py FLAGS` with so many CPU devices."""
+    command = [sys.executable, ROOT / "train.py", *arguments(flags)]
+    return run(*command, code=code, JAX_NUM_CPU_DEVICES=str(devices), **env)
+
+
+def refused(*flags):
+    """The message with which train.py, in this process, refuses its flags before weights load."""
+    held = len(jax.live_arrays())
+    with (
+        mock.patch.object(model, "load", side_effect=AssertionError("weights were loaded")),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as refusal,
+    ):
+        train.main(arguments(flags))
+    text = err.getvalue().strip()
+    assert refusal.value.code == 2, (flags, text)
+    assert text and text.count("\n") <= 1 and "Traceback" not in text, (flags, text)
+    assert len(jax.live_arrays()) <= held, f"{flags}: device memory was taken"
+    return text
+
+
+def without_times(rows):
+    """Metrics of steps, less what a clock or the machine's memory says."""
+    timed = ("time/", "throughput/", "rollout/", "memory/", "mfu")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]

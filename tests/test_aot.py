@@ -1,0 +1,249 @@
+"""Programs compiled for TPUs that are not here: their memory, traffic and cycles.
+
+Nothing is run, the figures are the TPU compiler's. No test compiles what another does, so that two
+pytest processes share them; those that take longest come first.
+"""
+
+import json
+import re
+import sys
+
+import pytest
+from conftest import ROOT, arguments, run, shared
+
+import kernel
+import model
+
+pytestmark = pytest.mark.aot
+
+
+def compile_elsewhere(*command, **options):
+    """What a Python program that compiles for TPUs prints. libtpu wants a process of its own."""
+    pytest.importorskip("libtpu")
+    # What makes other tests cheap is not for the TPU compiler. Matrix products have the precision
+    # that users have; in bfloat16, splash attention refuses more. And JAX cannot read programs for
+    # absent devices back from its compilation cache.
+    environment = dict(
+        XLA_FLAGS="",
+        JAX_DEFAULT_MATMUL_PRECISION="default",
+        JAX_ENABLE_COMPILATION_CACHE="false",
+    )
+    return run(sys.executable, *arguments(command), **environment, **options)
+
+
+# ---------------------------------------------------------------- the update
+ROW_TOKENS = 2048
+
+
+def update_gib(tmp_path, loss_impl, *micro_batches):
+    """{micro_batch: GiB a device} of the update of Qwen2.5-0.5B, float32 weights and AdamW."""
+    config = shared("qwen2.5/config-0.5B.json")
+    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    sweep = ",".join(map(str, micro_batches))
+    half = ROW_TOKENS // 2
+    printed = compile_elsewhere(
+        ROOT / "train.py",
+        f"--plan v6e-8 --max_prompt {half} --max_answer {half} --loss_impl {loss_impl}",
+        f"--sweep micro_batch={sweep}",
+        "--model",
+        tmp_path,
+        cwd=tmp_path,
+    )
+    rows = re.findall(r"^ +(\d+) +([\d.]+)  (?:fits|[\d.]+ GiB too much)$", printed, re.M)
+    found = {int(micro_batch): float(gib) for micro_batch, gib in rows}
+    assert list(found) == list(micro_batches), printed
+    return found
+
+
+def logits_gib(rows):
+    return rows * ROW_TOKENS * 151936 * 4 / 2**30
+
+
+def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_property):
+    gib = update_gib(tmp_path, "pallas", 8, 64)
+    gib_per_row = (gib[64] - gib[8]) / (64 - 8)
+    # Of a row, bfloat16 [layers, tokens, model].
+    layer_inputs = 24 * ROW_TOKENS * 896 * 2 / 2**30
+    assert layer_inputs < gib_per_row < 1.6 * layer_inputs, gib
+    assert gib[8] < logits_gib(8) / 2, gib
+    record_property("GiB a device", gib)
+    record_property("GiB a row", f"{gib_per_row:.3f}, {layer_inputs:.3f} of it its layers' inputs")
+
+
+def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
+    """With the test above: more than twice the memory of the update that never holds them."""
+    gib = update_gib(tmp_path, "full", 8)
+    assert gib[8] > logits_gib(8), gib
+    record_property("GiB a device", gib)
+
+
+# ---------------------------------------------------------------- the loss
+def loss_temp(flags):
+    """`python kernel.py FLAGS`, of absent TPUs -> {implementation: GB of temp a device}"""
+    printed = compile_elsewhere(ROOT / "kernel.py", flags)
+    found = re.findall(r"^\S+ (\w+) +temp ([\d.]+) GB", printed, re.M)
+    return {impl: float(gb) for impl, gb in found}
+
+
+# Half of all pairs: each chip and each width twice, each size of the vocabulary, both ends of the
+# widths on the chip with the least VMEM. Below, a v6e compiles the width 2,048 too.
+# fmt: off
+@pytest.mark.parametrize("chip, hidden, vocab", [
+    ("v4-8",        3584, 151643),
+    ("v5p-8",       3584, 152064),
+    ("v4-8",         896, 151643),
+    ("v5p-8",       2048, 151936),
+    ("v5litepod-8", 2048, 151643),
+    ("v5litepod-8", 1536, 152064),
+    ("v6e-8",       1536, 151936),
+    ("v6e-8",        896, 151643),
+])
+# fmt: on
+def test_pallas_kernels_compile(chip, hidden, vocab, record_property):
+    flags = f"--impl pallas --time 1024 --hidden {hidden} --vocab {vocab}"
+    temp = loss_temp(f"--aot {chip} {flags}")
+    assert list(temp) == ["pallas"]
+    record_property("GB of temp", temp["pallas"])
+
+
+# fmt: off
+@pytest.mark.parametrize("flags, most", [
+    ("--aot v6e-8 --time 8192 --impl jax,pallas", {"jax": 0.35, "pallas": 0.35}),
+    ("--aot v6e-1 --time 4096 --impl jax,pallas", {"jax": 0.65, "pallas": 0.65}),
+    ("--aot v6e-1 --time 4096 --impl pallas --block_tokens 1024", {"pallas": 0.35}),
+])
+# fmt: on
+def test_loss_and_gradients_hold_the_logits_of_a_chunk(flags, most, record_property):
+    temp = loss_temp(flags)
+    assert temp.keys() == most.keys()
+    for impl in temp:
+        assert temp[impl] <= most[impl], temp
+    record_property("GB of temp", temp)
+
+
+def test_full_loss_holds_all_logits(record_property):
+    temp = loss_temp("--aot v6e-8 --time 1024 --impl full")
+    assert temp["full"] > 1, "the logits of all tokens take less than they are"
+    record_property("GB of temp", temp["full"])
+
+
+# ---------------------------------------------------------------- the kernels' time
+# What a v6e does in a millisecond.
+CYCLES_PER_MS = 1.75e6
+BYTES_PER_MS = 1.64e9
+
+
+def kernel_cycles(dump, tiles):
+    """{kernel: cycles that the compiler counts} of a chunk of tokens, so many tiles of the head."""
+    dump.mkdir()
+    init_args = f"--xla_jf_dump_static_llo_profile_to={dump}"
+    compile_elsewhere("-m tests.aot_kernels", str(tiles), LIBTPU_INIT_ARGS=init_args)
+    cycles = {}
+    for name in ("forward", "backward"):
+        (profile,) = dump.glob(f"grpo_{name}*")
+        cycles[name] = int(re.search(r"estimated_cycles: (\d+)", profile.read_text())[1])
+    return cycles
+
+
+def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
+    """4,096 tokens on a v6e: of each kernel the larger time, of its cycles or of bytes moved."""
+    V, D, tokens = 151936, 2048, 4096
+    blocks = kernel.block_sizes("TPU v6 lite", D)
+    C = blocks.tokens
+    # Counting takes memory, so it is scaled up from a small head.
+    cycles_16 = kernel_cycles(tmp_path / "16", 16)
+    cycles_32 = kernel_cycles(tmp_path / "32", 32)
+    # Of both, the head and z in bfloat16; the backward also reads and writes dW in float32.
+    head_and_z = 2 * V * (D + C)
+    bytes_moved = {"forward": head_and_z, "backward": head_and_z + 2 * 4 * V * D}
+    ms = {}
+    for name in cycles_16:
+        per_16_tiles = cycles_32[name] - cycles_16[name]
+        cycles = cycles_16[name] + per_16_tiles * (V / blocks.vocab / 16 - 1)
+        slower = max(cycles / CYCLES_PER_MS, bytes_moved[name] / BYTES_PER_MS)
+        ms[name] = tokens / C * slower
+    assert 8.3 < sum(ms.values()) <= 9.5, ms
+    figures = ", ".join(f"{name} {value:.2f}" for name, value in ms.items())
+    record_property("ms", f"{figures}, sum {sum(ms.values()):.2f}; three GEMMs: 8.33")
+
+
+# ---------------------------------------------------------------- the rollout's decode loop
+def decode_loops(flags):
+    """Loops of 128 rows as compiled -> of each the layout and GB a step, on a device: the weights
+    and the cache, all that is read and written, what collectives move; then the largest copy, as a
+    share of a layer's cache."""
+    printed = compile_elsewhere(ROOT / "model.py", "--prompt 1024 --answer 256", flags)
+    layouts = re.findall(r"^\S+ on \S+: (\w+)", printed, re.M)
+    figures = re.findall(
+        r"least ([\d.]+) GB .* compiled ([\d.]+) GB .* "
+        r"move ([\d.]+) GB; .* copy is ([\d.]+) of",
+        printed,
+    )
+    names = ("least", "compiled", "moved", "copied")
+    loops = []
+    for layout, texts in zip(layouts, figures, strict=True):
+        numbers = map(float, texts)
+        loops.append({"layout": layout} | dict(zip(names, numbers, strict=True)))
+    return loops
+
+
+def check_reads_only_weights_and_cache(loop):
+    least = loop["least"]
+    assert loop["compiled"] <= 1.15 * least, loop
+    assert loop["moved"] <= 0.02 * least, loop
+    assert loop["copied"] <= 0.1, loop
+
+
+# fmt: off
+@pytest.mark.parametrize("size, chips, layout", [
+    ("3B", "v6e-16", "replicated"),
+    ("7B", "v4-16",  "tp"),
+])
+# fmt: on
+def test_decoding_reads_only_weights_and_cache(size, chips, layout, record_property):
+    (loop,) = decode_loops(f"--model {size} --aot {chips}")
+    assert loop["layout"] == layout
+    check_reads_only_weights_and_cache(loop)
+    record_property("bytes / those of weights and cache", f"{loop['compiled'] / loop['least']:.3f}")
+
+
+def write_config_with_repeated_heads(directory):
+    """The 3B with a cache of 16 heads, as if it held the keys and values of 2 for each query."""
+    V, D, F, N, _, _, L, tied = model.SIZES["3B"]
+    config = dict(
+        model_type="qwen2",
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=F,
+        num_attention_heads=N,
+        num_key_value_heads=N,
+        num_hidden_layers=L,
+        tie_word_embeddings=bool(tied),
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+    )
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
+    """Not the layout chosen for the 3B, but gathered weights, and a cache of repeated heads."""
+    write_config_with_repeated_heads(tmp_path)
+    chosen, fsdp = decode_loops("--model 3B --aot v6e-8 --layout auto,fsdp")
+    (repeated,) = decode_loops(f"--model {tmp_path} --aot v6e-8")
+    assert chosen["layout"] == "replicated"
+    check_reads_only_weights_and_cache(chosen)
+    least = chosen["least"]
+
+    assert fsdp["layout"] == "fsdp"
+    assert fsdp["least"] == least
+    assert fsdp["compiled"] > 1.15 * least, fsdp
+    assert fsdp["moved"] > 0.8 * least, fsdp
+
+    # Of what the keys and values of 2 heads take.
+    assert repeated["layout"] == "replicated"
+    assert repeated["compiled"] > 1.15 * least, repeated
+
+    loops = dict(chosen=chosen, fsdp=fsdp, repeated=repeated)
+    shares = {name: round(loop["compiled"] / least, 3) for name, loop in loops.items()}
+    record_property("bytes / those of weights and cache", shares)

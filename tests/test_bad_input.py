@@ -1,0 +1,162 @@
+"""Files and directories that train.py cannot use: one line names what is to be mended."""
+
+import json
+import os
+from unittest import mock
+
+import numpy as np
+from conftest import refused, spoiled_copy
+
+# ---------------------------------------------------------------- paths
+# fmt: off
+FILES = {  # names and contents, beside which the flags below are given
+    "plain": "",
+    "other/notes.txt": "not a run",
+    "model/config.json": '{"model_type": "qwen2"}',
+    "columns/train.jsonl": '{"prompt": "a", "solution": "b"}',
+    "script/script.py": "raise SystemExit(0)",
+    "pickle/train.pkl": "cos\nsystem\n(S'touch owned'\ntR.",
+    "taken/tiny-seed1.0": "",
+    "dir.jsonl/x": "",
+    "pipe/config.json": "{}",
+    "broken/config.json": "{",
+    "empty/config.json": '{"config": []}',
+}
+PATHS = {  # flags: what the message must say
+    "--out other": "is not a run of podgrpo",
+    "--out model": "not a run",
+    "--out empty": "is not a run of podgrpo",
+    "--out broken": "not readable JSON",
+    "--out plain": "cannot be made a directory",
+    "--out plain/run": "cannot be made a directory",
+    "--out " + "x" * 300: "cannot be made a directory",
+    "--out " + "x/" * 700: "is too long",
+    "--out dangling": "directory",
+    "--out taken": "Not a directory",
+    "--model .": "config.json is missing",
+    "--model no/such/dir": "no/such/dir is not a directory",
+    "--model a/b/c": "a/b/c is not a directory",
+    "--model plain": "plain is not a directory",
+    "--model pipe": "tokenizer.json is no file",
+    "--data none.jsonl": "none.jsonl does not exist",
+    "--eval_data none.jsonl": "none.jsonl does not",
+    "--data dir.jsonl": "does not exist, or is no file",
+    "--data .": "cannot be lo",
+    "--data columns": "columns line 1",
+    "--data columns --eval_data other": "columns line 1",
+    "--data script": "no longer supported",
+    "--data pickle": "cannot be loaded",
+}
+# fmt: on
+
+
+def check_messages(table):
+    """Each of (flags, what the message must say) is refused so."""
+    for flags, words in table:
+        # the hub is asked again after some seconds
+        with mock.patch("time.sleep"):
+            message = refused("--out run", flags)
+        assert words in message, f"{flags}: {message!r} does not say {words!r}"
+    # no mistake leaves anything that is in the way of the next run
+    assert set(os.listdir("run")) <= {"tiny-seed1.0"}
+
+
+def test_paths_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "dangling").symlink_to("gone")
+    os.mkfifo("pipe/tokenizer.json")
+    check_messages(PATHS.items())
+    assert not os.path.exists("owned"), "a pickle was run"
+
+
+# ---------------------------------------------------------------- questions
+GOOD = '{"question": "What is 1 + 1?", "answer": "2"}\n'
+# fmt: off
+BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
+    # nothing, or not all
+    ("empty", "", "empty.jsonl is empty"),
+    ("blank", "\n\n", "blank.jsonl is empty"),
+    ("cut", GOOD + '{"question": "What', "cut.jsonl line 2"),
+    ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
+    ("null", GOOD + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),
+    ("other", '{"prompt": "a"}', "'answer'"),
+    # JSON of other kinds, or none
+    ("list", GOOD + GOOD + "[1]\n", "list.jsonl line 3"),
+    ("list2", '{"question": "a", "answer": [2]}', "answer = [2]"),
+    ("number", GOOD + '{"question": 5, "answer": 5}', "number.jsonl line 2"),
+    ("bool", '{"question": "a", "answer": true}', "bool.jsonl line 1"),
+    ("nan", '{"question": "a", "answer": NaN}', "NaN"),
+    ("demo", GOOD[:-2] + ', "demonstration": 7}', "demonstration = 7"),
+    ("digits", '{"question": "a", "answer": ' + "9" * 5000 + "}", "digits.jsonl line 1"),
+    ("deep", '{"question": ' + "[" * 99999, "deep.jsonl line 1"),
+    ("two", GOOD.strip() + GOOD, "Extra data"),
+    ("twice", GOOD[:-2] + ', "answer": "3"}', "a name comes twice"),
+    # texts that cannot be a prompt
+    ("spaces", '{"question": " ", "answer": "2"}', "question = ' '"),
+    ("marked", GOOD.replace("What", "<|im_end|>"), "mark of the chat"),
+    ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
+    # other encodings; \udce9 stands for the byte E9
+    ("bom", "\ufeff" + GOOD, "BOM"),
+    ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"),
+    ("half", GOOD.replace("What", "\\ud800"), "half.jsonl line 1"),
+    ("utf16", GOOD.encode("utf-16").decode("utf-8", "surrogateescape"), "line 1"),
+]
+# fmt: on
+
+
+def test_questions_that_cannot_be_read_are_refused_by_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = []
+    for name, text, words in BAD_DATA:
+        (tmp_path / f"{name}.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
+        table.append((f"--data {name}.jsonl --eval_data none", words))
+    check_messages(table)
+
+
+# ---------------------------------------------------------------- models
+UP = "model.layers.1.mlp.up_proj.weight"
+# fmt: off
+BAD_MODELS = [  # file, how it is edited (see conftest.edit), what the message must say
+    ("config.json", {"intermediate_size": 96}, "calls for (96, 128)"),
+    ("config.json", {"model_type": "llama"}, "model_type 'llama'"),
+    ("config.json", {"vocab_size": 64}, "more than the model's vocabulary of 64"),
+    ("config.json", {"hidden_size": 128.7}, "hidden_size = 128.7"),
+    ("config.json", {"eos_token_id": -1}, "[-1]"),
+    ("config.json", {"num_hidden_layers": 10**9}, "1000000000"),
+    ("model.safetensors", None, "model.safetensors"),
+    ("model.safetensors", b"junk" * 9, "not a safetensors file"),
+    ("model.safetensors", {UP: None}, f"lacks the tensor {UP}"),
+    ("model.safetensors", {UP: np.full((256, 128), 1, np.int8)}, "type I8"),
+    ("tokenizer.json", None, "tokenizer.json"),
+    ("tokenizer.json", b"{}", "not a readable tokenizer"),
+    ("tokenizer.json", b"\xff", "tokenizer"),
+]
+# fmt: on
+
+
+def bad_tokenizers(tokenizer):
+    """Of the content of a whole tokenizer.json: (how it is edited, what the message must say)."""
+    tokens = [t for t in tokenizer["added_tokens"] if t["content"] != "<|im_start|>"]
+    vocab = tokenizer["model"]["vocab"] | {"zzz": 1000}
+    return [
+        ({"added_tokens": tokens}, "or has no <|im_start|>"),
+        ({"model": tokenizer["model"] | {"vocab": vocab}}, "ids below 1001"),
+    ]
+
+
+def test_models_that_cannot_be_used_are_refused(tiny_directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text(GOOD)
+    tokenizer = json.loads((tiny_directory / "tokenizer.json").read_text())
+    bad_models = list(BAD_MODELS)
+    for change, words in bad_tokenizers(tokenizer):
+        bad_models.append(("tokenizer.json", change, words))
+    table = []
+    for i, (name, change, words) in enumerate(bad_models):
+        spoiled_copy(tiny_directory, tmp_path / str(i), name, change)
+        table.append((f"--data good.jsonl --model {i}", words))
+    check_messages(table)

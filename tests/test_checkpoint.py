@@ -1,0 +1,258 @@
+"""Checkpoints: in shards, for any mesh, whole or passed over; what a full disk does to a run."""
+
+import contextlib
+import signal
+import subprocess
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import UNTIED, edit, mesh, random_params, read_jsonl
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
+from numpy.testing import assert_array_equal
+from safetensors.numpy import load_file
+from test_resume import calm_run, lives, restored_signals, running, same_run, until
+
+import model
+import train
+
+ONE_FILE = "shards-00000-of-00001.safetensors"
+
+
+# ---------------------------------------------------------------- shards
+def tree_of(params, step):
+    """Parameters beside an integer and a tuple, as a trainer's state has them."""
+    return {"params": params, "step": jnp.int32(step), "more": (params["norm_D"],)}
+
+
+def save(tree, directory):
+    """-> the file of this process, which is the only one"""
+    model.save_shards(model.shards_of(tree), directory, {"run": "1"})
+    return directory / ONE_FILE
+
+
+def test_saved_shards_load_on_other_meshes(tmp_path):
+    tree = tree_of(random_params(UNTIED, mesh(1, 8, 1)), 7)
+    file = save(tree, tmp_path)
+    for on in (mesh(), mesh(1, 8, 1), mesh(2, 2, 2)):
+        wanted = tree_of(random_params(UNTIED, on), 0)
+        wanted["more"] = (jnp.zeros(UNTIED.D),)
+        loaded = model.load_shards([file], wanted)
+        jax.tree.map(assert_array_equal, loaded, tree)
+        for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(wanted), strict=True):
+            assert (a.sharding, a.dtype) == (b.sharding, b.dtype)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    tree = tree_of(random_params(UNTIED, mesh(1, 8, 1)), 7)
+    file = save(tree, tmp_path)
+    shards = [key for key in load_file(file) if key.startswith("params/embed_VD")]
+    edit(file, {shards[3]: None})
+    with pytest.raises(model.CheckpointError, match="params/embed_VD"):
+        model.load_shards([file], tree)
+
+
+def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
+    # As a TPU may lay them out.
+    by_columns = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[0]))
+    columns = jax.device_put(np.arange(6.0, dtype=np.float32).reshape(2, 3), by_columns)
+    assert np.asarray(columns).strides == (4, 8)
+    file = save({"a": columns}, tmp_path)
+    assert_array_equal(model.load_shards([file], {"a": jnp.zeros((2, 3))})["a"], columns)
+
+
+# ---------------------------------------------------------------- damage
+DAMAGED = "shards-00002-of-00004.safetensors"
+
+
+def write_checkpoint(out, step, parts=range(4), run="7"):
+    """What four processes write, or some of them."""
+    shards = model.shards_of({"a": jnp.arange(999.0), "n": jnp.int32(3)})
+    for i in parts:
+        with mock.patch.multiple(jax, process_index=lambda i=i: i, process_count=lambda: 4):
+            model.save_shards(shards, out / f"step_{step:06}", {"run": run})
+
+
+def contents(out):
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def newest(out, capsys):
+    """-> (the step to resume after, what is said of others); nothing may be changed or deleted."""
+    before = contents(out)
+    step, files, _ = train.newest_checkpoint(train.Config(out=str(out)))
+    assert contents(out) == before
+    assert all(f"step_{step:06}" in path for path in files)
+    return step, capsys.readouterr().err
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path):
+    """Steps 1 and 2 of a run on four processes."""
+    write_checkpoint(tmp_path, 1)
+    write_checkpoint(tmp_path, 2)
+    return tmp_path
+
+
+def damages(good):
+    """{what is wrong: the file's bytes then, or None where there is no file}"""
+    rng = np.random.default_rng(0)
+    # All bytes of the header's length and its beginning, and some anywhere.
+    flipped = [*range(16), *rng.integers(0, len(good), 60).tolist()]
+    cases = {}
+    for i in flipped:
+        bit = 1 << int(rng.integers(8))
+        cases[f"byte {i}"] = good[:i] + bytes([good[i] ^ bit]) + good[i + 1 :]
+    for n in (0, 5, 100, len(good) - 1):
+        cases[f"truncated to {n} bytes"] = good[:n]
+    cases["longer"] = good + b"x"
+    cases["lost"] = None
+    return cases
+
+
+def test_damaged_checkpoints_are_named_and_passed_over(two_checkpoints, capsys, record_property):
+    """Any flipped bit, a file truncated, too long or lost."""
+    assert newest(two_checkpoints, capsys) == (2, "")
+    victim = two_checkpoints / "step_000002" / DAMAGED
+    good = victim.read_bytes()
+    cases = damages(good)
+    for what, damaged in cases.items():
+        edit(victim, damaged)
+        step, said = newest(two_checkpoints, capsys)
+        assert step == 1, (what, said)
+        assert said.count("step 2 is passed over") == 1 and "step_000002" in said, (what, said)
+        cause = "has 3 of the files of 4" if damaged is None else DAMAGED
+        assert cause in said, (what, said)
+        victim.write_bytes(good)
+    assert newest(two_checkpoints, capsys) == (2, "")
+    record_property("damages", len(cases))
+
+
+def test_a_checkpoint_with_a_file_of_another_run_is_passed_over(two_checkpoints, capsys):
+    write_checkpoint(two_checkpoints, 2, parts=[2], run="8")
+    assert newest(two_checkpoints, capsys)[0] == 1
+    # Once all of it is of one run again, it counts.
+    write_checkpoint(two_checkpoints, 2, run="9")
+    assert newest(two_checkpoints, capsys) == (2, "")
+
+
+def test_an_empty_checkpoint_is_passed_over(two_checkpoints, capsys):
+    for path in (two_checkpoints / "step_000002").iterdir():
+        path.unlink()
+    step, said = newest(two_checkpoints, capsys)
+    assert step == 1 and "step_000002 has no shards" in said, said
+
+
+def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):
+    """No checkpoint is whole; to start anew would overwrite what another host may still have."""
+    for step in (1, 2):
+        (two_checkpoints / f"step_{step:06}" / DAMAGED).unlink()
+    with pytest.raises(SystemExit):
+        train.newest_checkpoint(train.Config(out=str(two_checkpoints)))
+    assert "another number of processes than 1" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- a full disk
+@contextlib.contextmanager
+def small_disk(directory):
+    """A disk of 50 MB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", str(directory)]
+    try:
+        refused = subprocess.run(command, capture_output=True).returncode
+    except FileNotFoundError:
+        refused = True
+    if refused:
+        pytest.skip("needs the right to mount a disk")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)])
+
+
+def fill(path):
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as f:
+        while f.write(bytes(10_000)):
+            pass
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_property):
+    """Filled after the first checkpoint, with room again later: all metrics, once."""
+    calm = calm_run(tmp_path_factory)
+    log = tmp_path / "log"
+    (tmp_path / "disk").mkdir()
+
+    def said(text):
+        return log.read_text(errors="replace").count(text)
+
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        running(disk / "run", lives(tmp_path_factory, 9), log=log) as runs,
+    ):
+        out = disk / "run"
+
+        def first_is_saved():
+            return (out / "step_000002").exists() and not any(out.glob("step*/*.tmp"))
+
+        assert until(first_is_saved, runs), log.read_text()
+        fill(disk / "filler")
+        alive = until(lambda: said("cannot be saved") and said("lines wait"), runs)
+        kept, _, _ = train.newest_checkpoint(train.Config(out=str(out)))
+        assert alive and kept and said("No space left"), log.read_text()
+        (disk / "filler").unlink()
+        assert runs[0].wait(300) == 0, log.read_text()
+        same_run(out, calm)
+    record_property("whole all along", f"step {kept}; {said('cannot be saved')} not saved")
+
+
+def main_on_a_full_disk(flags, full, end):
+    """train.main, where the disk takes no lines of the steps `full`, which ends so after step 3."""
+    real_finish = train.finish
+    real_open = open
+    disk = {"full": False}
+
+    def finish(step, state, metrics, cfg, run):
+        disk["full"] = step in full
+        real_finish(step, state, metrics, cfg, run)
+        if step == 3 and end == "kill":
+            train.settle(cfg, run)
+            raise KeyboardInterrupt
+        if step == 3 and end == "signal":
+            signal.raise_signal(signal.SIGTERM)
+
+    def open_or_fail(path, mode="r", *args, **options):
+        if disk["full"] and mode == "ab":
+            raise OSError(28, "No space left on device")
+        return real_open(path, mode, *args, **options)
+
+    with (
+        mock.patch.object(train, "finish", finish),
+        mock.patch.object(train, "open", open_or_fail, create=True),
+    ):
+        train.main(flags)
+
+
+@pytest.mark.slow
+def test_lines_that_wait_for_room_outlive_a_kill(tmp_path, tmp_path_factory):
+    """The run ends before or after the disk takes the lines of some steps; what waits is in the
+    checkpoint, and found once in the resumed run's files."""
+    flags = [*lives(tmp_path_factory, 3), "--out", "run"]
+
+    def enter(name):
+        # One name of `out`, which is part of the flags, so that all runs share their programs.
+        (tmp_path / name).mkdir()
+        return contextlib.chdir(tmp_path / name)
+
+    with restored_signals():
+        with enter("calm"):
+            train.main(flags)
+        for full, end, written in (((2,), "kill", [1, 2, 3]), ((2, 3), "signal", [1])):
+            with enter(end):
+                with pytest.raises((KeyboardInterrupt, SystemExit)):
+                    main_on_a_full_disk(flags, full, end)
+                assert [row["step"] for row in read_jsonl("run/metrics.jsonl")] == written
+                train.main(flags)
+            same_run(tmp_path / end / "run", tmp_path / "calm/run")

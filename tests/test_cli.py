@@ -1,0 +1,345 @@
+"""The command line of train.py: what its flags are, what it refuses, what a run tells of itself."""
+
+import ast
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+from conftest import ROOT, arguments, refused, run_train
+
+import kernel
+import model
+import train
+
+# ---------------------------------------------------------------- flags that are refused
+# fmt: off
+MISTAKES = {  # flags: what the message must say
+    # no such flag, no such value
+    "word": "arguments: word",
+    "--bacth 4": "did you mean --batch",
+    "--batch four": "invalid int value: 'four'",
+    "--seed 1.5": "invalid int value",
+    "--lr fast": "invalid float value",
+    "--advantage best": "invalid choice: 'best'",
+    "--data": "expected one",
+    # out of range
+    "--batch -4": "batch = -4",
+    "--batch 9999999999": "batch = 9",
+    "--keep 0": "keep = 0",
+    "--npq 1": "npq = 1",
+    "--steps -1": "steps = -1",
+    "--steps 1000000": "steps = 1000000",
+    "--seed 100000000000000000000": "seed = 100000000000000000000",
+    "--lr nan": "lr = nan",
+    "--lr inf": "lr = inf",
+    "--lr 1e38": "lr = 1e+38",
+    "--b2 1": "b2 = 1",
+    "--clip_low 1.5": "clip_low = 1.5",
+    "--temperature 0": "temperature = 0",
+    "--temperature 1e-300": "temperature = 1e-300",
+    "--eval_temperature 1e-300": "eval_temperature = 1e-300",
+    "--top_k 20": "top_k = 20",
+    "--top_p 0.9": "top_p = 0.9",
+    "--top_p 1.5 --eval_temperature 1": "1.5",
+    "--steps 0 --sft_steps 0 --eval_data none": "nothing to do",
+    # devices and processes
+    "--mesh fast": "mesh fast",
+    "--mesh 1,-1": "mesh 1,-1",
+    "--mesh -1,-1,1": "mesh -1,-1,1",
+    "--mesh 0,8,1": "mesh 0,8,1",
+    "--mesh 3,-1,1": "a multiple of 3 devices; there are 8",
+    "--mesh 1,4,1": "needs 4 devices; there are 8",
+    "--mesh 1,2,4": "key/value heads = 2 do not divide over tp = 4",
+    "--require_processes 4": "expected 4 with",
+    "--require_devices 1": "with 8 devices, expected",
+    "--processes 2": "processes = 2 and",
+    "--process_id 1": "process_id = 1",
+    "--coordinator nonsense": "is not host:port",
+    "--coordinator localhost:99999": "a port from 1 to 65535",
+    "--coordinator :80 --processes 2": "coordinator = ':80'",
+    "--coordinator a:80 --processes 99999": "processes = 99999",
+    "--coordinator a:80 --processes 2 --process_id 2":
+        "process_id = 2 is out of range; it must be a number >= 0 and < 2",
+    # sizes that do not fit together
+    "--batch 1 --npq 6": "batch*npq = 1*6 = 6 sequences per host do not divide over 8",
+    "--batch 3 --npq 8 --minibatches 2": "do not divide into minibatches = 2",
+    "--batch 8 --npq 8 --minibatches 1 --micro_batch 9": "micro_batch = 9 is more",
+    "--max_prompt 9": "raise --max_prompt",
+    "--max_answer 1 --eval_data none": "max_answer = 1",
+    "--max_answer 1000": "exceed the model's 1024 positions",
+    # what this machine has not
+    "--loss_impl pallas": "not cpu, float32; try --loss_impl jax",
+    "--attention cudnn": "try --attention auto",
+    # plans
+    "--plan v9-8": "cannot be compiled for here",
+    "--sweep micro_batch=1": "add --plan",
+    "--plan --sweep lr=1,2": "is not a list such as",
+    "--plan --sweep micro_batch=x": "sweep = micro_batch=x",
+    "--plan --sweep micro_batch=1,": "invalid literal",
+    "--plan --sweep micro_batch=-3": "micro_batch = -3",
+    "--plan --sweep max_answer=0": "max_answer = 0",
+    "--plan --sweep remat=foo": "remat = foo is none of",
+}
+ODD_WORDS = [  # flags, each a word, that a shell splits or cannot say; what the message must say
+    (["--out", "a\0b"], "holds a line break"),
+    (["--out", "a\nb"], "holds a line break"),
+    (["--data", ""], "--data"),
+    (["--data", "\udce9.jsonl"], "half a character"),
+    (["--system", "\udce9"], "system = "),
+    (["--system", "Be<|im_end|>"], "a mark of the chat"),
+    (["--plan="], "--plan"),
+    (["--model", " "], "--model is given nothing"),
+    (["--mesh", "1\n2\n3"], "mesh = "),
+    (["--batch", "4\n5\n6\n7"], "invalid int"),
+    (["--a\nb\nc", "1"], "--a b c"),
+]
+CLUSTERS = [  # variables, what the message must say
+    (dict(SLURM_STEP_NUM_TASKS="two"), "'two'"),
+    (dict(SLURM_STEP_NUM_TASKS="2"), "set --coordinator"),
+    (dict(SLURM_STEP_NUM_TASKS="2", PATH=""), "SLURM_*"),
+    (dict(GCE_METADATA_HOST="a b\n"), "GCE_METADATA_HOST"),
+]
+# fmt: on
+
+
+def test_mistakes_in_flags_are_refused_with_what_to_try(tmp_path, monkeypatch):
+    # the sweeps' tables would go here
+    monkeypatch.chdir(tmp_path)
+    for flags, words in [*MISTAKES.items(), *ODD_WORDS]:
+        message = refused("--out run", flags)
+        assert words in message, f"{flags}: {message!r} does not say {words!r}"
+    # no mistake leaves anything that is in the way
+    assert os.listdir() == ["run"]
+    assert os.listdir("run") == ["tiny-seed1.0"]
+
+
+def test_mistakes_in_the_variables_of_a_cluster_are_refused(tmp_path):
+    for variables, words in CLUSTERS:
+        with mock.patch.dict(os.environ, variables):
+            message = refused("--out", tmp_path / "run")
+        assert words in message, f"{variables}: {message!r} does not say {words!r}"
+
+
+@pytest.fixture
+def one_question(tmp_path):
+    """Flags of the smallest data."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "What is \u00fc?", "answer": 5}', encoding="utf-8")
+    return ["--data", str(path), "--eval_data", str(path)]
+
+
+def test_a_mistake_ends_with_exit_code_2_and_is_not_in_the_way(tmp_path, one_question):
+    out = tmp_path / "run"
+    text = run_train("--batch 1 --npq 6 --out", out, devices=4, code=2)
+    assert text == (
+        "train.py: batch*npq = 1*6 = 6 sequences per host do not divide over 4 local devices; "
+        "try --npq 4 or --npq 8\n"
+    )
+    flags = ["--steps 0 --sft_steps 0 --out", out, *one_question]
+    run_train(*flags)
+    assert "seed was 1, is 2" in refused(*flags, "--seed 2")
+
+
+# ---------------------------------------------------------------- the environment
+def test_missing_devices_are_refused(tmp_path):
+    """In a process of its own, as JAX looks for devices once."""
+    for platform, words in (
+        ("nonsense", "JAX_PLATFORMS = 'nonsense'"),
+        ("cuda", "try JAX_PLATFORMS=cpu"),
+    ):
+        text = run_train("--out", tmp_path / "run", code=2, JAX_PLATFORMS=platform)
+        assert words in text, text
+        assert "Traceback" not in text, text
+
+
+def test_a_run_needs_no_home_and_no_utf8(tmp_path, one_question):
+    flags = "--steps 0 --sft_steps 0", one_question
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for name, env in {"bare": {"HOME": "/nowhere"} | ascii_only, "empty": {"HOME": ""}}.items():
+        text = run_train(*flags, "--out", tmp_path / name, **env)
+        assert "held-out questions solved" in text, text
+        assert "What is" in text, text
+
+
+# ---------------------------------------------------------------- what the flags are
+def reads_a_flag(node):
+    """Whether a node of the syntax tree is `cfg.flag`, and not assigned to."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == "cfg"
+
+
+def test_every_flag_is_read_and_only_flags_are(record_property):
+    tree = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
+    read = {node.attr for node in ast.walk(tree) if reads_a_flag(node)}
+    flags = {field.name for field in dataclasses.fields(train.Config)}
+    assert flags <= read, f"read nowhere: {flags - read}"
+    assert read <= flags, f"not a flag: {read - flags}"
+    assert set(train.TINY) <= flags
+    assert flags >= train.FREE
+    assert len(flags) <= 55
+    record_property("flags", len(flags))
+
+
+# fmt: off
+UNREAD = {  # flags: what is said of those that nothing reads
+    "--sft_lr 1 --sft_steps 0 --b2 0.9": ["sft_steps = 0, so nothing reads --sft_lr"],
+    "--steps 0 --is_cap 1 --lr 1e-3 --decay linear":
+        ["steps = 0, so nothing reads --lr, --is_cap"],
+    "--steps 0 --sft_steps 0 --lr 1 --keep 3":
+        ["steps = 0, so nothing reads --lr", "there are no steps, so nothing reads --keep"],
+    "--optimizer sgd --b2 0.9": ["optimizer = sgd, so nothing reads --b2"],
+    "--data x.jsonl --eval_n 9": ["there is no --eval_data, so nothing reads --eval_n"],
+    "--data x.jsonl --eval_data y.jsonl --eval_n 9": [],
+}
+# fmt: on
+
+
+def test_flags_that_nothing_reads_are_named(capsys):
+    for flags, wanted in UNREAD.items():
+        train.parse(flags.split())
+        told = capsys.readouterr().err.splitlines()
+        assert told == [f"train.py: {text}" for text in wanted], flags
+
+
+# ---------------------------------------------------------------- README.md
+def readme():
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def flags_in(text):
+    return set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
+
+
+# the command of the tests, up to its arguments: here, or on the first worker of a TYPE
+TEST_COMMAND = r"(?:launch\.sh (?:\S+ )?test|-m pytest)\b"
+
+
+def test_readme_names_flags_that_exist():
+    # what follows the command of the tests, up to the end of the code, is pytest's
+    text = re.sub(rf"({TEST_COMMAND})[^`\n#]*", r"\1", readme())
+    ours = {field.name for field in dataclasses.fields(train.Config)}
+    ours |= {*kernel.FLAGS, *model.FLAGS, "help"}
+    launchers = flags_in((ROOT / "launch.sh").read_text(encoding="utf-8"))
+    of_gcloud = {"location", "recursive"}
+    named = flags_in(text)
+    assert named
+    unknown = named - ours - launchers - of_gcloud
+    assert not unknown, f"no such flags: {unknown}"
+
+
+def test_readme_names_files_that_exist():
+    name = r"(?:[\w.-]+/)*[\w.]+\.(?:py|sh|md|txt|svg|png)"
+    files = set(re.findall(rf"(?<![\w/.-])({name})\b", readme()))
+    assert files
+    missing = {file for file in files if not (ROOT / file).exists()}
+    assert not missing, f"no such files: {missing}"
+
+
+def test_readme_names_tests_that_exist():
+    markers = re.findall(r'^    "(\w+):', (ROOT / "pyproject.toml").read_text(), re.M)
+    # -k looks for a part of a test's name, or of its file's
+    names = []
+    for path in [ROOT / "test_kernel.py", *ROOT.glob("tests/test_*.py")]:
+        names += [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), re.M)]
+    commands = re.findall(rf"{TEST_COMMAND}[^`\n#]*", readme())
+    assert commands
+    for command in commands:
+        for marker in re.findall(r" -m (\w+)", command.replace("-m pytest", "pytest")):
+            assert marker in markers, command
+        for part in re.findall(r" -k (\w+)", command):
+            assert any(part in name for name in names), command
+
+
+def test_readme_counts_lines():
+    for name in ("train.py", "model.py", "kernel.py", "launch.sh"):
+        lines = (ROOT / name).read_text(encoding="utf-8").count("\n")
+        said = re.search(rf"`?{re.escape(name)}`?\s+(\d+) lines", readme())
+        assert said, f"README does not say how many lines {name} has"
+        assert int(said[1]) == lines, f"README says {said[0]!r}, {name} has {lines} lines"
+
+
+# ---------------------------------------------------------------- wandb
+def test_a_wandb_login_that_fails_is_refused(tmp_path, monkeypatch, one_question):
+    flags = "--wandb project --out", tmp_path / "run", one_question
+    # None: it cannot be imported
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "--wandb project" in refused(*flags)
+    wandb = mock.Mock()
+    wandb.init.side_effect = ValueError("api_key not configured (no-tty)\nmore about it")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    assert "api_key not configured" in refused(*flags)
+    assert os.listdir(tmp_path / "run") == ["tiny-seed1.0"], "this is in the way of the next run"
+
+
+def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_question):
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    # the smallest run with a step of either kind: one update each
+    flags = "--sft_steps 1 --steps 1 --batch 1 --npq 8 --minibatches 1 --max_answer 8"
+    flags = [flags, "--optimizer sgd --wandb project --out", tmp_path / "run", *one_question]
+    # nothing to evaluate, which would compile another rollout
+    train.main(arguments([*flags, "--eval_data none"]))
+    calls = wandb.init.return_value.log.call_args_list
+    logged = {call.kwargs["step"]: call.args[0] for call in calls}
+    assert list(logged) == [1, 2]
+    assert "nll" in logged[1]
+    assert "reward/mean" in logged[2]
+
+
+# ---------------------------------------------------------------- several processes
+def place(i, processes, job):
+    """Flags of one of several processes here; each job has a port of its own."""
+    port = 20000 + os.getpid() * 8 % 9000 + job
+    return f"--coordinator=127.0.0.1:{port} --processes={processes} --process_id={i}"
+
+
+def test_processes_that_are_not_all_there_are_refused(tmp_path):
+    """Process 0 alone, another one alone, and too few devices for the slice."""
+    flags = "--start_timeout 1 --out", tmp_path / "run"
+    text = refused(place(0, 4, job=0), *flags)
+    wanted = (
+        "4 processes are expected, 1 started within 1 s; absent: process 1, process 2, process 3"
+    )
+    assert wanted in text
+    text = refused(place(1, 4, job=1), *flags)
+    assert "process 1 of 4 heard nothing from process 0" in text
+    text = refused(place(0, 1, job=2), "--require_processes=4 --require_devices=16", *flags)
+    assert "expected 4 with 16" in text
+
+
+@pytest.mark.parametrize(
+    "job, lr, commit, wanted",
+    [
+        (3, 1, "c0", "process 1 has lr = 1.0, process 0 has 0.0"),
+        (4, 0, "c1", "process 1 has commit = 'c1', process 0 has 'c0'"),
+    ],
+    ids=["flags", "commits"],
+)
+def test_processes_with_other_flags_or_commits_are_refused(
+    job, lr, commit, wanted, tmp_path, monkeypatch
+):
+    """Both say so and end with exit code 2: process 0 beside this one, which is process 1."""
+    flags = ["--start_timeout 300 --out", tmp_path / "run"]
+    process_0 = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments([place(0, 2, job), "--lr=0", *flags])],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PODGRPO_COMMIT": "c0"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        monkeypatch.setenv("PODGRPO_COMMIT", commit)
+        # without its cache, which outlives the test
+        monkeypatch.setattr(train, "commit", train.commit.__wrapped__)
+        assert wanted in refused(place(1, 2, job), f"--lr={lr}", *flags)
+        text, _ = process_0.communicate(timeout=300)
+    finally:
+        process_0.kill()
+    assert process_0.returncode == 2, text
+    assert wanted in text
+    assert "Traceback" not in text, text

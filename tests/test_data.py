@@ -1,0 +1,328 @@
+"""Questions and answers (train.py): data sets, prompts, the final number of an answer, rewards."""
+
+import contextlib
+import fractions
+import json
+import re
+import shutil
+import signal
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import tokenizers
+from conftest import arguments, load, logits, read_jsonl, refused, run_train, shared, spoiled_copy
+from numpy.testing import assert_allclose, assert_array_equal
+from safetensors.numpy import load_file
+
+import model
+import train
+
+# ---------------------------------------------------------------- the final number of an answer
+# fmt: off
+FINAL_NUMBERS = {  # a number: the texts whose final number it is
+    # plain: the last one counts; signs, currency, separators, fractions and percent are read
+    2: ["(3)-2"],
+    7: ["007"],
+    18: ["The answer is 18."],
+    20: ["10%-20%"],
+    12345: [r"12\,345"],
+    12345678: ["12,345,678 people"],
+    -5: ["-5", "x = -5.", "-$5", "$-5", "\u22125", "-\u20ac5", "-\u00a35"],
+    1450: ["$1,450", "It costs $1,450.", r"\boxed{1{,}450}", r"\$1,450", "1450.0"],
+    "1/2": ["1/2", r"\boxed{\frac{1}{2}}", ".5", "1,000/2,000"],
+    "3/4": [r"\frac{1.5}{2}"],
+    "7/2": ["3.50", "$3.50"],
+    "3/5": ["1.5/2.5"],
+    # marked: <answer> before \boxed{} before ####, closed or not, nested or not
+    3: ["1,2,3", r"\boxed{x^{2} + {3}} 9"],
+    5: [
+        "10-5",
+        "10 - 5 = 5",
+        "<answer>5",
+        "<answer>3 <answer>5</answer> 9</answer>",
+        "<answer><answer>5</answer></answer>",
+        "<answer>4</answer> <answer>5</answer>",
+        "<answer>5</answer> <answer></answer>",
+        "first 9 <answer> 5 apples </answer> then 8",
+        r"<answer>\boxed{5}</answer>",
+        r"\boxed{1} \boxed{5}",
+        r"\boxed{5",
+        r"\boxed{\text{5 apples}}",
+        "#### $5.00",
+        "#### 1\n#### 5\nyes 7",
+    ],
+    25: ["<answer>25 m^2</answer>", r"\boxed{25\text{ cm}^2}"],
+    42: ["<answer>42</answer>", r"\boxed{42}", "so\n#### 42", "it is 7, no, 42"],
+    50: ["50%", r"\boxed{50\%}"],
+    # none: none at all, none where it is marked, more digits than Python converts
+    None: ["5/0", "no number", "", "<answer>none</answer> 5", "<answer></answer>", "9" * 5000],
+}
+FORMATTED = {  # an answer: does it end with its one <answer>number</answer>?
+    "1+1 <answer>2</answer>\n": 1,
+    "2": 0,
+    "<answer>2": 0,
+    "<answer>2</answer> so": 0,
+    "<answer>x</answer>": 0,
+    "<answer>1</answer><answer>2</answer>": 0,
+}
+# fmt: on
+
+
+def test_final_number_is_read_however_it_is_written():
+    for number, texts in FINAL_NUMBERS.items():
+        wanted = None if number is None else fractions.Fraction(number)
+        for text in texts:
+            found = train.final_number(text)
+            assert found == wanted, (text[:60], found, wanted)
+
+
+def test_rewards_compare_final_numbers_and_look_at_the_form():
+    assert train.correct("", "#### 1,450", "so it is <answer>$1450.00</answer>") == 1
+    assert train.correct("", "#### 1450", "<answer>1451</answer> 1450") == 0
+    assert train.correct("", "no number", "no number") == 0
+    for text, wanted in FORMATTED.items():
+        assert train.formatted("", "", text) == wanted, text
+
+
+def test_final_number_of_all_gsm8k_solutions(record_property):
+    rows = []
+    for part in ("train", "test"):
+        rows += read_jsonl(shared(f"gsm8k/{part}.jsonl"))
+    for row in rows:
+        marked = row["answer"].split("####")[1].strip().replace(",", "")
+        assert train.final_number(row["answer"]) == fractions.Fraction(marked), row["answer"]
+    assert len(rows) == 8792
+    record_property("solutions", len(rows))
+
+
+# ---------------------------------------------------------------- prompts
+# The published chat template of Qwen2.5-Instruct, without its branches for tools.
+QWEN_TEMPLATE = """{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. ' }}
+    {{- 'You are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}{%- for message in messages %}{%- if message.role != "system" or not loop.first %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def test_prompts_equal_the_published_chat_template():
+    transformers = pytest.importorskip("transformers")
+    path = str(shared("qwen2.5/tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=path, chat_template=QWEN_TEMPLATE)
+    ours = tokenizers.Tokenizer.from_file(path)
+    for system, question in (
+        ("Be brief.", "What is 2 + 2?"),
+        ("", "  spaces \n and\nlines \u00e9\U0001f600"),
+        (train.Config.system, "How much is $1,450 - 5%?"),
+    ):
+        text = theirs.apply_chat_template(
+            [{"role": "system", "content": system}, {"role": "user", "content": question}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert train.chat(system, question) == text
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text, add_special_tokens=False)
+    assert ours.encode("hello").ids == [14990]
+
+
+def test_a_tokenizer_that_truncates_and_pads_gives_whole_prompts(tiny_directory, tmp_path):
+    """tokenizer.json may carry such settings, which are of other uses than training."""
+    data = tmp_path / "rows.jsonl"
+    questions = [{"question": f"What is {i} + 1?", "answer": i + 1} for i in range(99)]
+    data.write_text("\n".join(map(json.dumps, questions)))
+
+    def prompts(directory, out):
+        # without steps no update is compiled
+        flags = ["--steps 0 --data", data, "--eval_data", data, "--model", directory, "--out", out]
+        _, run = train.set_up(train.parse(arguments(flags)))
+        return [row["prompt"] for row in run.held_out]
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))
+    tokenizer.enable_truncation(20)
+    tokenizer.enable_padding(length=24)
+    change = tokenizer.to_str().encode()
+    truncating = spoiled_copy(tiny_directory, tmp_path / "truncating", "tokenizer.json", change)
+    whole = prompts(tiny_directory, tmp_path / "whole")
+    assert min(map(len, whole)) > 24, "nothing to truncate"
+    assert prompts(truncating, tmp_path / "run") == whole
+
+
+# ---------------------------------------------------------------- data sets
+def addends(row):
+    numbers = re.findall(r"\d+", row["question"])
+    return tuple(sorted(map(int, numbers)))
+
+
+def test_arithmetic_answers_are_right_and_most_demonstrations_wrong(record_property):
+    seen = train.arith(False)
+    held_out = train.arith(True)
+    assert len(seen) == 20000
+    assert len(held_out) == 2000
+    assert not {*map(addends, seen)} & {*map(addends, held_out)}
+    for row in seen + held_out:
+        assert train.final_number(row["answer"]) == sum(addends(row)), row
+    worked = "9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>"
+    assert train.worked_sum(159, 855) == worked
+    demonstrated = [train.final_number(row["demonstration"]) for row in seen]
+    wrong = np.mean([d != sum(addends(row)) for d, row in zip(demonstrated, seen, strict=True)])
+    assert 0.5 < wrong < 0.75
+    record_property("wrong demonstrations", f"{wrong:.1%}")
+
+
+def test_a_data_set_with_splits_is_read_by_split(tmp_path):
+    sizes = {"train": 3, "test": 2}
+    for split, n in sizes.items():
+        rows = [json.dumps({"question": f"{split} {i}?", "answer": i}) for i in range(n)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
+    for split, n in sizes.items():
+        wanted = [{"question": f"{split} {i}?", "answer": str(i)} for i in range(n)]
+        assert train.load_rows(str(tmp_path), split == "test") == wanted
+
+
+def test_each_epoch_is_a_permutation_of_its_own():
+    epochs = [train.question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(10))
+    assert epochs[0] != epochs[1]
+    # one walk, however hosts and steps divide it
+    assert train.question_order(3, 0, 30, 10) == sum(epochs, [])
+    assert train.question_order(4, 0, 10, 10) != epochs[0]
+
+
+def test_the_hub_is_asked_again_only_where_it_does_not_answer(tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    no_answer = hub.errors.LocalEntryNotFoundError("no answer")
+    refusal = hub.errors.HFValidationError("no such name")
+    for replies, n_asked in (
+        ([no_answer, no_answer, "here"], 3),
+        ([no_answer] * 9, 3),
+        ([refusal] * 9, 1),
+    ):
+        ask = mock.Mock(side_effect=replies)
+        with mock.patch.object(hub, "snapshot_download", ask), mock.patch("time.sleep") as slept:
+            if "here" in replies:
+                found = train.model_directory(train.Config(model="a/b"), "*.json")
+                assert found == "here"
+            else:
+                assert str(replies[0]) in refused("--model a/b --out", tmp_path / "run")
+        assert ask.call_count == n_asked
+        assert sum(call.args[0] for call in slept.call_args_list) <= 10
+
+
+def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path):
+    for reply in ConnectionError("Couldn't reach it"), ValueError("no such data"):
+        with mock.patch("datasets.load_dataset", side_effect=reply):
+            text = refused("--data a/b --out", tmp_path / "run")
+        assert f"a/b cannot be loaded: {train.first_line(reply)}" in text
+
+
+# ---------------------------------------------------------------- reward functions that misbehave
+def loops(question, reference, answer):
+    while answer == "hang":
+        pass
+    return 1
+
+
+def loops_and_catches(question, reference, answer):
+    while answer == "hang":
+        with contextlib.suppress(Exception):
+            sum(range(999))
+    return 1
+
+
+def backtracks(question, reference, answer):
+    text = "a" * 40
+    if answer == "hang":
+        text += "b"
+    return bool(re.match("(a+)+$", text))
+
+
+def sleeps_again(question, reference, answer):
+    try:
+        if answer == "hang":
+            time.sleep(99)
+    except BaseException:
+        time.sleep(99)
+    return 1
+
+
+def test_rewards_that_hang_score_zero(monkeypatch):
+    # enough for the others on a busy machine
+    monkeypatch.setattr(train, "REWARD_SECONDS", 0.5)
+    functions = [loops, loops_and_catches, backtracks, sleeps_again]
+    rows = [{"question": "q", "answer": "5"}] * 3
+    before = signal.getsignal(signal.SIGALRM)
+    scores, faults = train.score_answers(functions, rows, ["5", "hang", "6"], [False] * 3)
+    # what hung leaves the scores of others, before and after it, as they are
+    assert_array_equal(scores, [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+    timeout = {1: "TooSlow: no score within 0.5 s"}
+    assert faults == {function.__name__: timeout for function in functions}
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def divides(question, reference, answer):
+    return 1 / (answer != "bad")
+
+
+def gives_no_number(question, reference, answer):
+    odd = {"nan": float("nan"), "text": "much"}
+    return odd.get(answer, 0.5)
+
+
+def test_rewards_that_fail_score_zero():
+    answers = ["5", "bad", "nan", "text", "5"]
+    rows = [{"question": "q", "answer": "5"}] * len(answers)
+    truncated = [False, False, False, False, True]
+    functions = [divides, divides, gives_no_number]
+    scores, faults = train.score_answers(functions, rows, answers, truncated)
+    assert_array_equal(scores, [[1, 1, 0.5], [0, 0, 0.5], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
+    counts = {name: len(failed) for name, failed in faults.items()}
+    assert counts == {"divides": 1, "gives_no_number": 2}
+    assert "ZeroDivisionError" in faults["divides"][1]
+
+
+# ---------------------------------------------------------------- GSM8K
+@pytest.mark.slow
+def test_a_run_on_gsm8k_with_the_published_tokenizer(tmp_path):
+    """From a random model to files that transformers loads, with the vocabulary of Qwen2.5."""
+    source = tmp_path / "source"
+    out = tmp_path / "run"
+    config = train.TINY_MODEL | dict(vocab_size=151936, hidden_size=64, eos_token_id=151645)
+    source.mkdir()
+    shutil.copy(shared("qwen2.5/tokenizer.json"), source)
+    model.write_random(source, config, seed=3)
+    text = run_train(
+        "--steps 2 --sft_steps 1 --batch 2 --npq 4 --max_answer 48 --max_prompt 96 --eval_n 16",
+        "--lr 1e-3 --micro_batch 1",
+        *["--model", source, "--data", shared("gsm8k/train.jsonl")],
+        *["--eval_data", shared("gsm8k/test.jsonl"), "--out", out],
+        devices=2,
+    )
+    skipped = r"train.jsonl: \d+ questions; \d+ skipped, longer than max_prompt = 96"
+    assert re.search(skipped, text), text
+    metrics = read_jsonl(out / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert "eval/solved" in metrics[2]
+    assert metrics[1]["logprob_gap/max"] < 1e-4
+    assert np.isfinite([row["loss"] for row in metrics]).all(), metrics
+
+    # the rest needs what reads a checkpoint besides us
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "final", dtype=torch.float32)
+    encode = transformers.AutoTokenizer.from_pretrained(out / "final")
+    ids = encode("Natalia sold 48 clips").input_ids
+    wanted = theirs(torch.tensor([ids])).logits.detach().numpy()
+    assert_allclose(logits(*load(out / "final"), [ids]), wanted, atol=1e-4)
+    start = load_file(source / "model.safetensors")
+    end = theirs.state_dict()
+    moved = max(abs(end[name].numpy() - start[name]).max() for name in end.keys() & start.keys())
+    assert moved > 1e-4, "training changed nothing"

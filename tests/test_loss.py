@@ -1,0 +1,131 @@
+"""More of the GRPO loss: without the logits of all tokens, the same on any mesh, at large logits,
+and where a batch lacks some of the vectors."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import kernel
+from test_kernel import (
+    EVERYTHING,
+    IMPLS,
+    KNOBS,
+    VECTORS,
+    blocks,
+    check_loss,
+    gradients,
+    is_finite,
+    loss_inputs,
+    mesh,
+    numpy_loss,
+    relative,
+    run_loss,
+    run_score,
+)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_logits_never_exist(impl):
+    """Not of more than 128 tokens, as asked for. A score takes one GEMM, a gradient three."""
+    inputs = loss_inputs(1200, 1003, 1.3, 13)
+    settings = {"impl": impl, "T": 1.3, "on": mesh(), "cores": 1}
+    ones = np.ones(1200, np.float32)
+    score = partial(kernel.score, weight_N=ones, mesh=mesh(), impl=impl, blocks=blocks(impl))
+    gradient = partial(gradients, **settings, **KNOBS)
+    programs = [
+        (1, score, inputs[:3]),
+        (3, partial(gradient, of="loss"), inputs),
+        # Three for the loss and three more for the cotangents of log-probs and entropies.
+        (6, partial(gradient, of=EVERYTHING), inputs),
+    ]
+    for gemms, f, args in programs:
+        text = str(jax.make_jaxpr(f)(*args))
+        shapes = re.findall(r"\w\[([\d,]+)\]", text)
+        largest = max(math.prod(map(int, dims.split(","))) for dims in shapes)
+        assert (largest > 128 * 1003) == (impl == "full"), (gemms, largest)
+        if impl != "pallas":
+            assert text.count("dot_general[") == gemms
+
+
+# fmt: off
+MESHES = [  # impl, vocabulary, mesh, cores of a chip: some devices have little or nothing of V
+    ("jax", 203, (1, 8, 1), 1),
+    ("jax", 203, (2, 4, 1), 1),
+    ("jax", 203, (2, 2, 2), 1),
+    ("jax", 5, (1, 8, 1), 1),
+    ("jax", 5003, (2, 2, 1), 1),
+    ("full", 203, (2, 2, 2), 1),
+    ("pallas", 203, (2, 2, 2), 1),
+    ("pallas", 300, (1, 8, 1), 1),
+    ("pallas", 100, (1, 1, 1), 2),  # here the interpreter looks for races
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("impl, V, dims, cores", MESHES)
+def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
+    # More than a chunk of 128 tokens. The interpreter of eight devices is slow.
+    N = 136 if impl == "pallas" else 296
+    inputs = loss_inputs(N, V, 1.3, V)
+    of = "loss" if impl == "pallas" else EVERYTHING
+    close = partial(assert_allclose, rtol=1e-5, atol=1e-5)
+    loss, tokens, dh, dW = run_loss("jax", inputs, 1.3, of)
+    many_loss, many_tokens, *many_gradients = run_loss(impl, inputs, 1.3, of, mesh(*dims), cores)
+    jax.tree.map(close, (many_loss, many_tokens), (loss, tokens))
+    live = inputs[3]["weight"] > 0
+    for name, a in zip(("logp", "entropy"), run_score(impl, inputs, 1.3, mesh(*dims)), strict=True):
+        close(np.where(live, a, 0), tokens[name])
+    # Sums come in another order, so that the last bits differ.
+    worst = max(map(relative, many_gradients, (dh, dW)))
+    assert worst < 1e-5
+    record_property("largest relative error", f"{worst:.1e}")
+
+
+def test_loss_without_some_vectors(record_property):
+    """Each of old, sampler, ref absent or present, with and without KL and cap.
+
+    Without old the ratio is at the bound of the clip, here 1, and the gradient is that of no clip.
+    """
+    worst = 0.0
+    for i, have in enumerate(
+        ["old sampler", "old ref", "old", "sampler ref", "sampler", "ref", ""]
+    ):
+        beta = 0.0 if i == 1 else 0.2
+        is_cap = 0.0 if i == 3 else 1.2
+        inputs = loss_inputs(45, 37, 1.3, i, ("weight", "advantage", *have.split()))
+        knobs = {"clip_low": 0.0, "beta": beta, "is_cap": is_cap, "entropy_bonus": 0.0}
+        errors, _ = check_loss("jax", inputs, 1.3, **knobs)
+        worst = max(worst, *errors)
+    record_property("largest error", f"{worst:.1e}")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_logits_neither_overflow_nor_cancel(impl, record_property):
+    worst = 0.0
+    for dtype in (np.float32, jnp.bfloat16):
+        inputs = loss_inputs(296, 203, 1.3, 11, top=1e4, dtype=dtype)
+        out = run_loss(impl, inputs, 1.3, EVERYTHING)
+        _, wanted, *_ = numpy_loss(*inputs, 1.3)
+        assert is_finite(out)
+        for name in ("logp", "entropy"):
+            worst = max(worst, abs(out[1][name] - wanted[name]).max() / 1e4)
+    assert worst < 2e-6
+    record_property("largest error, as a part of the largest logit", f"{worst:.1e}")
+
+
+def test_a_ratio_that_overflows():
+    """A clipped token carries no gradient however far its ratio is out; another's stays finite."""
+    hidden, head, targets, v, cotangents = loss_inputs(45, 37, 1.0, 10, VECTORS[:3], masked=0)
+    v |= {"advantage": abs(v["advantage"]), "old": np.full(45, -300, np.float32)}
+    inputs = (hidden, head, targets, v, cotangents)
+    loss, _, dh, dW = run_loss("jax", inputs, 1.0, entropy_bonus=0.0)
+    assert_allclose(loss, -1.3 * (v["weight"] * v["advantage"]).sum(), rtol=1e-5)
+    assert not np.asarray(dh).any() and not np.asarray(dW).any()
+    v["advantage"] = -v["advantage"]
+    assert is_finite(run_loss("jax", inputs, 1.0, entropy_bonus=0.0))

@@ -1,0 +1,269 @@
+"""What fits a device's memory: the search for the micro-batch, and the plan. Runs that end early:
+out of memory, or after too many updates that are not finite."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import os
+import re
+import signal
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from conftest import SMALL, arguments, read_jsonl
+
+import model
+import train
+from test_kernel import mesh
+
+
+# ---------------------------------------------------------------- the largest micro-batch that fits
+def linear(n):
+    return 7.2 + 0.3 * n
+
+
+def bent(n):
+    return 7.2 + 0.28 * n + 0.0002 * n * n + 0.1 * (n % 3)
+
+
+def search(gib, most, limit=30.1, estimated=True):
+    """-> (the micro-batch found, those that were compiled on the way). estimated: a program that
+    does not fit tells how much it would take, as compilers for TPUs do."""
+    asked = []
+
+    def need(n):
+        asked.append(n)
+        fits = gib(n) <= limit
+        return (gib(n) if fits or estimated else 99.0), fits
+
+    return train.largest(need, limit, most)[0], asked
+
+
+def test_micro_batch_is_found_by_few_compilations():
+    for most, wanted, compilations in (1024, 76, 3), (300, 76, 3), (64, 64, 1):
+        found, asked = search(linear, most)
+        assert (found, len(asked)) == (wanted, compilations), (most, asked)
+    assert search(linear, 300, estimated=False)[0] == 76
+    # By more where memory is not linear, and one may be missed.
+    for limit in 8.0, 9.9, 17.3, 44.0:
+        best = max(n for n in range(1, 999) if bent(n) <= limit)
+        for most in 1000, 500, best, best + 1:
+            found, asked = search(bent, most, limit)
+            assert bent(found) <= limit and found >= best - 2, (limit, found, best, asked)
+            assert len(asked) <= 12, (limit, most, asked)
+    assert search(lambda n: 40.0 + n, 64)[0] == 0, "none fits"
+
+
+@pytest.fixture
+def fresh_answers(tmp_path, monkeypatch):
+    """Nothing is known of earlier compilations: not from this process, nor from earlier runs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    needed = train.needed
+    needed.cache_clear()
+
+    # The flag changes no program; without it each is traced once.
+    def needed_without_flag(micro_batch, width, cfg, shape, on):
+        return needed(micro_batch, width, dataclasses.replace(cfg, micro_batch=0), shape, on)
+
+    needed_without_flag.cache_clear = needed.cache_clear
+    monkeypatch.setattr(train, "needed", needed_without_flag)
+    yield
+    needed.cache_clear()
+
+
+def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, monkeypatch, capsys):
+    cfg = train.resolve(train.Config(batch=2, npq=2, max_answer=12), mesh())
+
+    def choose(micro_batch=0):
+        asked = dataclasses.replace(cfg, micro_batch=micro_batch)
+        return train.choose_micro_batch(asked, SMALL, mesh(), 32)
+
+    def with_memory(gib):
+        train.needed.cache_clear()
+        monkeypatch.setattr(model, "device_memory", lambda device: gib)
+
+    half = train.needed(2, 32, cfg, SMALL, mesh())[0]
+    whole = train.needed(4, 32, cfg, SMALL, mesh())[0]
+    assert half < whole
+    assert choose() == 4
+
+    with_memory((half + whole) / 2)
+    found = choose()
+    assert 2 <= found < 4
+    assert train.needed(found, 32, cfg, SMALL, mesh())[1]
+    # What was found is kept in the user's cache, which spares the next run the search.
+    with mock.patch.object(train, "needed", side_effect=AssertionError("compiled again")):
+        assert choose() == found
+    assert choose(found) == found
+    with pytest.raises(SystemExit):
+        choose(4)
+    text = capsys.readouterr().err
+    assert "micro_batch = 4 takes" in text, text
+    assert "the largest that fits is --micro_batch " in text, text
+
+    with_memory(half / 100)
+    with pytest.raises(SystemExit):
+        choose()
+    assert "not one row of 32 tokens per device fits" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the plan of devices that are here
+def plan(*flags):
+    """What `train.py --plan` prints, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train.main(arguments(["--plan", *flags]))
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A plan of two micro-batches: its text, the files it left, the rows of its own file."""
+    directory = tmp_path_factory.mktemp("plan")
+    with contextlib.chdir(directory):
+        text = plan("--sweep micro_batch=4,8")
+    lines = (directory / "plan-here.jsonl").read_text().splitlines()
+    return SimpleNamespace(
+        text=text, left=os.listdir(directory), rows=[json.loads(line) for line in lines]
+    )
+
+
+def test_plan_of_a_sweep_is_a_table_and_a_file(swept):
+    assert [row["micro_batch"] for row in swept.rows] == [4, 8]
+    assert 0 < swept.rows[0]["gib"] < swept.rows[1]["gib"]
+    text = swept.text
+    assert text.splitlines()[-1] == "largest that fits: micro_batch 8", text
+    sizes = "= 256 sequences per host, in 4 minibatches of at most 8 rows per device"
+    assert sizes in text and "no estimate of the time" in text, text
+    assert swept.left == ["plan-here.jsonl"]
+
+
+def test_plan_of_a_rollout_in_waves_makes_them_equal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model, "rows_that_fit", lambda *_: 24)
+    assert "32 rows per device, 16 at once" in plan("--micro_batch 8")
+
+
+def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
+    """And tells of others what they take: estimated between those that were compiled."""
+    monkeypatch.chdir(tmp_path)
+    four, eight = [row["gib"] for row in swept.rows]
+    per_row = (eight - four) / 4
+    # Memory for ten rows, and not for eleven.
+    monkeypatch.setattr(model, "device_memory", lambda device: eight + 2.5 * per_row)
+    text = plan("--max_answer 40 --sweep loss_impl=jax")
+    assert re.search(r"^ +~ +4 .* fits$", text, re.M), text
+    assert re.search(r"^ +8 .* fits$", text, re.M), text
+    assert re.search(r"^ +\d+ .* GiB too much$", text, re.M), text
+    assert re.fullmatch(r"largest that fits: micro_batch (9|10|11)", text.splitlines()[-1]), text
+
+
+# ---------------------------------------------------------------- runs that end early
+# Two supervised steps, of GRPO five; two updates a step.
+RUN_FLAGS = (
+    "--batch 4 --npq 4 --sft_steps 2 --steps 5 --minibatches 2 --save_every 1 --eval_data none"
+)
+
+
+every_question = train.arith
+
+
+@cache
+def few_questions(held_out):
+    return every_question(held_out)[:99]
+
+
+@pytest.fixture
+def train_here(tmp_path, monkeypatch):
+    """train.main in this process, in an empty directory; what it does with signals is undone."""
+    monkeypatch.chdir(tmp_path)
+    # A mesh of all devices takes longer to compile for, and 20,000 questions seconds to encode.
+    monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
+    monkeypatch.setattr(train, "arith", few_questions)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield lambda *flags: train.main(arguments(flags))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypatch, capsys):
+    """It tells what to do, and goes on from there."""
+    flags = (
+        "--sft_steps 0 --steps 3 --batch 4 --npq 4 --minibatches 2 --save_every 0 --eval_data none"
+    )
+    whole = train.accumulate
+    calls = []
+
+    def full(*args, **kwargs):
+        # Two updates a step, of one micro-batch each: memory ends at the beginning of step 3.
+        calls.append(1)
+        if len(calls) > 4:
+            what = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate."
+            raise jax.errors.JaxRuntimeError(what)
+        return whole(*args, **kwargs)
+
+    full.lower = whole.lower
+    with mock.patch.object(train, "accumulate", full), pytest.raises(SystemExit) as end:
+        train_here(flags, "--out run")
+    text = capsys.readouterr().err
+    assert end.value.code == 1, text
+    assert "in step 3: " in text and "step 2 is saved" in text, text
+    assert "--micro_batch 4 or --remat full" in text and "Traceback" not in text, text
+    assert os.listdir("run/step_000002")
+    train_here(flags, "--out run")
+    assert [row["step"] for row in read_jsonl("run/metrics.jsonl")] == [1, 2, 3]
+    assert Path("run/final").is_dir()
+
+
+def test_only_updates_skipped_in_a_row_end_a_run():
+    run = SimpleNamespace(skipped=0, saving=None, done=0)
+    cfg = train.Config()
+    nine = [np.nan] * 9
+    train.note_skipped(1, [*nine, 1.0], cfg, run)
+    train.note_skipped(2, [1.0, *nine], cfg, run)
+    with pytest.raises(SystemExit):
+        train.note_skipped(3, [np.nan], cfg, run)
+
+
+def spoil_advantages(monkeypatch, bad_steps, terminated_in=None):
+    """Advantages of some GRPO steps, counted over all runs, are NaN; in one SIGTERM comes."""
+    whole = train.group_advantages
+    calls = itertools.count(1)
+
+    def spoilt(*args):
+        step = next(calls)
+        if step == terminated_in:
+            signal.raise_signal(signal.SIGTERM)
+        advantages = whole(*args)
+        return np.full_like(advantages, np.nan) if step in bad_steps else advantages
+
+    monkeypatch.setattr(train, "group_advantages", spoilt)
+
+
+def test_skipped_updates_are_counted_and_the_run_goes_on(train_here, monkeypatch):
+    spoil_advantages(monkeypatch, bad_steps={2})
+    train_here(RUN_FLAGS, "--out run")
+    rows = read_jsonl("run/metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 2, 0, 0, 0]
+    assert rows[3]["loss"] is None, rows
+
+
+def test_ten_skipped_updates_in_a_row_end_a_run_that_resumed(train_here, monkeypatch, capsys):
+    spoil_advantages(monkeypatch, bad_steps=range(99), terminated_in=4)
+    # The signal comes in step 6, after 8 skipped updates; the checkpoint keeps their number.
+    with pytest.raises(SystemExit) as end:
+        train_here(RUN_FLAGS, "--out run")
+    assert end.value.code == 128 + signal.SIGTERM
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train_here(RUN_FLAGS, "--out run")
+    text = capsys.readouterr().err
+    assert end.value.code == 1, text
+    assert "10 updates in a row, up to step 7" in text, text
+    assert "run/step_000006; " in text and "Traceback" not in text, text

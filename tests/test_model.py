@@ -1,0 +1,489 @@
+"""model.py less the rollout: config, load and save, the training forward against transformers, its
+gradients against JAX's own."""
+
+import dataclasses
+import json
+import math
+import shutil
+import tempfile
+import tracemalloc
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import (
+    TIED,
+    UNTIED,
+    check_errors,
+    compiled_forward,
+    edit,
+    hidden_states,
+    load,
+    logits,
+    place,
+    random_params,
+    random_prompts,
+    random_weight,
+    random_weights,
+    shared,
+    spoiled_copy,
+    textbook_hidden,
+)
+from numpy.testing import assert_array_equal
+from safetensors.numpy import load_file, save_file
+
+import model
+import train
+from test_kernel import mesh, relative
+
+
+def by_tier(default, slow):
+    """pytest's parameters for {name: case} of the default tier and of the slow one."""
+    marked = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in slow.items()]
+    return [pytest.param(case, id=name) for name, case in default.items()] + marked
+
+
+# ---------------------------------------------------------------- against transformers
+# 7 and 2 queries per key/value head.
+# fmt: off
+HF_MODELS = {
+    "tied": dict(
+        vocab_size=331, hidden_size=112, intermediate_size=160, num_hidden_layers=3,
+        head_dim=64, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "untied": dict(
+        vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e3}),
+}
+# fmt: on
+
+
+class HFModel(NamedTuple):
+    theirs: object  # transformers' Qwen2
+    directory: Path  # where it is saved; not to be changed
+    params: dict  # as we load it
+    cfg: model.ModelConfig
+    owner: tempfile.TemporaryDirectory  # which removes the directory when Python ends
+
+
+@cache
+def hf_model(name):
+    """transformers' Qwen2 with random weights, and as we load what it saved."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    # More threads only wait for each other: a hundred times slower beside JAX.
+    torch.set_num_threads(1)
+    config = transformers.Qwen2Config(eos_token_id=None, **HF_MODELS[name])
+    theirs = transformers.Qwen2ForCausalLM(config)
+    rng = np.random.default_rng(1)
+    for key, p in theirs.named_parameters():
+        weight = random_weight(rng, key, tuple(p.shape), config.hidden_size)
+        p.data = torch.from_numpy(weight)
+    owner = tempfile.TemporaryDirectory(prefix="podgrpo-test-")
+    directory = Path(owner.name)
+    theirs.save_pretrained(directory)
+    if name == "untied":
+        # as transformers 4 wrote it, and as Qwen published it
+        old = dict(rope_parameters=None, rope_theta=5e3, head_dim=None, tie_word_embeddings=None)
+        edit(directory / "config.json", old)
+    return HFModel(theirs, directory, *load(directory), owner)
+
+
+def hf_logits(theirs, tokens):
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return theirs(torch.tensor(tokens)).logits.numpy()
+
+
+def assert_trees_equal(found, wanted):
+    jax.tree.map(assert_array_equal, found, wanted)
+
+
+def test_logits_equal_transformers(record_property):
+    errors = {}
+    for name in HF_MODELS:
+        hf = hf_model(name)
+        tokens = random_prompts(hf.cfg, (24, 24, 24))
+        wanted = hf_logits(hf.theirs, tokens)
+        assert 1 < wanted.std() < 5, f"degenerate logits, deviation {wanted.std()}"
+        errors[name] = abs(logits(hf.params, hf.cfg, tokens) - wanted).max()
+    check_errors(errors, 1e-4, record_property)
+
+
+@pytest.mark.parametrize(
+    "name, file_bytes", [("tied", 4 << 30), ("tied", 150_000), ("untied", 60_000)]
+)
+def test_saved_checkpoint_loads_in_transformers(name, file_bytes, tmp_path, record_property):
+    transformers = pytest.importorskip("transformers")
+    hf = hf_model(name)
+    on = mesh(2, 2, 2) if len(jax.devices()) >= 8 else mesh()
+    params, _ = load(hf.directory, on)
+    shutil.copy(hf.directory / "config.json", tmp_path)
+    model.save(tmp_path, params, hf.cfg, on, "float32", file_bytes)
+
+    files = list(tmp_path.glob("*.safetensors"))
+    is_one_file = files == [tmp_path / "model.safetensors"]
+    assert is_one_file == (file_bytes == 4 << 30)
+    for tensors in map(load_file, files):
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert len(tensors) == 1 or size <= file_bytes
+    record_property("files", len(files))
+
+    again = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path)
+    tokens = random_prompts(hf.cfg, (11, 11))
+    assert_array_equal(hf_logits(again, tokens), hf_logits(hf.theirs, tokens))
+    assert_trees_equal(load(tmp_path)[0], params)
+
+
+def test_loads_bfloat16_and_several_files(tmp_path, record_property):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    hf = hf_model("untied")
+    half = transformers.Qwen2ForCausalLM.from_pretrained(hf.directory, dtype=torch.bfloat16)
+    theirs = tmp_path / "theirs"
+    half.save_pretrained(theirs, max_shard_size="40KB")
+    assert (theirs / "model.safetensors.index.json").exists()
+    params, cfg = load(theirs)
+    tokens = random_prompts(cfg, (24, 24, 24))
+    error = abs(logits(params, cfg, tokens) - hf_logits(half.float(), tokens)).max()
+    check_errors({"logits": error}, 1e-4, record_property)
+
+    # Our rounding is theirs.
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    shutil.copy(theirs / "config.json", ours)
+    model.save(ours, hf.params, cfg, mesh(), "bfloat16")
+    assert_trees_equal(load(ours)[0], params)
+
+
+# ---------------------------------------------------------------- config
+PARAMETERS = {
+    "0.5B": 494_032_768,
+    "1.5B": 1_543_714_304,
+    "3B": 3_085_938_688,
+    "7B": 7_615_616_512,
+    "14B": 14_770_033_664,
+    "32B": 32_763_876_352,
+}
+
+
+def test_published_sizes(tmp_path, record_property):
+    for size, n_params in PARAMETERS.items():
+        shutil.copy(shared(f"qwen2.5/config-{size}.json"), tmp_path / "config.json")
+        cfg = model.read_config(tmp_path)
+        assert cfg.n_params == n_params, cfg
+        assert cfg.H == cfg.D // cfg.N, cfg
+        assert cfg.rope_theta == 1e6, cfg
+        assert cfg.stop_ids == (151645,), cfg
+    record_property("parameter counts equal", len(PARAMETERS))
+
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+YARN = {"rope_type": "yarn", "factor": 4.0}
+PLAIN = {"rope_type": "default"}
+INFINITE = np.ones(128, np.float32)
+INFINITE[127] = np.inf
+
+
+def index_of(weight_map):
+    return json.dumps({"weight_map": weight_map}).encode()
+
+
+# what is wrong with config.json: a word of the message
+# fmt: off
+CONFIG_REFUSALS = [
+    (None, "config.json is missing"),
+    (b"{", "not readable JSON"),
+    (b"[" * 99999, "not readable"),
+    (b"\xff{}", "not readable"),
+    (b"\xef\xbb\xbf{}", "BOM"),
+    (b"[]", "config.json holds a list"),
+    (b'{"model_type": "llama", "model_type": "qwen2"}', "a name comes twice"),
+    (dict(model_type="llama"), "llama"),
+    (dict(model_type=None), "model_type"),
+    (dict(architectures=["Qwen2ForRewardModel"]), "Qwen2ForRewardModel"),
+    (dict(rope_scaling=YARN), "yarn"),
+    (dict(rope_scaling="yarn"), "usable"),
+    (dict(rope_scaling={"type": "linear", "factor": 2}), "linear"),
+    (dict(rope_parameters=YARN | {"rope_theta": 1e4}), "yarn"),
+    (dict(rope_parameters=PLAIN | {"rope_theta": 1e4}, rope_scaling=YARN), "yarn"),
+    (dict(rope_parameters=PLAIN | {"rope_theta": 1e6}), "rope_theta [1000000.0, 10000.0]"),
+    (dict(rope_parameters=PLAIN | {"factor": 4}), "factor"),
+    (dict(rope_theta=-1e4), "rope_theta = -"),
+    (dict(rope_theta=math.inf), "Infinity"),
+    (dict(rope_theta=0), "rope_theta = 0 is not"),
+    (dict(rope_theta="1e4"), "'1e4'"),
+    (dict(use_sliding_window=True), "sliding"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "sliding"),
+    (dict(hidden_act="gelu"), "gelu"),
+    (dict(quantization_config={"bits": 4}), "quantised"),
+    (dict(head_dim=5), "of size 5"),
+    (dict(hidden_size=None), "hidden_size"),
+    (dict(hidden_size=128.0), "hidden_size = 128.0 is not"),
+    (dict(num_attention_heads=True), "= True is not"),
+    (dict(num_key_value_heads=3), "4 query heads"),
+    (dict(num_hidden_layers=1), "tensor model.layers.1."),
+    (dict(num_hidden_layers=3), "tensor model.layers.2."),
+    (dict(num_hidden_layers=10**9), "below 10000"),
+    (dict(vocab_size=-1), "positive"),
+    (dict(vocab_size="many"), "many"),
+    (dict(vocab_size=2**80), "below 2147"),
+    (dict(rms_norm_eps=math.nan), "NaN"),
+    (dict(eos_token_id=320), "eos_token_id = [320]"),
+    (dict(eos_token_id=["2"]), "of vocab_size"),
+    (dict(tie_word_embeddings="false"), "tie_word_embeddings"),
+]
+WEIGHTS_REFUSALS = [
+    (None, WEIGHTS),
+    (b"not safetensors at all", "is not a safetensors file"),
+    ({QUERY: None}, f"lacks the tensor {QUERY}"),
+    ({"more": np.ones(2)}, "tensor more"),
+    ({QUERY: np.ones((128, 128), np.int8)}, f"{QUERY} has type I8"),
+    ({NORM: np.ones(17)}, f"{NORM} has shape (17,)"),
+    ({QUERY: np.full((128, 128), np.nan, np.float32)}, f"{QUERY} holds NaN"),
+    ({NORM: INFINITE}, f"{NORM} holds NaN or infinity"),
+]
+INDEX_REFUSALS = [
+    (b"{}", "index.json"),
+    (b"[]", "index.json"),
+    (index_of({NORM: "../x.safetensors"}), "../x.safeten"),
+    (index_of({NORM: "gone.safetensors"}), "gone.safe"),
+    (index_of({NORM: "/etc/passwd"}), "/etc/passwd"),
+    (index_of({NORM: ".."}), "is not a safetensors file"),
+    (index_of({NORM: "a\0b"}), "is not a safetensors file"),
+    (index_of({NORM: 7}), "names 7"),
+    (index_of({"a": WEIGHTS, "b": "more.safetensors"}), f"more.safetensors holds {NORM}, as does"),
+]
+# fmt: on
+
+
+def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
+    load(tiny_directory)  # good as it is
+    good = shutil.copytree(tiny_directory, tmp_path / "good")
+    save_file({NORM: np.ones(128, np.float32)}, good / "more.safetensors")
+    # Good weights, too, at the path outside that an index must not name.
+    shutil.copy(good / WEIGHTS, tmp_path / "x.safetensors")
+    cut_short = (good / WEIGHTS).read_bytes()[:9000]
+    cases = [
+        *((CONFIG, change, words) for change, words in CONFIG_REFUSALS),
+        *((WEIGHTS, change, words) for change, words in WEIGHTS_REFUSALS),
+        *((INDEX, change, words) for change, words in INDEX_REFUSALS),
+        (WEIGHTS, cut_short, "is not a safetensors file"),
+        ("generation_config.json", b"[]", "generation_config.json"),
+    ]
+    for i, (name, change, words) in enumerate(cases):
+        bad = spoiled_copy(good, tmp_path / str(i), name, change)
+        message = "none"
+        try:
+            load(bad)
+        except model.CheckpointError as e:
+            message = str(e).replace(str(tmp_path), "")
+        assert words in message, f"{name}, wrong by {str(change)[:200]}: {message}"
+        shutil.rmtree(bad)
+    record_property("refusals", len(cases))
+
+
+# ---------------------------------------------------------------- load
+class WatchedCheckpoint(model.Checkpoint):
+    """Notes of each read: (parameter, shape read, bytes held before it, bytes that it took)."""
+
+    def __init__(self, directory, cfg):
+        super().__init__(directory, cfg)
+        self.reads = []
+
+    def read(self, name, index):
+        tracemalloc.reset_peak()
+        held, _ = tracemalloc.get_traced_memory()
+        value = super().read(name, index)
+        _, peak = tracemalloc.get_traced_memory()
+        self.reads.append((name, value.shape, held, peak - held))
+        # A CPU device would keep an array at an even address as its own memory.
+        room = np.empty(value.size + 16, np.float32)
+        start = (-room.ctypes.data // 4) % 16 + 1
+        odd = room[start : start + value.size]
+        odd[:] = value.ravel()
+        return odd.reshape(value.shape)
+
+
+def test_load_streams(tmp_path, record_property):
+    """On eight devices host memory holds a shard at a time; no more is read of the files."""
+    on = mesh(1, 8, 1)
+    larger = dict(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    config = train.TINY_MODEL | larger | {"tie_word_embeddings": False}
+    model.write_random(tmp_path, config, seed=0)
+    whole, cfg = load(tmp_path)
+    checkpoint = WatchedCheckpoint(tmp_path, cfg)
+    tracemalloc.start()
+    params = model.load(checkpoint, on)
+    tracemalloc.stop()
+
+    assert_trees_equal(params, whole)
+    for name, sharding in model.flatten(model.shardings(cfg, on)).items():
+        loaded = model.flatten(params)[name]
+        assert loaded.sharding == sharding and loaded.dtype == jnp.float32, name
+    shapes = model.shapes(cfg)
+    assert Counter(name for name, *_ in checkpoint.reads) == dict.fromkeys(shapes, 8)
+    largest = 4 * max(math.prod(shape) for _, shape, *_ in checkpoint.reads)
+    for name, shape, held, used in checkpoint.reads:
+        is_vector = "norm" in name or "/b" in name
+        parts = 1 if is_vector else 8
+        assert math.prod(shape) * parts == math.prod(shapes[name]), (name, shape)
+        assert used < 1.3 * 4 * math.prod(shape) + 10_000, f"{used} bytes to read {shape} of {name}"
+        assert held < 3 * largest, f"{held} bytes of host memory held when {name} is read"
+    _, _, held, used = zip(*checkpoint.reads, strict=True)
+    record_property("a read takes", f"{max(used) / largest:.2f} of the largest shard")
+    record_property("held before it", f"{max(held) / largest:.2f} of the largest shard")
+
+
+# ---------------------------------------------------------------- the training forward
+def test_packed_sequences_do_not_attend_to_each_other(record_property):
+    params = random_params(TIED, mesh())
+    a, b = random_prompts(TIED, (7, 9))
+
+    def hidden(tokens, positions=None, segments=None):
+        positions = positions or [*range(len(tokens))]
+        segments = segments or [1] * len(tokens)
+        states = hidden_states(params, TIED, [tokens], [positions], [segments], width=20)
+        return np.asarray(states)[0, : len(tokens)]
+
+    alone = np.concatenate([hidden(a), hidden(b)])
+    packed = hidden(a + b, [*range(7), *range(9)], [1] * 7 + [2] * 9)
+    joined = hidden(a + b)
+    errors = {"packed": abs(packed - alone).max(), "the first": abs(joined[:7] - alone[:7]).max()}
+    check_errors(errors, 1e-5, record_property)
+    attended = abs(joined[7:] - alone[7:]).max(-1)
+    assert attended.min() > 1e-2, "in a segment, tokens must attend to those before them"
+
+
+def test_bfloat16_forward_is_close(record_property):
+    """Far along in a row, where rotary angles in bfloat16 would be off by a radian."""
+    params = random_params(TIED, mesh())
+    rows = dict(
+        tokens=np.array(random_prompts(TIED, (24,)), np.int32),
+        positions=np.arange(400, 424, dtype=np.int32)[None],
+        segments=np.ones((1, 24), np.int32),
+        filled=np.ones(1, np.int32),
+    )
+    exact, rounded = (
+        np.asarray(compiled_forward(TIED, mesh(), model.How(dtype))(params, rows))
+        for dtype in ("float32", "bfloat16")
+    )
+    assert rounded.dtype == ml_dtypes.bfloat16
+    check_errors({"hidden": relative(rounded, exact)}, 0.06, record_property, "relative error")
+
+    # Norms are computed in float32.
+    norm = jax.jit(model.rms_norm)
+    x = exact.astype(ml_dtypes.bfloat16)
+    wanted = np.asarray(norm(x.astype(np.float32), params["norm_D"], 1e-6))
+    found = norm(x, params["norm_D"], 1e-6)
+    assert_array_equal(found, wanted.astype(ml_dtypes.bfloat16))
+
+
+# ---------------------------------------------------------------- its gradients
+class Way(NamedTuple):
+    """How a gradient is computed: of B rows of T tokens, on a mesh of these dimensions."""
+
+    cfg: model.ModelConfig
+    T: int
+    B: int
+    dims: tuple
+    attention: str = "blockwise"
+    remat: str = "full"
+
+
+TWO_LAYERS = dataclasses.replace(TIED, L=2)
+LONG = dataclasses.replace(TWO_LAYERS, H=64, N=2, K=1)  # splash wants heads of 64
+# Of 100 and 200 rows a device computes three at a time, the last of them only in part.
+# fmt: off
+WAYS = {
+    "one device": Way(TWO_LAYERS, 9, 100, (1, 1, 1)),
+    "all axes, dots": Way(TWO_LAYERS, 9, 100, (2, 2, 2), remat="dots"),
+    "untied, fsdp and tp": Way(UNTIED, 6, 200, (1, 4, 2)),
+    "two blocks of queries": Way(LONG, 600, 2, (1, 1, 1)),
+    "splash": Way(LONG, 130, 2, (2, 1, 1), attention="splash"),
+}
+SLOW_WAYS = {
+    "one device, dots": Way(TWO_LAYERS, 9, 100, (1, 1, 1), remat="dots"),
+    "one device, none": Way(TWO_LAYERS, 9, 100, (1, 1, 1), remat="none"),
+    "all axes": Way(TWO_LAYERS, 9, 100, (2, 2, 2)),
+    "all axes, none": Way(TWO_LAYERS, 9, 100, (2, 2, 2), remat="none"),
+    "untied, fsdp": Way(UNTIED, 6, 200, (1, 8, 1)),
+    "untied, dp and fsdp": Way(UNTIED, 6, 200, (2, 4, 1)),
+}
+# fmt: on
+
+
+def random_rows(way, rng):
+    """-> (rows of up to three segments, d_hidden, which rows are real: a device's first)"""
+    shards = way.dims[0] * way.dims[1]
+    each = way.B // shards
+    filled = rng.integers(1, each + 1, shards)
+    if shards > 1 and each > 1:
+        filled[-1] = 0  # a device without work
+    real = np.concatenate([np.arange(each) < n for n in filled])
+    rows = dict(
+        tokens=rng.integers(0, way.cfg.V, (way.B, way.T)),
+        positions=rng.integers(0, way.cfg.V, (way.B, way.T)),
+        segments=np.sort(rng.integers(1, 4, (way.B, way.T)), 1),
+        filled=filled,
+    )
+    rows = {name: values.astype(np.int32) for name, values in rows.items()}
+    d_hidden = rng.standard_normal((way.B, way.T, way.cfg.D)).astype(np.float32)
+    return rows, d_hidden * real[:, None, None], real
+
+
+def forward_and_back(way):
+    """The compiled (params, grads, rows, d_hidden) -> (hidden states, grads with more added)."""
+    on = mesh(*way.dims)
+    how = model.How("float32", way.attention, way.remat)
+
+    def run(params, grads, rows, d_hidden):
+        hidden, back = model.forward(params, way.cfg, on, rows, how)
+        return hidden, back(grads, d_hidden)
+
+    return jax.jit(run, out_shardings=(None, model.shardings(way.cfg, on)))
+
+
+@cache
+def textbook_forward_and_back(cfg):
+    """The same of the textbook's forward, on one device, by JAX's differentiation."""
+
+    def run(params, rows, d_hidden):
+        inputs = rows["tokens"], rows["positions"], rows["segments"]
+        hidden, pull = jax.vjp(lambda params: textbook_hidden(params, cfg, *inputs), params)
+        return hidden, pull(d_hidden)[0]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("way", by_tier(WAYS, SLOW_WAYS))
+def test_gradients_equal_autodiff(way, monkeypatch, record_property):
+    """The backward pass by hand, with rows that are empty, in micro-batches that add up."""
+    monkeypatch.setattr(model, "TOKENS_AT_ONCE", 3 * way.T)
+    rows, d_hidden, real = random_rows(way, np.random.default_rng(7))
+    weights = random_weights(way.cfg)
+    zeros = {name: np.zeros_like(w) for name, w in weights.items()}
+    wanted_hidden, wanted = textbook_forward_and_back(way.cfg)(model.nest(weights), rows, d_hidden)
+
+    run = forward_and_back(way)
+    params = place(weights, mesh(*way.dims))
+    _, grads = run(params, place(zeros, mesh(*way.dims)), rows, d_hidden)
+    hidden, grads = run(params, grads, rows, d_hidden)
+
+    errors = {"hidden": relative(np.asarray(hidden)[real], np.asarray(wanted_hidden)[real])}
+    for name, wanted_grad in model.flatten(wanted).items():
+        if name != "head_VD":  # which the hidden states do not depend on
+            twice = np.asarray(model.flatten(grads)[name])
+            errors[name] = relative(twice / 2, wanted_grad)
+    check_errors(errors, 3e-5, record_property, "relative error")

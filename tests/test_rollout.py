@@ -1,0 +1,536 @@
+"""Rollouts: answers against transformers and an uncached forward, draws against softmax; layouts,
+waves and stages."""
+
+import dataclasses
+import math
+from functools import cache, partial
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import (
+    TIED,
+    UNTIED,
+    check_errors,
+    edit,
+    generate,
+    hidden_states,
+    random_params,
+    random_prompts,
+    spoiled_copy,
+)
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy import special, stats
+from test_model import by_tier, hf_model
+
+import kernel
+import model
+from test_kernel import mesh
+
+
+def softmax(z):
+    return special.softmax(np.asarray(z, np.float64), -1)
+
+
+# ---------------------------------------------------------------- against transformers
+def greedy_answers(theirs, prompts, n, **stop):
+    """What transformers answers to prompts that are padded on the left."""
+    torch = pytest.importorskip("torch")
+    width = max(map(len, prompts))
+    tokens = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for i, prompt in enumerate(prompts):
+        tokens[i, -len(prompt) :] = torch.tensor(prompt)
+        mask[i, -len(prompt) :] = 1
+    options = dict(do_sample=False, max_new_tokens=n, pad_token_id=0)
+    answers = theirs.generate(tokens, attention_mask=mask, **options, **stop)
+    return answers[:, width:].tolist()
+
+
+@pytest.mark.parametrize("name, has_stops", [("tied", False), ("untied", True)])
+def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_property):
+    """For prompts of unequal length, padded on the left; two stop ids end rows early."""
+    n = 64
+    hf = hf_model(name)
+    prompts = random_prompts(hf.cfg, (9, 1, 14, 5))
+    whole = greedy_answers(hf.theirs, prompts, n)
+    assert min(len(set(row)) for row in whole) > 10, "an answer is a few tokens repeated"
+    cfg = hf.cfg
+    stops = []
+    wanted = whole
+    if has_stops:
+        stops = [whole[0][20], whole[2][33]]
+        wanted = greedy_answers(hf.theirs, prompts, n, eos_token_id=stops)
+        copy = spoiled_copy(hf.directory, tmp_path, "config.json", {"eos_token_id": whole[3][0]})
+        # generation_config.json overrules config.json.
+        edit(copy / "generation_config.json", {"eos_token_id": stops})
+        cfg = model.read_config(copy)
+
+    out = generate(hf.params, cfg, prompts, n, temperature=0.0)
+    is_stop = np.isin(whole, stops)
+    has_ended = is_stop.any(1)
+    lengths = np.where(has_ended, is_stop.argmax(1) + 1, n)
+    assert_array_equal(out["tokens_BT"][:, : len(wanted[0])], wanted)
+    assert_array_equal(out["lengths_B"], lengths)
+    assert_array_equal(out["cut_B"], ~has_ended)
+    after = np.arange(n) >= out["lengths_B"][:, None]
+    assert not out["tokens_BT"][after].any()
+    assert not out["logp_BT"][after].any()
+    assert not has_stops or len(set(lengths)) > 2
+    record_property("equal tokens a row", ", ".join(map(str, lengths)))
+
+
+# ---------------------------------------------------------------- what is drawn
+@partial(jax.jit, static_argnames=("how", "tp"))
+def compiled_sample(z_RV, u_B, how, tp):
+    draw = jax.shard_map(
+        lambda z_BV, u_B: model.sample(z_BV, u_B, *how),
+        mesh=mesh(tp=tp),
+        check_vma=False,
+        in_specs=(P(None, "tp"), P()),
+        out_specs=P(),
+    )
+    return draw(jnp.tile(z_RV, (len(u_B) // len(z_RV), 1)), u_B)
+
+
+def sample(z_RV, u_B, temperature=1.0, top_k=0, top_p=1.0, tp=1):
+    """model.sample of the rows of z in turn, with the vocabulary on so many devices."""
+    tokens, logp = compiled_sample(z_RV, u_B, (temperature, top_k, top_p), tp)
+    return np.asarray(tokens), np.asarray(logp)
+
+
+def truncated(p, top_k, top_p):
+    """What top-k and then top-p sampling draws from, for one row."""
+    order = np.argsort(-p)[: top_k or None]
+    mass = p[order].cumsum()
+    kept = order[: np.searchsorted(mass, top_p * mass[-1]) + 1]
+    is_kept = np.isin(np.arange(len(p)), kept)
+    return np.where(is_kept, p / p[kept].sum(), 0.0)
+
+
+def chi_square(tokens, p):
+    """p-value of how often tokens are drawn; those expected fewer than 10 times count as one."""
+    count = np.bincount(tokens, minlength=len(p))
+    expected = p * len(tokens)
+    rare = expected < 10
+    count = np.append(count[~rare], count[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    possible = expected > 0
+    return stats.chisquare(count[possible], expected[possible]).pvalue
+
+
+@partial(jax.jit, static_argnames="temperature")
+def training_logp(hidden_ND, head_VD, targets_N, weight_N, temperature):
+    logp, _ = kernel.score(hidden_ND, head_VD, targets_N, weight_N, mesh(), temperature=temperature)
+    return logp
+
+
+@pytest.mark.parametrize(
+    "cfg, how",
+    [
+        pytest.param(TIED, dict(temperature=0.7), id="stops"),
+        pytest.param(UNTIED, dict(temperature=1.0), id="untied"),
+        pytest.param(TIED, dict(temperature=1.2, top_k=20, top_p=0.8), id="truncated"),
+    ],
+)
+def test_sampled_logps_equal_training_forward(cfg, how, record_property):
+    """What `generate` reports is what the trainer computes; draws follow that, each time anew."""
+    n = 32
+    temperature = how["temperature"]
+    rng = np.random.default_rng(3)
+    prompts = random_prompts(TIED, (9, 4, 1, 6) * 4)
+    params = random_params(cfg, mesh())
+    head = model.head(params)
+    # The states that answer tokens are drawn from are those of the token before.
+    first = np.array([len(prompt) - 1 for prompt in prompts])
+    before = first[:, None] + np.arange(n)
+    errors = {}
+    u = np.full((2, len(prompts), n), np.nan)
+    for seed in (0, 1):
+        out = generate(params, cfg, prompts, n, seed=seed, **how)
+        answers = zip(prompts, out["tokens_BT"].tolist(), out["lengths_B"], strict=True)
+        rows = [prompt + answer[:length] for prompt, answer, length in answers]
+        hidden = np.asarray(hidden_states(params, cfg, rows, width=9 + n))
+        hidden = np.take_along_axis(hidden, before[..., None], 1)
+        live = np.arange(n) < out["lengths_B"][:, None]
+
+        tokens = out["tokens_BT"][live]
+        each = np.arange(len(tokens))
+        z = hidden[live] @ np.asarray(head).T
+        q = softmax(z / temperature)
+        if "top_k" in how:
+            q = np.stack([truncated(row, how["top_k"], how["top_p"]) for row in q])
+            wanted = np.log(q[each, tokens])
+        else:
+            h_ND = hidden.reshape(-1, cfg.D)
+            weight = live.ravel().astype(np.float32)
+            logp = training_logp(h_ND, head, out["tokens_BT"].ravel(), weight, temperature)
+            wanted = np.asarray(logp).reshape(live.shape)[live]
+        errors[seed] = abs(out["logp_BT"][live] - wanted).max()
+        # If tokens follow q, these are uniform.
+        upper = q.cumsum(-1)[each, tokens]
+        u[seed][live] = upper - rng.random(len(tokens)) * q[each, tokens]
+    check_errors(errors, 1e-4, record_property)
+
+    assert stats.kstest(u[~np.isnan(u)], "uniform").pvalue > 1e-3
+    neighbours = {
+        "steps": (u[..., 1:], u[..., :-1]),
+        "rows": (u[:, 1:], u[:, :-1]),
+        "keys": (u[0], u[1]),
+    }
+    for of, (a, b) in neighbours.items():
+        both = ~np.isnan(a + b)
+        p = stats.pearsonr(a[both], b[both]).pvalue
+        assert p > 1e-3, f"draws of neighbouring {of} are related"
+
+
+@pytest.mark.parametrize("V, tp", [(11, 1), (700, 1), (700, 4)])
+def test_draw_inverts_the_cdf(V, tp, record_property):
+    """At evenly spread uniforms each token comes as often as softmax says, to within two draws."""
+    rng = np.random.default_rng(4)
+    n = 20_000
+    z = 2 * rng.standard_normal((2, V)).astype(np.float32)
+    z[1, rng.random(V) < 0.3] = -np.inf
+    u = np.repeat((np.arange(n, dtype=np.float32) + 0.5) / n, 2)
+    tokens, _ = sample(z, u, tp=tp)
+    off = {}
+    for row in (0, 1):
+        count = np.bincount(tokens[row::2], minlength=V)
+        off[row] = abs(count - n * softmax(z[row])).max()
+    check_errors(off, 2.1, record_property, "draws off")
+
+
+LARGEST = np.nextafter(np.float32(1), np.float32(0))  # uniform below 1
+
+
+def random_logits(rng, rows, V, kept, nothing):
+    """[rows, V], of which all but `kept` a row have no probability."""
+    z = np.full((rows, V), nothing, np.float32)
+    for row in z:
+        row[rng.choice(V, kept, replace=False)] = 3 * rng.standard_normal(kept)
+    return z
+
+
+def check_have_probability(tokens, z, nothing):
+    """One token drawn from each row of z."""
+    V = z.shape[1]
+    assert ((tokens >= 0) & (tokens < V)).all(), f"drew {tokens.max()} of {V} tokens"
+    taken = z[np.arange(len(tokens)) % len(z), tokens] == nothing
+    assert not taken.any(), f"{taken.sum()} of {len(tokens)} have no probability"
+
+
+@pytest.mark.parametrize(
+    "V, kept", [(5, 2), (256, 60), (700, 1), (700, 9), (3000, 400), (77_000, 150)]
+)
+def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
+    """At u = 0, at the largest u, and where rounding bites: around the steps of the CDF."""
+    rng = np.random.default_rng(5)
+    drawn = 0
+    for nothing in (-np.inf, -1e30):
+        z = random_logits(rng, 1, V, kept, nothing)
+        # The CDF goes over the columns of 128, one after another.
+        token = np.arange(V)
+        order = np.lexsort((token, token % 128))
+        steps = softmax(z[0])[order].cumsum()[z[0, order] > nothing]
+        around = [steps + k * 2.0**-24 for k in range(-4, 5)]
+        u = np.concatenate([[0, LARGEST], *around])
+        u = np.append(u, rng.random(-len(u) % 512))
+        u = np.clip(u, 0, LARGEST).astype(np.float32)
+        # All at once would take gigabytes.
+        for some in u.reshape(-1, 512):
+            tokens, _ = sample(z, some)
+            check_have_probability(tokens, z, nothing)
+        drawn += len(u)
+    record_property("draws", drawn)
+
+
+def test_largest_uniform_draws_what_has_probability(record_property):
+    """The sum of all masses, rounded, may be above where the CDF ends, rounded in another order."""
+    rows = 100
+    for V, kept in ((256, 60), (3000, 400)):
+        for nothing in (-np.inf, -1e30):
+            z = random_logits(np.random.default_rng(5), rows, V, kept, nothing)
+            tokens, _ = sample(z, np.full(rows, LARGEST))
+            check_have_probability(tokens, z, nothing)
+    record_property("draws", 4 * rows)
+
+
+@pytest.mark.parametrize(
+    "V, tp, temperature, top_k, top_p",
+    [
+        (11, 1, 0.7, 0, 1.0),
+        (600, 1, 1.3, 0, 1.0),
+        (600, 1, 0.8, 7, 1.0),
+        (600, 4, 0.7, 0, 0.6),
+        (600, 4, 1.5, 60, 0.8),
+    ],
+)
+def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_p, record_property):
+    """By chi-square, of two distributions in turn; logprobs are those after truncation."""
+    n = 5_000
+    rng = np.random.default_rng(6)
+    z = 2 * rng.standard_normal((2, V)).astype(np.float32)
+    u = np.asarray(jax.random.uniform(jax.random.key(V), 2 * n))
+    tokens, logp = sample(z, u, temperature, top_k, top_p, tp=tp)
+    p_values = []
+    for row in (0, 1):
+        p = truncated(softmax(z[row] / temperature), top_k, top_p)
+        mine = tokens[row::2]
+        assert (p[mine] > 0).all(), "drew a token outside the kept set"
+        assert_allclose(logp[row::2], np.log(p[mine]), rtol=0, atol=1e-5)
+        p_values.append(chi_square(mine, p))
+    assert min(p_values) > 1e-3, p_values
+    record_property("lowest p of 2", f"{min(p_values):.2f}")
+
+    greedy, logp = sample(z, np.zeros(2, np.float32), temperature=0.0, tp=tp)
+    assert_array_equal(greedy, z.argmax(-1))
+    assert_allclose(logp, np.log(softmax(z).max(-1)), rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------- layouts, waves, stages
+def test_rows_do_not_depend_on_others(record_property):
+    """Nor on how wide their padding is."""
+    params = random_params(UNTIED, mesh())
+    ours = random_prompts(UNTIED, (6, 2, 7, 4))
+    others = random_prompts(UNTIED, (3, 13, 1, 4), seed=1)
+    mixed = [ours[0], others[1], ours[2], others[3]]
+    a = generate(params, UNTIED, ours, 16)
+    b = generate(params, UNTIED, mixed, 16)
+    assert_array_equal(a["tokens_BT"][::2], b["tokens_BT"][::2])
+    errors = abs(a["logp_BT"] - b["logp_BT"])[::2]
+    check_errors({"logprobs": errors}, 1e-5, record_property)
+    differ = a["tokens_BT"] != b["tokens_BT"]
+    assert differ[1::2].any(-1).all()
+
+
+# With this seed no uniform is within 5e-6 of a step of its CDF, where rounding would decide.
+SEED = 11
+MAX_ANSWER = 24
+CFG = dataclasses.replace(TIED, V=208, stop_ids=tuple(range(0, 60, 3)))
+PROMPTS = [p for p in random_prompts(CFG, (5, 3, 8, 1, 2, 6, 4, 7)) for _ in range(4)]
+
+
+@jax.jit
+def uncached_step(params, tokens_BT, lengths_B, key, t):
+    """-> (the next tokens, their logprobs) by the training forward on all that is there."""
+    B, T = tokens_BT.shape
+    rows = dict(
+        tokens=tokens_BT,
+        positions=jnp.tile(jnp.arange(T), (B, 1)),
+        segments=jnp.ones((B, T), jnp.int32),
+        filled=jnp.full(1, B),
+    )
+    hidden_BTD, _ = model.forward(params, CFG, mesh(), rows, model.How("float32"))
+    last_BD = hidden_BTD[jnp.arange(B), lengths_B - 1]
+
+    def uniform(row):
+        step = jax.random.fold_in(key, t)
+        return jax.random.uniform(jax.random.fold_in(step, row))
+
+    u_B = jax.vmap(uniform)(jnp.arange(B))
+    return compiled_sample(last_BD @ model.head(params).T, u_B, (1.0, 0, 1.0), 1)
+
+
+@cache
+def uncached_answers():
+    """-> (answers, whether no stop token came, logprobs) that `generate` is to give to PROMPTS."""
+    params = random_params(CFG, mesh())
+    B = len(PROMPTS)
+    lengths = np.array([len(prompt) for prompt in PROMPTS])
+    tokens = np.zeros((B, lengths.max() + MAX_ANSWER), np.int32)
+    for row, prompt in zip(tokens, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    live = np.ones(B, bool)
+    logps = [[] for _ in PROMPTS]
+    for t in range(MAX_ANSWER):
+        step = uncached_step(params, tokens, lengths, jax.random.key(SEED), t)
+        drawn, logp = map(np.asarray, step)
+        for i in np.flatnonzero(live):
+            tokens[i, lengths[i]] = drawn[i]
+            lengths[i] += 1
+            logps[i].append(logp[i])
+            live[i] = drawn[i] not in CFG.stop_ids
+    ended = zip(tokens, PROMPTS, lengths, strict=True)
+    answers = [row[len(prompt) : length].tolist() for row, prompt, length in ended]
+    return answers, live, logps
+
+
+class Way(NamedTuple):
+    """How a rollout is laid out, and what must come of that."""
+
+    dims: tuple
+    kind: str
+    options: dict
+    heard: int  # calls of `progress`
+    dropped: int = 0  # times that rows that were done left the batch
+    slots: tuple = ()  # of the KV cache, as it grows
+
+
+GROWING = (24, 32)
+# fmt: off
+WAYS = {
+    "one device": Way((1, 1, 1), "replicated", dict(stage=8), 4, 1, GROWING),
+    "fsdp": Way((2, 2, 2), "fsdp", {}, 2),
+    "tp, waves": Way((2, 2, 2), "tp", dict(at_once=4), 4),
+    "maxtext, stages, waves": Way((2, 4, 1), "maxtext", dict(stage=8, at_once=9), 8, 1, GROWING),
+}
+SLOW_WAYS = {
+    "one device, waves": Way((1, 1, 1), "replicated", dict(stage=6, at_once=12), 15, 3, GROWING),
+    "replicated": Way((1, 8, 1), "replicated", {}, 2),
+    "tp, stages": Way((2, 4, 1), "tp", dict(stage=8), 4, 0, GROWING),
+    "fsdp, stages, waves": Way((1, 8, 1), "fsdp", dict(stage=8, at_once=2), 8, 0, GROWING),
+    "auto, no groups": Way((1, 8, 1), "auto", dict(group=1, at_once=3), 4),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("way", by_tier(WAYS, SLOW_WAYS))
+def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
+    """Of ragged prompts, in groups, growing windows and waves, while rows that are done go."""
+    answers, live, logps = uncached_answers()
+    regrow = mock.Mock(wraps=model.regrow)
+    monkeypatch.setattr(model, "regrow", regrow)
+    heard = []
+
+    def progress(done, tokens):
+        heard.append((done, tokens))
+
+    on = mesh(*way.dims)
+    params = random_params(CFG, on)
+    options = {"group": 4, "progress": progress} | way.options
+    out = generate(params, CFG, PROMPTS, MAX_ANSWER, on, way.kind, SEED, **options)
+    errors = {}
+    for i, answer in enumerate(answers):
+        n = len(answer)
+        assert out["tokens_BT"][i].tolist() == answer + [0] * (MAX_ANSWER - n), i
+        assert out["lengths_B"][i] == n
+        assert out["cut_B"][i] == live[i]
+        assert not out["logp_BT"][i, n:].any()
+        errors[i] = abs(out["logp_BT"][i, :n] - logps[i]).max()
+    check_errors(errors, 1e-4, record_property)
+    assert heard[-1] == (len(live) - sum(live), sum(map(len, answers))), heard
+    assert len(heard) == way.heard
+    dropped = 0
+    slots = set()
+    for (a, index), how in regrow.call_args_list:
+        slots.add(how["slots"])
+        # The hidden states stand for all arrays of the state.
+        if a.ndim == 2 and len(a) > len(index):
+            dropped += 1
+    assert dropped == way.dropped
+    assert slots == set(way.slots)
+
+
+def test_greedy_answers_equal_on_meshes():
+    cfg = dataclasses.replace(TIED, V=208)
+    prompts = random_prompts(TIED, (5, 3, 8, 8, 1, 2, 4, 7))
+    params = random_params(cfg, mesh())
+    one = generate(params, cfg, prompts, 24, kind="auto", temperature=0.0)
+    on = mesh(2, 2, 2)
+    params = random_params(cfg, on)
+    for kind in ("replicated", "tp"):
+        other = generate(params, cfg, prompts, 24, on, kind, temperature=0.0)
+        assert_allclose(one["logp_BT"], other["logp_BT"], rtol=0, atol=1e-4)
+        for name in ("tokens_BT", "lengths_B", "cut_B"):
+            assert_array_equal(one[name], other[name])
+
+
+def test_decode_works_in_place_and_ends(monkeypatch):
+    """A cache that goes in is gone; once all rows have ended, no more slots are written."""
+    cfg = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V)))
+    decode = model.decode
+    taken, left = [], []
+
+    def watched(weights, state, *args, **options):
+        new_state, out = decode(weights, state, *args, **options)
+        taken.extend(state)
+        left.append(new_state)
+        return new_state, out
+
+    monkeypatch.setattr(model, "decode", watched)
+    params = random_params(cfg, mesh())
+    out = generate(params, cfg, random_prompts(cfg, (4, 4)), 24, at_once=1, stage=9)
+    assert len(taken) == 6
+    assert all(a.is_deleted() for a in taken), "a copy is made"
+    assert (out["lengths_B"] == 1).all()
+    assert not out["cut_B"].any()
+    keys_LBKSH = np.asarray(left[-1][0])
+    is_written = abs(keys_LBKSH).max((0, 1, 2, 4)) > 0
+    assert_array_equal(is_written, np.arange(16) < 5)
+
+
+# ---------------------------------------------------------------- plans
+GIB = 2**30
+
+
+def sizes(name):
+    return model.ModelConfig(*model.SIZES[name][:7], 1e6, 1e-6, True, 9999, ())
+
+
+def set_memory(monkeypatch, gib):
+    monkeypatch.setattr(model, "device_memory", lambda device: gib)
+
+
+def test_layout_is_chosen_by_size_and_memory(monkeypatch):
+    on = mesh(1, 8, 1)
+    # fmt: off
+    cases = [
+        ("3B", 32, "replicated", 1),
+        ("3B", math.inf, "replicated", 1),
+        ("7B", 32, "tp", 4),
+        ("7B", 80, "replicated", 1),
+        ("32B", 32, "tp", 8),
+        ("14B", 4, "fsdp", 1),
+    ]
+    # fmt: on
+    for name, memory, kind, tp in cases:
+        set_memory(monkeypatch, memory)
+        layout, why = model.rollout_layout("auto", sizes(name), on, "bfloat16")
+        assert layout.kind == kind, (name, memory, why)
+        assert why.startswith(kind), (name, memory, why)
+        assert list(layout.mesh.devices.flat) == list(on.devices.flat)
+        assert layout.mesh.shape["tp"] == tp
+
+
+def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
+    cfg = sizes("3B")
+    resting = 12 * GIB
+    slots = 1280
+    for kind, parts, heads in (("replicated", 1, 2), ("fsdp", 8, 2), ("tp", 2, 1)):
+        layout, _ = model.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16")
+        weights = 2 * cfg.n_params / parts
+        keys_and_values = 36 * 2 * heads * 128 * 2 * slots
+        half = (32 * GIB - resting - weights) / 2
+        cases = [(32, half // keys_and_values), (12, 1), (math.inf, 2**30)]
+        for memory, rows in cases:
+            set_memory(monkeypatch, memory)
+            found = model.rows_that_fit(cfg, layout, "bfloat16", slots, resting)
+            assert found == rows, (kind, memory)
+
+
+def test_batch_shrinks_where_that_saves_a_tenth():
+    # (live rows, rows now, bytes of the weights, of a row): rows from now on
+    # fmt: off
+    table = {
+        (9, 16, 100, 10): 16,
+        (8, 16, 100, 10): 8,
+        (3, 16, 100, 10): 4,
+        (1, 16, 100, 10): 1,
+        (0, 16, 100, 10): 1,
+        (8, 16, 1000, 10): 16,
+        (5, 12, 1, 10): 6,
+        (5, 7, 1, 10): 7,
+    }
+    # fmt: on
+    for case, rows in table.items():
+        assert model.fewer_rows(*case) == rows, case
+
+
+def test_buckets_are_powers_of_two_and_three_quarters_of_them():
+    table = {1: 1, 2: 2, 3: 3, 5: 6, 24: 24, 25: 32, 100: 128, 513: 768}
+    for n, size in table.items():
+        assert model.bucket(n) == size, n

@@ -1,0 +1,498 @@
+"""From answers to new weights: advantages, packed rows, the gradient, the optimizer."""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from functools import cache, partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import (
+    SMALL,
+    check_errors,
+    hidden_states,
+    place,
+    random_weights,
+    textbook_hidden,
+)
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy import special
+
+import model
+import train
+from test_kernel import mesh, numpy_loss, relative
+
+ONE = (1, 1, 1)
+# With sgd and no clipping, an update subtracts the gradient times the rate.
+PLAIN = dict(
+    optimizer="sgd",
+    grad_clip=0,
+    dtype="float32",
+    attention="blockwise",
+    loss_impl="jax",
+    max_answer=12,
+    is_cap=1.5,
+)
+
+
+# ---------------------------------------------------------------- one case of an update
+@cache
+def update_case(shape=SMALL):
+    """Weights; of 16 random sequences prompts, answers, advantages and logprobs of the sampler."""
+    rng = np.random.default_rng(5)
+
+    def sequences(shortest, longest):
+        lengths = rng.integers(shortest, longest + 1, 16)
+        return [rng.integers(0, shape.V, n).tolist() for n in lengths]
+
+    return SimpleNamespace(
+        weights=random_weights(shape),
+        prompts=sequences(2, 7),
+        answers=sequences(1, 8),
+        advantages=rng.standard_normal(16),
+        sampler=-3 * rng.random((16, 9)),
+    )
+
+
+def packed_batch(cfg, on, micro_batch, width, answers=None):
+    """The case's sequences as one minibatch: micro-batches of packed rows."""
+    case = update_case()
+    run = SimpleNamespace(mesh=on, shape=SMALL, row_width=width, micro_batch=micro_batch)
+    (batch,), _ = train.make_batches(
+        case.prompts, answers or case.answers, case.advantages, cfg, run, case.sampler
+    )
+    return batch
+
+
+def unpacked_rows(cfg, shape=SMALL, advantages=None, sampled=True, n=16):
+    """The first sequences of the case, one a row of 16 tokens."""
+    case = update_case(shape)
+    if advantages is None:
+        advantages = case.advantages
+    sampler = case.sampler if sampled else None
+    alone = {i: [i] for i in range(n)}
+    return train.make_rows(
+        alone, case.prompts, case.answers, advantages, (n, 16), cfg, sampler=sampler
+    )
+
+
+def whole_batch(rows):
+    """Rows as a minibatch of one micro-batch, on one device."""
+    n = len(rows["weight"])
+    return [rows | {"filled": np.array([n], np.int32)}]
+
+
+def normalised(rows, loss_agg):
+    """Rows of one sequence each, with weights as make_batches leaves them."""
+    total = rows["weight"].sum() if loss_agg == "token" else len(rows["weight"])
+    return rows | {"weight": rows["weight"] / np.float32(total)}
+
+
+def with_policies(rows):
+    """Rows with logprobs of the policy before the update and of a reference."""
+    sampler = np.asarray(rows["sampler"])
+    in_answer = np.asarray(rows["weight"]) > 0
+    old = sampler - np.float32(0.1) * in_answer
+    ref = sampler * np.float32(0.9)
+    if isinstance(rows["sampler"], jax.Array):
+        old, ref = jax.device_put([old, ref], rows["sampler"].sharding)
+    return rows | {"old": old, "ref": ref}
+
+
+def state_of(cfg, shape, on):
+    """The case's weights with a new optimizer, where they rest between updates."""
+    weights = update_case(shape).weights
+    opt = {name: train.optimizer(cfg, name).init(a) for name, a in weights.items()}
+    state = {"params": place(weights, on), "opt": opt}
+    abstract = train.abstract_state(dataclasses.replace(cfg, beta=0.0), shape, on)
+    return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), state, abstract)
+
+
+def memory_kinds(tree):
+    return {a.sharding.memory_kind for a in jax.tree.leaves(tree) if a.ndim}
+
+
+def update_of(batch, shape=SMALL, on=None, rate=1e4, **flags):
+    """-> (what train.update subtracts from each parameter, over the rate; the metrics)"""
+    cfg = train.Config(**PLAIN | flags)
+    on = on or mesh()
+    state = state_of(cfg, shape, on)
+    before = memory_kinds(state["params"]), memory_kinds(state["opt"])
+    state, parts, norm = train.update(state, batch, rate, cfg=cfg, shape=shape, mesh=on)
+    assert (memory_kinds(state["params"]), memory_kinds(state["opt"])) == before
+    device = jax.devices()[0].default_memory().kind
+    assert before[0] == {"pinned_host" if cfg.offload == "params" else device}
+    new, parts = jax.device_get((model.flatten(state["params"]), parts))
+    weights = update_case(shape).weights
+    metrics = {"grad_norm": float(norm)}
+    for name in parts[0]:
+        combine = max if name.endswith("/max") else sum
+        metrics[name] = combine(part[name] for part in parts)
+    return {name: (weights[name] - a) / rate for name, a in new.items()}, metrics
+
+
+@cache
+def unsplit_batch(loss_agg):
+    """One sequence a row, all rows in one micro-batch."""
+    rows = unpacked_rows(train.Config(max_answer=12, loss_agg=loss_agg))
+    return whole_batch(with_policies(normalised(rows, loss_agg)))
+
+
+@cache
+def unsplit_update(loss_agg):
+    return update_of(unsplit_batch(loss_agg), loss_agg=loss_agg, beta=0.1)
+
+
+# ---------------------------------------------------------------- advantages
+def test_advantages_of_a_group():
+    # One right of four: the mean is 1/4, the population's standard deviation sqrt(3)/4.
+    a = train.group_advantages([1, 0, 0, 0], 4, "grpo")
+    assert_allclose(a, [1.7320508, -0.5773503, -0.5773503, -0.5773503], rtol=1e-7)
+    mixed = np.array([1.1, 0.1, 0.1, 0.0])
+    off = mixed - mixed.mean()
+    others = [np.delete(mixed, i).mean() for i in range(4)]
+    wanted = dict(
+        grpo=off / math.sqrt(np.mean(off**2)),
+        drgrpo=off,
+        rloo=mixed - others,
+    )
+    rewards = [*mixed, *[1.1] * 4, *[0.3] * 4]
+    for kind, first in wanted.items():
+        a = train.group_advantages(rewards, 4, kind)
+        assert_allclose(a[:4], first, rtol=1e-12)
+        assert (a[4:] == 0).all(), "equal rewards, which round, must give exactly nothing"
+
+
+# ---------------------------------------------------------------- rows
+ROWS = """
+    tokens      5  6  7   8   9   4   3   0
+    positions   0  1  2   3   4   0   1   0
+    segments    1  1  1   1   1   2   2   0
+    targets     0  0  8   9   0   3   0   0
+    weight      0  0  0.5 0.5 0   1   0   0
+    advantage   0  0  0.5 0.5 0   2   0   0
+    sampler     0  0 -1  -2   0  -3   0   0
+"""
+
+
+def test_rows_hold_what_a_position_sees_and_is_to_predict():
+    cfg = train.Config(loss_agg="sequence", max_answer=4)
+    prompts = [[4], [5, 6, 7]]
+    answers = [[3], [8, 9]]
+    sampler = [[-3, 99], [-1, -2, 99, 99]]
+    packed = {0: [1, 0]}
+    rows = train.make_rows(packed, prompts, answers, [2, 0.5], (1, 8), cfg, sampler)
+    for line in ROWS.strip().splitlines():
+        name, *values = line.split()
+        row = rows.pop(name)
+        assert row.tolist() == [[float(value) for value in values]], name
+    assert not rows
+
+
+PACKED = [  # devices, rows of each
+    (1, 8),
+    (1, 8.4),
+    (1, 8.8),
+    (1, 16),
+    (4, 8),
+    (8, 8),
+    (4, 30),
+]
+
+
+def test_packing_fills_rows_and_shares_them_out(record_property):
+    """Of lengths like GSM8K's: each sequence is there once, rows are full, devices have as many."""
+    rng = np.random.default_rng(0)
+    cfg = train.Config(dtype="float32", max_answer=1024)
+    shape = dataclasses.replace(SMALL, L=1)
+    padding = []
+    for shards, rows_each in PACKED:
+        lengths = rng.lognormal(5.6, 0.4, 2000).astype(int)
+        lengths = np.clip(lengths, 60, 1400)
+        room = shards * rows_each * 2048
+        lengths = lengths[: np.searchsorted(lengths.cumsum(), room)]
+        run = SimpleNamespace(mesh=mesh(fsdp=shards), shape=shape, row_width=2048, micro_batch=16)
+        prompts = [[1] * int(n) for n in lengths // 3]
+        answers = [[1] * int(n) for n in lengths - lengths // 3]
+        sampler = [np.zeros(len(a)) for a in answers]
+        (batch,), counts = train.make_batches(
+            prompts, answers, np.ones(len(lengths)), cfg, run, sampler
+        )
+        filled = sum(np.asarray(rows["filled"]) for rows in batch)
+        width = batch[0]["tokens"].shape[1]
+        assert width in (1920, 2048)
+        packed = train.pack(lengths.tolist(), width)
+        assert sorted(itertools.chain(*packed)) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in row) <= width for row in packed)
+        assert filled.sum() == len(packed) and np.ptp(filled) <= 1, filled
+        weights = [np.asarray(rows["weight"]) for rows in batch]
+        assert_allclose(np.sum(weights), 1, rtol=1e-5)
+        assert counts["tokens"] == lengths.sum()
+        assert counts["slots"] >= filled.sum() * width
+        padding.append(1 - counts["tokens"] / counts["slots"])
+    assert max(padding) < 0.1, padding
+    record_property("padding", ", ".join(f"{part:.1%}" for part in padding))
+
+
+def place_of(sequence, rows):
+    """Where in packed rows a sequence is, as a mask."""
+    found = np.zeros(rows["tokens"].shape, bool)
+    for r, segments in enumerate(rows["segments"]):
+        for segment in set(segments) - {0}:
+            at = segments == segment
+            if rows["tokens"][r][at].tolist() == sequence:
+                found[r] = at
+    return found
+
+
+def test_packed_answers_do_not_see_each_other(record_property):
+    """Bit for bit: another answer of the same length in one's row changes none of its logprobs."""
+    case = update_case()
+    cfg = train.Config(dtype="float32", max_answer=12, attention="blockwise")
+    params = place(case.weights, mesh())
+    score = partial(train.score, cfg=cfg, shape=SMALL, mesh=mesh())
+
+    def scored(answers):
+        """-> (the logprobs of all rows, these rows in NumPy)"""
+        batch = packed_batch(cfg, mesh(), 3, 64, answers)
+        logps = [score(params, rows) for rows in batch]
+        rows = {}
+        for name in "tokens", "segments", "weight":
+            rows[name] = np.concatenate([part[name] for part in batch])
+        return np.concatenate(logps), rows
+
+    before, _ = scored(case.answers)
+    changed = 0
+    for i in range(0, 16, 3):
+        others = list(case.answers)
+        others[i] = [(token + 7) % SMALL.V for token in others[i]]
+        after, rows = scored(others)
+        mine = place_of(case.prompts[i] + others[i], rows)
+        in_answer = rows["weight"] > 0
+        assert mine.sum() == len(case.prompts[i] + others[i])
+        assert_array_equal(before[in_answer & ~mine], after[in_answer & ~mine])
+        changed += (before[in_answer & mine] != after[in_answer & mine]).sum()
+        segments = rows["segments"][mine.any(1)]
+        assert segments.max() > 1, "alone in its row"
+    assert changed > 8
+    record_property("logprobs changed", changed)
+
+
+# ---------------------------------------------------------------- the gradient
+def label(value):
+    """Of a parameter in the name of a test."""
+    if isinstance(value, dict):
+        return ",".join(f"{name}={v}" for name, v in value.items()) or "plain"
+    if isinstance(value, tuple):
+        return "x".join(str(n) for n in value)
+    return str(value)
+
+
+# fmt: off
+SPLITS = [  # aggregation, (dp, fsdp, tp), rows of a device in a micro-batch, tokens of a row, flags
+    ("token", ONE, 4, 32, {"remat": "dots"}),
+    ("sequence", ONE, 3, 24, {}),
+    ("constant", ONE, 3, 40, {"offload": "optimizer"}),
+    ("token", (1, 8, 1), 2, 16, {"offload": "params"}),
+    ("token", (2, 2, 2), 3, 16, {"offload": "params", "remat": "none"}),
+]
+MORE_SPLITS = [
+    ("token", ONE, 1, 16, {}),
+    ("token", ONE, 20, 48, {"remat": "none"}),
+    ("token", (2, 4, 1), 1, 24, {}),
+    ("token", (8, 1, 1), 2, 32, {}),
+    ("token", ONE, 1, 208, {"attention": "splash"}),
+]
+# fmt: on
+SLOW_SPLITS = [pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SPLITS]
+
+
+@pytest.mark.parametrize("loss_agg,dims,micro_batch,width,flags", SPLITS + SLOW_SPLITS, ids=label)
+def test_gradient_is_the_same_for_any_split(
+    loss_agg, dims, micro_batch, width, flags, record_property
+):
+    """Of sequences into rows and micro-batches, over any mesh, whatever is kept for the backward
+    pass, wherever parameters rest; and so are the metrics."""
+    on = mesh(*dims)
+    cfg = train.Config(**PLAIN | {"loss_agg": loss_agg})
+    batch = [with_policies(rows) for rows in packed_batch(cfg, on, micro_batch, width)]
+    gradient, metrics = update_of(batch, on=on, loss_agg=loss_agg, beta=0.1, **flags)
+    wanted, wanted_metrics = unsplit_update(loss_agg)
+    for name, value in wanted_metrics.items():
+        # A loss is a sum of either sign, added up in another order on a mesh.
+        atol = 0 if name == "loss" and dims != ONE else 1e-6
+        assert_allclose(metrics[name], value, rtol=1e-5, atol=atol, err_msg=name)
+    errors = {name: relative(gradient[name], wanted[name]) for name in wanted}
+    check_errors(errors, 1e-5, record_property)
+
+
+def near_policies(rows, weights, shape, rng):
+    """-> (rows with `old` and `ref` so near the policy that some ratios are within the clip;
+    the hidden states of all tokens)"""
+    lists = [rows[name].tolist() for name in ("tokens", "positions", "segments")]
+    hidden = hidden_states(place(weights, mesh()), shape, *lists)
+    hidden = np.asarray(hidden).reshape(-1, shape.D)
+    targets = rows["targets"].reshape(-1)
+    z = hidden.astype(np.float64) @ weights["head_VD"].T / 0.7
+    logp = special.log_softmax(z, -1)[np.arange(len(targets)), targets]
+    judged = dict(rows)
+    in_answer = rows["weight"].reshape(-1) > 0
+    for name, spread in ("old", 0.5), ("ref", 1.0):
+        noisy = logp + rng.uniform(-spread, spread, len(targets))
+        noisy = np.where(in_answer, noisy, 0).astype(np.float32)
+        judged[name] = noisy.reshape(rows["tokens"].shape)
+    return judged, hidden
+
+
+def test_update_equals_numpy_for_every_aggregation(record_property):
+    """Loss and gradient of an untied head, in float64 from the hidden states on."""
+    shape = dataclasses.replace(SMALL, tied=False)
+    case = update_case(shape)
+    rng = np.random.default_rng(6)
+    rewards = [
+        [1.1, 1.1, 1.1, 1.1],
+        [0, 0.1, 1.1, 0.1],
+        [1, 0, 0, 0],
+        [0.1, 0.1, 1.1, 1.1],
+    ]
+    advantages = train.group_advantages(rewards, 4, "grpo")
+    assert (advantages[:4] == 0).all()
+    assert (advantages[4:] != 0).all()
+    lengths = np.array([[len(a)] for a in case.answers])
+    # What a token of each answer weighs.
+    token_weights = dict(
+        token=1 / lengths.sum(),
+        sequence=1 / lengths / 16,
+        constant=1 / 12 / 16,
+    )
+    knobs = dict(clip_low=0.2, clip_high=0.28, beta=0.1, is_cap=1.5, entropy_bonus=0.0)
+    errors = {}
+    seen = Counter()
+    for loss_agg, each in token_weights.items():
+        cfg = train.Config(max_answer=12, loss_agg=loss_agg)
+        rows = unpacked_rows(cfg, shape, advantages)
+        rows, hidden = near_policies(rows, case.weights, shape, rng)
+        batch = whole_batch(normalised(rows, loss_agg))
+        got, metrics = update_of(batch, shape, loss_agg=loss_agg, beta=0.1, temperature=0.7)
+        vectors = rows | {"weight": (rows["weight"] > 0) * each}
+        vectors = {name: a.reshape(-1) for name, a in vectors.items()}
+        targets = vectors["targets"]
+        cotangents = np.zeros((2, len(targets)))
+        loss_N, _, _, dW, cases = numpy_loss(
+            hidden, case.weights["head_VD"], targets, vectors, cotangents, 0.7, **knobs
+        )
+        # A sum of terms of either sign.
+        assert_allclose(metrics["loss"], loss_N.sum(), rtol=1e-5, atol=1e-6)
+        errors[loss_agg] = relative(got["head_VD"], dW)
+        seen += cases
+    for clipped_or_not in ("above", True), ("below", False), ("within", True):
+        assert seen[clipped_or_not] > 3, seen
+    check_errors(errors, 1e-5, record_property)
+
+
+def test_supervised_update_is_maximum_likelihood(record_property):
+    """By the textbook: full logits, log-softmax, mean over answer tokens."""
+    case = update_case()
+    rows = unpacked_rows(train.Config(), advantages=np.ones(16), sampled=False, n=4)
+    got, metrics = update_of(whole_batch(normalised(rows, "token")))
+    tokens = np.zeros((4, 16), np.int32)
+    targets = np.zeros((4, 16), np.int32)
+    in_answer = np.zeros((4, 16), bool)
+    for i in range(4):
+        start = len(case.prompts[i])
+        end = start + len(case.answers[i])
+        tokens[i, :end] = case.prompts[i] + case.answers[i]
+        targets[i, start - 1 : end - 1] = case.answers[i]
+        in_answer[i, start - 1 : end - 1] = True
+    positions = np.tile(np.arange(16), (4, 1))
+
+    def nll(params):
+        hidden = textbook_hidden(params, SMALL, tokens, positions, np.ones_like(tokens))
+        logp = jax.nn.log_softmax(hidden @ model.head(params).T)
+        taken = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+        return -jnp.where(in_answer, taken, 0).sum() / in_answer.sum()
+
+    value_and_gradient = jax.jit(jax.value_and_grad(nll))
+    value, wanted = value_and_gradient(place(case.weights, mesh()))
+    assert_allclose(metrics["nll"] / in_answer.sum(), value, rtol=1e-5)
+    wanted = model.flatten(wanted)
+    errors = {name: relative(got[name], wanted[name]) for name in wanted}
+    check_errors(errors, 1e-5, record_property)
+
+
+# ---------------------------------------------------------------- the optimizer
+def is_matrix(name):
+    return "norm" not in name and "/b" not in name
+
+
+ADAMW = dict(optimizer="adamw", b2=0.9, weight_decay=0.1)
+LION = dict(optimizer="lion", b2=0.9, offload="optimizer")
+
+
+@pytest.mark.parametrize("flags", [ADAMW, LION], ids=["adamw", "lion"])
+def test_optimizer_equals_optax_on_the_clipped_gradient(flags):
+    weights = update_case().weights
+    grads, _ = unsplit_update("token")
+    squares = [np.sum(g.astype(np.float64) ** 2) for g in grads.values()]
+    norm = math.sqrt(sum(squares))
+    flags = flags | dict(beta=0.1, grad_clip=1e-3)
+    got, metrics = update_of(unsplit_batch("token"), rate=0.01, **flags)
+    assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    if flags["optimizer"] == "adamw":
+        mask = {name: is_matrix(name) for name in weights}
+        theirs = optax.adamw(0.01, b2=0.9, weight_decay=0.1, mask=mask)
+    else:
+        theirs = optax.lion(0.01, b2=0.9, weight_decay=0.0)
+
+    @jax.jit
+    def step(grads, weights):
+        return theirs.update(grads, theirs.init(weights), weights)[0]
+
+    clipped = {name: g * 1e-3 / norm for name, g in grads.items()}
+    steps = step(clipped, weights)
+    for name in weights:
+        ours = weights[name] - 0.01 * got[name]
+        assert_allclose(ours, weights[name] + steps[name], atol=2e-4, err_msg=name)
+
+
+COSINE = 1 + np.cos(np.arange(1, 7) * np.pi / 7)
+# fmt: off
+SCHEDULES = [  # flags, the rates of steps 1 to 6
+    (dict(lr=4.0, steps=6, warmup=2), [2, 4, 4, 4, 4, 4]),
+    (dict(lr=5.0, steps=6, warmup=2, decay="linear"), [2.5, 5, 4, 3, 2, 1]),
+    (dict(lr=8.0, sft_lr=2.0, sft_steps=3, steps=3, warmup=2), [1, 2, 2, 4, 8, 8]),
+    (dict(lr=2.0, steps=6, warmup=0, decay="cosine"), COSINE),
+]
+# fmt: on
+
+
+def test_learning_rate_warms_up_and_decays_in_each_phase():
+    for flags, wanted in SCHEDULES:
+        rates = [train.learning_rate(train.Config(**flags), step) for step in range(1, 7)]
+        assert_allclose(rates, wanted, err_msg=str(flags))
+
+
+# ---------------------------------------------------------------- updates that are not finite
+def test_update_that_is_not_finite_changes_nothing():
+    """Bit for bit, if one micro-batch of several is bad."""
+    cfg = train.Config(**PLAIN | ADAMW | {"beta": 0.1})
+    (good,) = unsplit_batch("token")
+    for name, value in ("advantage", np.nan), ("weight", np.inf), ("weight", 0.1):
+        state = state_of(cfg, SMALL, mesh())
+        before = jax.device_get((model.flatten(state["params"]), state["opt"]))
+        spoilt = good[name].copy()
+        spoilt[0] = value
+        batch = [good | {name: spoilt}, good]
+        new, _, norm = train.update(state, batch, 0.1, cfg=cfg, shape=SMALL, mesh=mesh())
+        after = jax.device_get((model.flatten(new["params"]), new["opt"]))
+        if np.isfinite(value):
+            assert np.isfinite(norm)
+            assert (after[0]["norm_D"] != before[0]["norm_D"]).any()
+        else:
+            assert np.isnan(norm), (name, value)
+            jax.tree.map(assert_array_equal, before, after)

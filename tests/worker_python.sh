@@ -1,0 +1,17 @@
+#!/bin/bash
+# The Python of a TPU worker in tests of launch.sh, before the interpreter in $REAL_PYTHON.
+# A .venv made of it holds it again. pip installs nothing and notes in ~/pip.log what it is asked
+# for. train.py's start is noted in ~/token, as the length of the secret that came with it. It fails
+# where ~/broken is; where $GCLOUD_STUB/idle is, it waits for two minutes, or until it is stopped.
+case "$*" in
+  "-m venv --clear "*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+  "-m pip --version") ;;
+  "-m pip "*) echo "$*" >>~/pip.log ;;
+  *train.py*)
+    [ ! -e ~/broken ] || { echo no such luck && exit 7; }
+    printf %s "${HF_TOKEN:-}" | wc -c >~/token
+    [ ! -e "$GCLOUD_STUB/idle" ] || exec /bin/sleep 120
+    exec "$REAL_PYTHON" "$@"
+    ;;
+  *) exec "$REAL_PYTHON" "$@" ;;
+esac
