@@ -274,12 +274,13 @@ worker() {
     setup) setup tpu ;;
     start)
       [ "$(cat run.id 2>/dev/null)" != "$2" ] || return 0 # the same call again, as a connection broke
-      flock -n run.lock true || die 'a run is going on here' 1
+      exec 9>run.lock # the run holds it from here to its end, so that whoever follows finds it held
+      flock -n 9 || die 'a run is going on here' 1
       [ "$(id -u)" != 0 ] || sudo=''
       [ -n "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ] || $sudo rm -f "$lock"
-      rm -f run.exit
+      rm -f run.exit && : >run.log
       printf '%s\n' "$2" >run.id
-      PODGRPO_COMMIT="$(cat run.commit)" setsid bash -c 'exec 9>run.lock && flock -n 9 || exit; trap : TERM
+      PODGRPO_COMMIT="$(cat run.commit)" setsid bash -c 'trap : TERM
         bash launch.sh task "$@" >run.log 2>&1 9>&-; echo "$? $(date +%s.%N)" >run.exit' run "${@:3}" \
         </dev/null >/dev/null 2>&1 &
       echo $! >run.pid
@@ -398,7 +399,7 @@ case "$command" in
         ;;
       stop | status) say "$name in $zone is $state" && must workers all "bash launch.sh worker $action" ;;
       test)
-        [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py
+        [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py tests/test_sampling.py
         workers 0 ".venv/bin/python -m pip install -q 'pytest>=9,<10' && JAX_PLATFORMS=\${JAX_PLATFORMS:-tpu,cpu} \
           .venv/bin/python -m pytest $(printf '%q ' "$@") 2>&1"
         ;;

@@ -392,9 +392,9 @@ def watch(process, log):
 
 def check_soak(out, steps, growth, record_property):
     """From the second quarter to the last, memory stays; nothing is traced after 100 steps."""
-    flags = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50 --steps"
+    flags = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
     log = Path(f"{out}.log")
-    with running(out, arguments([flags, steps])) as (process,):
+    with running(out, arguments([flags, "--max_answer 16 --steps", steps])) as (process,):
         used, traced = watch(process, log)
     assert process.returncode == 0, log.read_text()
     if not used:

@@ -1,9 +1,8 @@
-"""Rollouts: answers against transformers and an uncached forward, draws against softmax; layouts,
-waves and stages."""
+"""Rollouts: answers against transformers and an uncached forward; layouts, waves and stages."""
 
 import dataclasses
 import math
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 from unittest import mock
 
@@ -17,23 +16,16 @@ from conftest import (
     check_errors,
     edit,
     generate,
-    hidden_states,
     random_params,
     random_prompts,
     spoiled_copy,
 )
-from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
-from scipy import special, stats
 from test_model import by_tier, hf_model
+from test_sampling import compiled_sample
 
-import kernel
 import model
 from test_kernel import mesh
-
-
-def softmax(z):
-    return special.softmax(np.asarray(z, np.float64), -1)
 
 
 # ---------------------------------------------------------------- against transformers
@@ -82,213 +74,6 @@ def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_pro
     assert not out["logp_BT"][after].any()
     assert not has_stops or len(set(lengths)) > 2
     record_property("equal tokens a row", ", ".join(map(str, lengths)))
-
-
-# ---------------------------------------------------------------- what is drawn
-@partial(jax.jit, static_argnames=("how", "tp"))
-def compiled_sample(z_RV, u_B, how, tp):
-    draw = jax.shard_map(
-        lambda z_BV, u_B: model.sample(z_BV, u_B, *how),
-        mesh=mesh(tp=tp),
-        check_vma=False,
-        in_specs=(P(None, "tp"), P()),
-        out_specs=P(),
-    )
-    return draw(jnp.tile(z_RV, (len(u_B) // len(z_RV), 1)), u_B)
-
-
-def sample(z_RV, u_B, temperature=1.0, top_k=0, top_p=1.0, tp=1):
-    """model.sample of the rows of z in turn, with the vocabulary on so many devices."""
-    tokens, logp = compiled_sample(z_RV, u_B, (temperature, top_k, top_p), tp)
-    return np.asarray(tokens), np.asarray(logp)
-
-
-def truncated(p, top_k, top_p):
-    """What top-k and then top-p sampling draws from, for one row."""
-    order = np.argsort(-p)[: top_k or None]
-    mass = p[order].cumsum()
-    kept = order[: np.searchsorted(mass, top_p * mass[-1]) + 1]
-    is_kept = np.isin(np.arange(len(p)), kept)
-    return np.where(is_kept, p / p[kept].sum(), 0.0)
-
-
-def chi_square(tokens, p):
-    """p-value of how often tokens are drawn; those expected fewer than 10 times count as one."""
-    count = np.bincount(tokens, minlength=len(p))
-    expected = p * len(tokens)
-    rare = expected < 10
-    count = np.append(count[~rare], count[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    possible = expected > 0
-    return stats.chisquare(count[possible], expected[possible]).pvalue
-
-
-@partial(jax.jit, static_argnames="temperature")
-def training_logp(hidden_ND, head_VD, targets_N, weight_N, temperature):
-    logp, _ = kernel.score(hidden_ND, head_VD, targets_N, weight_N, mesh(), temperature=temperature)
-    return logp
-
-
-@pytest.mark.parametrize(
-    "cfg, how",
-    [
-        pytest.param(TIED, dict(temperature=0.7), id="stops"),
-        pytest.param(UNTIED, dict(temperature=1.0), id="untied"),
-        pytest.param(TIED, dict(temperature=1.2, top_k=20, top_p=0.8), id="truncated"),
-    ],
-)
-def test_sampled_logps_equal_training_forward(cfg, how, record_property):
-    """What `generate` reports is what the trainer computes; draws follow that, each time anew."""
-    n = 32
-    temperature = how["temperature"]
-    rng = np.random.default_rng(3)
-    prompts = random_prompts(TIED, (9, 4, 1, 6) * 4)
-    params = random_params(cfg, mesh())
-    head = model.head(params)
-    # The states that answer tokens are drawn from are those of the token before.
-    first = np.array([len(prompt) - 1 for prompt in prompts])
-    before = first[:, None] + np.arange(n)
-    errors = {}
-    u = np.full((2, len(prompts), n), np.nan)
-    for seed in (0, 1):
-        out = generate(params, cfg, prompts, n, seed=seed, **how)
-        answers = zip(prompts, out["tokens_BT"].tolist(), out["lengths_B"], strict=True)
-        rows = [prompt + answer[:length] for prompt, answer, length in answers]
-        hidden = np.asarray(hidden_states(params, cfg, rows, width=9 + n))
-        hidden = np.take_along_axis(hidden, before[..., None], 1)
-        live = np.arange(n) < out["lengths_B"][:, None]
-
-        tokens = out["tokens_BT"][live]
-        each = np.arange(len(tokens))
-        z = hidden[live] @ np.asarray(head).T
-        q = softmax(z / temperature)
-        if "top_k" in how:
-            q = np.stack([truncated(row, how["top_k"], how["top_p"]) for row in q])
-            wanted = np.log(q[each, tokens])
-        else:
-            h_ND = hidden.reshape(-1, cfg.D)
-            weight = live.ravel().astype(np.float32)
-            logp = training_logp(h_ND, head, out["tokens_BT"].ravel(), weight, temperature)
-            wanted = np.asarray(logp).reshape(live.shape)[live]
-        errors[seed] = abs(out["logp_BT"][live] - wanted).max()
-        # If tokens follow q, these are uniform.
-        upper = q.cumsum(-1)[each, tokens]
-        u[seed][live] = upper - rng.random(len(tokens)) * q[each, tokens]
-    check_errors(errors, 1e-4, record_property)
-
-    assert stats.kstest(u[~np.isnan(u)], "uniform").pvalue > 1e-3
-    neighbours = {
-        "steps": (u[..., 1:], u[..., :-1]),
-        "rows": (u[:, 1:], u[:, :-1]),
-        "keys": (u[0], u[1]),
-    }
-    for of, (a, b) in neighbours.items():
-        both = ~np.isnan(a + b)
-        p = stats.pearsonr(a[both], b[both]).pvalue
-        assert p > 1e-3, f"draws of neighbouring {of} are related"
-
-
-@pytest.mark.parametrize("V, tp", [(11, 1), (700, 1), (700, 4)])
-def test_draw_inverts_the_cdf(V, tp, record_property):
-    """At evenly spread uniforms each token comes as often as softmax says, to within two draws."""
-    rng = np.random.default_rng(4)
-    n = 20_000
-    z = 2 * rng.standard_normal((2, V)).astype(np.float32)
-    z[1, rng.random(V) < 0.3] = -np.inf
-    u = np.repeat((np.arange(n, dtype=np.float32) + 0.5) / n, 2)
-    tokens, _ = sample(z, u, tp=tp)
-    off = {}
-    for row in (0, 1):
-        count = np.bincount(tokens[row::2], minlength=V)
-        off[row] = abs(count - n * softmax(z[row])).max()
-    check_errors(off, 2.1, record_property, "draws off")
-
-
-LARGEST = np.nextafter(np.float32(1), np.float32(0))  # uniform below 1
-
-
-def random_logits(rng, rows, V, kept, nothing):
-    """[rows, V], of which all but `kept` a row have no probability."""
-    z = np.full((rows, V), nothing, np.float32)
-    for row in z:
-        row[rng.choice(V, kept, replace=False)] = 3 * rng.standard_normal(kept)
-    return z
-
-
-def check_have_probability(tokens, z, nothing):
-    """One token drawn from each row of z."""
-    V = z.shape[1]
-    assert ((tokens >= 0) & (tokens < V)).all(), f"drew {tokens.max()} of {V} tokens"
-    taken = z[np.arange(len(tokens)) % len(z), tokens] == nothing
-    assert not taken.any(), f"{taken.sum()} of {len(tokens)} have no probability"
-
-
-@pytest.mark.parametrize(
-    "V, kept", [(5, 2), (256, 60), (700, 1), (700, 9), (3000, 400), (77_000, 150)]
-)
-def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
-    """At u = 0, at the largest u, and where rounding bites: around the steps of the CDF."""
-    rng = np.random.default_rng(5)
-    drawn = 0
-    for nothing in (-np.inf, -1e30):
-        z = random_logits(rng, 1, V, kept, nothing)
-        # The CDF goes over the columns of 128, one after another.
-        token = np.arange(V)
-        order = np.lexsort((token, token % 128))
-        steps = softmax(z[0])[order].cumsum()[z[0, order] > nothing]
-        around = [steps + k * 2.0**-24 for k in range(-4, 5)]
-        u = np.concatenate([[0, LARGEST], *around])
-        u = np.append(u, rng.random(-len(u) % 512))
-        u = np.clip(u, 0, LARGEST).astype(np.float32)
-        # All at once would take gigabytes.
-        for some in u.reshape(-1, 512):
-            tokens, _ = sample(z, some)
-            check_have_probability(tokens, z, nothing)
-        drawn += len(u)
-    record_property("draws", drawn)
-
-
-def test_largest_uniform_draws_what_has_probability(record_property):
-    """The sum of all masses, rounded, may be above where the CDF ends, rounded in another order."""
-    rows = 100
-    for V, kept in ((256, 60), (3000, 400)):
-        for nothing in (-np.inf, -1e30):
-            z = random_logits(np.random.default_rng(5), rows, V, kept, nothing)
-            tokens, _ = sample(z, np.full(rows, LARGEST))
-            check_have_probability(tokens, z, nothing)
-    record_property("draws", 4 * rows)
-
-
-@pytest.mark.parametrize(
-    "V, tp, temperature, top_k, top_p",
-    [
-        (11, 1, 0.7, 0, 1.0),
-        (600, 1, 1.3, 0, 1.0),
-        (600, 1, 0.8, 7, 1.0),
-        (600, 4, 0.7, 0, 0.6),
-        (600, 4, 1.5, 60, 0.8),
-    ],
-)
-def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_p, record_property):
-    """By chi-square, of two distributions in turn; logprobs are those after truncation."""
-    n = 5_000
-    rng = np.random.default_rng(6)
-    z = 2 * rng.standard_normal((2, V)).astype(np.float32)
-    u = np.asarray(jax.random.uniform(jax.random.key(V), 2 * n))
-    tokens, logp = sample(z, u, temperature, top_k, top_p, tp=tp)
-    p_values = []
-    for row in (0, 1):
-        p = truncated(softmax(z[row] / temperature), top_k, top_p)
-        mine = tokens[row::2]
-        assert (p[mine] > 0).all(), "drew a token outside the kept set"
-        assert_allclose(logp[row::2], np.log(p[mine]), rtol=0, atol=1e-5)
-        p_values.append(chi_square(mine, p))
-    assert min(p_values) > 1e-3, p_values
-    record_property("lowest p of 2", f"{min(p_values):.2f}")
-
-    greedy, logp = sample(z, np.zeros(2, np.float32), temperature=0.0, tp=tp)
-    assert_array_equal(greedy, z.argmax(-1))
-    assert_allclose(logp, np.log(softmax(z).max(-1)), rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- layouts, waves, stages

@@ -280,7 +280,7 @@ def test_packed_answers_do_not_see_each_other(record_property):
         segments = rows["segments"][mine.any(1)]
         assert segments.max() > 1, "alone in its row"
     assert changed > 8
-    record_property("logprobs changed", changed)
+    record_property("logprobs changed", int(changed))
 
 
 # ---------------------------------------------------------------- the gradient
