@@ -107,7 +107,7 @@ def tiny_directory(tmp_path_factory):
 
 # ---------------------------------------------------------------- numbers
 def check_errors(errors, bound, record_property, what="largest error"):
-    """Of {case: its error, or several} all are below the bound; the largest is printed at the end."""
+    """Of {case: its error, or several} all are below the bound; the largest is printed last."""
     worst = np.max([np.max(error) for error in errors.values()])  # NaN if one is
     assert worst < bound, errors
     record_property(what, f"{worst:.1e}")
@@ -191,7 +191,7 @@ def compiled_forward(cfg, on, how):
 
 
 def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
-    """model.forward of lists of ids, padded on the right; each is one sequence without `segments`."""
+    """model.forward of lists of ids, padded on the right; without `segments` each is a sequence."""
     width = width or max(len(row) for row in rows)
     positions = positions or [range(len(row)) for row in rows]
     segments = segments or [[1] * len(row) for row in rows]

@@ -46,6 +46,22 @@ def test_saved_shards_load_on_other_meshes(tmp_path):
             assert (a.sharding, a.dtype) == (b.sharding, b.dtype)
 
 
+def test_a_file_appears_complete_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), model.written(path) as f:
+        f.write(b"half of")
+        f.flush()
+        # As a kill would find it.
+        assert path.read_bytes() == b"old"
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old"
+    with model.written(path) as f:
+        f.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_shard_that_is_missing_is_named(tmp_path):
     tree = tree_of(random_params(UNTIED, mesh(1, 8, 1)), 7)
     file = save(tree, tmp_path)

@@ -196,6 +196,15 @@ def test_dry_run_speaks_to_all_workers(cloud):
     assert " --worker=0 " in cloud.launch("--dry-run v6e-16 test")
 
 
+def test_flags_reach_a_worker_as_they_were_given(cloud):
+    """Through two shells: the one that reads the dry run's line, and the worker's."""
+    odd = "it's $HOME `d` \\"
+    text = cloud.launch("--dry-run v6e-16", ["--system", odd])
+    (line,) = [line for line in text.splitlines() if "worker start" in line.replace("\\ ", " ")]
+    (command,) = [word for word in shlex.split(line) if word.startswith("--command=")]
+    assert shlex.split(command)[-2:] == ["--system", odd]
+
+
 def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
     assert "train.py --plan v6e-8 --model Qwen/" in cloud.launch("--dry-run plan v6e-8 --lr 1")
     assert "train.py --plan here --lr 1" in cloud.launch("--dry-run plan --lr 1")

@@ -281,6 +281,18 @@ def test_layout_is_chosen_by_size_and_memory(monkeypatch):
         assert layout.mesh.shape["tp"] == tp
 
 
+@pytest.mark.parametrize("kind, split", [("replicated", ""), ("tp", "NKFV")])
+def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
+    """And over D by nothing, or each decoding step would gather them."""
+    layout, _ = model.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16")
+    for name in model.shapes(sizes("3B")):
+        dims = model.letters(name)
+        axes = model.rollout_spec(name, layout)
+        for dim, axis in zip(dims, axes, strict=True):
+            parts = layout.mesh.shape[axis] if axis else 1
+            assert (parts > 1) == (dim in split), (name, dim)
+
+
 def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
     cfg = sizes("3B")
     resting = 12 * GIB

@@ -460,23 +460,6 @@ def test_optimizer_equals_optax_on_the_clipped_gradient(flags):
         assert_allclose(ours, weights[name] + steps[name], atol=2e-4, err_msg=name)
 
 
-COSINE = 1 + np.cos(np.arange(1, 7) * np.pi / 7)
-# fmt: off
-SCHEDULES = [  # flags, the rates of steps 1 to 6
-    (dict(lr=4.0, steps=6, warmup=2), [2, 4, 4, 4, 4, 4]),
-    (dict(lr=5.0, steps=6, warmup=2, decay="linear"), [2.5, 5, 4, 3, 2, 1]),
-    (dict(lr=8.0, sft_lr=2.0, sft_steps=3, steps=3, warmup=2), [1, 2, 2, 4, 8, 8]),
-    (dict(lr=2.0, steps=6, warmup=0, decay="cosine"), COSINE),
-]
-# fmt: on
-
-
-def test_learning_rate_warms_up_and_decays_in_each_phase():
-    for flags, wanted in SCHEDULES:
-        rates = [train.learning_rate(train.Config(**flags), step) for step in range(1, 7)]
-        assert_allclose(rates, wanted, err_msg=str(flags))
-
-
 # ---------------------------------------------------------------- updates that are not finite
 def test_update_that_is_not_finite_changes_nothing():
     """Bit for bit, if one micro-batch of several is bad."""

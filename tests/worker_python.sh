@@ -4,7 +4,7 @@
 # for. train.py's start is noted in ~/token, as the length of the secret that came with it. It fails
 # where ~/broken is; where $GCLOUD_STUB/idle is, it waits for two minutes, or until it is stopped.
 case "$*" in
-  "-m venv --clear "*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+  "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "-m pip --version") ;;
   "-m pip "*) echo "$*" >>~/pip.log ;;
   *train.py*)
