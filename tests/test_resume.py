@@ -5,6 +5,7 @@ Other files take from here how to start runs, disturb and compare them.
 
 import contextlib
 import fcntl
+import glob
 import http.server
 import json
 import os
@@ -251,6 +252,11 @@ def kill(victim, runs, log):
     assert all(codes) and time.time() - began < 60, (codes, log.read_text(errors="replace"))
 
 
+def is_saving(out):
+    # glob.glob: Path.glob fails where the run deletes an old checkpoint meanwhile.
+    return bool(glob.glob(f"{out}/step_*/*.tmp"))
+
+
 def live(out, flags, processes, rng, ended):
     """One life, which ends after some steps: the first by SIGTERM; the others by SIGKILL, some time
     later or as the next checkpoint is being written. Counts the end in `ended`."""
@@ -259,9 +265,6 @@ def live(out, flags, processes, rng, ended):
 
     def has_done_them():
         return len(re.findall(r"\| gnorm", log.read_text(errors="replace"))) >= steps
-
-    def is_saving():
-        return any(out.glob("step_*/*.tmp"))
 
     with running(out, flags, processes) as runs:
         assert until(has_done_them, runs), f"it ended after {ended}: {log.read_text()}"
@@ -272,7 +275,7 @@ def live(out, flags, processes, rng, ended):
         kind = "in a save" if ended["in a save"] < ended.total() / 3 else "at a time"
         end = time.time() + rng.uniform(0, processes / 2)
         if kind == "in a save":
-            until(is_saving, runs)
+            until(lambda: is_saving(out), runs)
         else:
             until(lambda: time.time() > end, runs)
         kill(runs[rng.integers(processes)], runs, log)
