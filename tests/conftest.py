@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -290,6 +291,17 @@ def refused(*flags):
     assert text and text.count("\n") <= 1 and "Traceback" not in text, (flags, text)
     assert len(jax.live_arrays()) <= held, f"{flags}: device memory was taken"
     return text
+
+
+@contextlib.contextmanager
+def restored_signals():
+    """train.main, in this process, takes SIGTERM and SIGINT for itself."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def without_times(rows):

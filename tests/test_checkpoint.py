@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import UNTIED, edit, mesh, random_params, read_jsonl
+from conftest import UNTIED, edit, mesh, random_params, read_jsonl, restored_signals
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
-from test_resume import calm_run, is_saving, lives, restored_signals, running, same_run, until
+from test_resume import calm_run, is_saving, lives, running, same_run, until
 
 import model
 import train

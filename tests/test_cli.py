@@ -9,7 +9,7 @@ import sys
 from unittest import mock
 
 import pytest
-from conftest import ROOT, arguments, refused, run_train
+from conftest import ROOT, arguments, refused, restored_signals, run_train
 
 import kernel
 import model
@@ -283,7 +283,8 @@ def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_questio
     flags = "--sft_steps 1 --steps 1 --batch 1 --npq 8 --minibatches 1 --max_answer 8"
     flags = [flags, "--optimizer sgd --wandb project --out", tmp_path / "run", *one_question]
     # nothing to evaluate, which would compile another rollout
-    train.main(arguments([*flags, "--eval_data none"]))
+    with restored_signals():
+        train.main(arguments([*flags, "--eval_data none"]))
     calls = wandb.init.return_value.log.call_args_list
     logged = {call.kwargs["step"]: call.args[0] for call in calls}
     assert list(logged) == [1, 2]
@@ -292,7 +293,7 @@ def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_questio
 
 
 # ---------------------------------------------------------------- several processes
-def place(i, processes, job):
+def process_flags(i, processes, job):
     """Flags of one of several processes here; each job has a port of its own."""
     port = 20000 + os.getpid() * 8 % 9000 + job
     return f"--coordinator=127.0.0.1:{port} --processes={processes} --process_id={i}"
@@ -301,14 +302,14 @@ def place(i, processes, job):
 def test_processes_that_are_not_all_there_are_refused(tmp_path):
     """Process 0 alone, another one alone, and too few devices for the slice."""
     flags = "--start_timeout 1 --out", tmp_path / "run"
-    text = refused(place(0, 4, job=0), *flags)
+    text = refused(process_flags(0, 4, job=0), *flags)
     wanted = (
         "4 processes are expected, 1 started within 1 s; absent: process 1, process 2, process 3"
     )
     assert wanted in text
-    text = refused(place(1, 4, job=1), *flags)
+    text = refused(process_flags(1, 4, job=1), *flags)
     assert "process 1 of 4 heard nothing from process 0" in text
-    text = refused(place(0, 1, job=2), "--require_processes=4 --require_devices=16", *flags)
+    text = refused(process_flags(0, 1, job=2), "--require_processes=4 --require_devices=16", *flags)
     assert "expected 4 with 16" in text
 
 
@@ -326,7 +327,11 @@ def test_processes_with_other_flags_or_commits_are_refused(
     """Both say so and end with exit code 2: process 0 beside this one, which is process 1."""
     flags = ["--start_timeout 300 --out", tmp_path / "run"]
     process_0 = subprocess.Popen(
-        [sys.executable, ROOT / "train.py", *arguments([place(0, 2, job), "--lr=0", *flags])],
+        [
+            sys.executable,
+            ROOT / "train.py",
+            *arguments([process_flags(0, 2, job), "--lr=0", *flags]),
+        ],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PODGRPO_COMMIT": "c0"},
         text=True,
         stdout=subprocess.PIPE,
@@ -336,7 +341,7 @@ def test_processes_with_other_flags_or_commits_are_refused(
         monkeypatch.setenv("PODGRPO_COMMIT", commit)
         # without its cache, which outlives the test
         monkeypatch.setattr(train, "commit", train.commit.__wrapped__)
-        assert wanted in refused(place(1, 2, job), f"--lr={lr}", *flags)
+        assert wanted in refused(process_flags(1, 2, job), f"--lr={lr}", *flags)
         text, _ = process_0.communicate(timeout=300)
     finally:
         process_0.kill()

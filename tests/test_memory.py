@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL, arguments, read_jsonl
+from conftest import SMALL, arguments, read_jsonl, restored_signals
 
 import model
 import train
@@ -187,10 +187,8 @@ def train_here(tmp_path, monkeypatch):
     # A mesh of all devices takes longer to compile for, and 20,000 questions seconds to encode.
     monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
     monkeypatch.setattr(train, "arith", few_questions)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield lambda *flags: train.main(arguments(flags))
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with restored_signals():
+        yield lambda *flags: train.main(arguments(flags))
 
 
 def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypatch, capsys):

@@ -30,6 +30,7 @@ from conftest import (
     generate,
     load,
     read_jsonl,
+    restored_signals,
     run_train,
     without_times,
 )
@@ -150,17 +151,6 @@ def same_run(out, calm):
     jax.tree.map(assert_array_equal, weights, load_file(calm / "final/model.safetensors"))
     samples = read_jsonl(out / "samples.jsonl")
     assert len(samples) == len(read_jsonl(calm / "samples.jsonl")), "samples lost or repeated"
-
-
-@contextlib.contextmanager
-def restored_signals():
-    """train.main, in this process, takes SIGTERM and SIGINT for itself."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- one short run with one resume
