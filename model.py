@@ -731,7 +731,9 @@ def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cach
     also if XLA were free to lay it out otherwise, as it does for many rows."""
     order, rope = layout.order, rope_tables(positions_BT, cfg)
     at = lambda **start: [start.get(c, 0) for c in order]
-    pin = lambda c: with_layout_constraint(c, DeviceLayout(tuple(range(len(order)))))
+    pin = jax.shard_map(  # in which it is local: outside, jax 0.10 gathers the whole cache for it
+        lambda c: with_layout_constraint(c, DeviceLayout(tuple(range(len(order))))), mesh=layout.mesh,
+        in_specs=state_specs(layout)[0], out_specs=state_specs(layout)[0])
     def body(carry, xs):
         (x, cache), (w, number) = carry, xs
         if layout.kind == "fsdp":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import cache
 from typing import NamedTuple
 from unittest import mock
@@ -246,6 +247,30 @@ def test_decode_works_in_place_and_ends(monkeypatch):
     keys_LBKSH = np.asarray(left[-1][0])
     is_written = abs(keys_LBKSH).max((0, 1, 2, 4)) > 0
     assert_array_equal(is_written, np.arange(16) < 5)
+
+
+def largest_collective(program):
+    """Bytes of the largest array that a compiled program's collectives give."""
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+    results = re.findall(rf" = (.+?) (?:{kinds})(?:-start)?\(", program.as_text())
+    arrays = re.findall(r"[a-z]+(\d+)\w*\[([\d,]*)\]", " ".join(results))
+    assert arrays, "no collective is found, though processes agree on when to end"
+    return max(
+        int(bits) // 8 * math.prod(map(int, filter(None, dims.split(",")))) for bits, dims in arrays
+    )
+
+
+@pytest.mark.parametrize("kind", ["replicated", "tp", "fsdp"])
+def test_decode_moves_no_cache_between_devices(kind):
+    """jax 0.10 gathers all of an array whose layout is constrained outside a shard_map."""
+    slots = 4096
+    layout, _ = model.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32")
+    program = model.lower_decode(TIED, layout, jnp.dtype("float32"), 64, slots).compile()
+    _, bytes_of_a_slot = model.bytes_read(TIED, layout, jnp.dtype("float32"))
+    rows = 64 // model.row_shards(layout)
+    cache = bytes_of_a_slot * slots * rows
+    assert largest_collective(program) < cache / 10
+    assert program.memory_analysis().temp_size_in_bytes < cache, "the cache is copied"
 
 
 # ---------------------------------------------------------------- plans
