@@ -31,6 +31,9 @@ ROWS = ("dp", "fsdp")  # those that share out the rows of a batch
 class CheckpointError(Exception):
     """A model directory that cannot be used: the message names the file, what it has and what it should."""
 
+class IncompleteCheckpoint(CheckpointError):
+    """One that lacks files, as a process was killed while it was written; those it has are not damaged."""
+
 def everywhere(value):
     """What each process has, stacked: [processes, ...]; every process must call."""
     return np.asarray(multihost_utils.process_allgather(np.asarray(value))).reshape(-1, *np.shape(value))
@@ -387,14 +390,24 @@ def verify(path):
 
 def saved_steps(out):
     """Steps of the directories `out`/step_NNNNNN, oldest first."""
-    return sorted(int(name[5:]) for name in os.listdir(out) if re.fullmatch(r"step_\d{6}", name))
+    return sorted(int(name[5:]) for name in os.listdir(out)
+                  if re.fullmatch(r"step_\d{6}", name) and os.path.isdir(f"{out}/{name}"))
+
+def shard_files(directory):
+    """{(part, of how many): path} of a checkpoint's files; of what else lies there, a killed process may have
+    left it."""
+    found = {}
+    for name in os.listdir(directory) if os.path.isdir(directory) else []:
+        if match := re.fullmatch(SHARDS.replace("{:05}", r"(\d{5})"), name):
+            found[int(match[1]), int(match[2])] = os.path.join(directory, name)
+    return found
 
 def whole_checkpoint(directory):
     """-> (files of a checkpoint, what their headers keep): this process's own, all that it needs on a disk of
-    its own, or as many as other processes wrote. It verifies its share of them. Raises CheckpointError."""
+    its own, or as many as other processes wrote. It verifies its share of them. Raises IncompleteCheckpoint
+    where files lack, and CheckpointError where one is damaged."""
     sets, faults, (me, n) = {}, [], (jax.process_index(), jax.process_count())
-    for path in sorted(glob.glob(f"{glob.escape(directory)}/{SHARDS.replace('{:05}', '*')}")):
-        part, of = map(int, re.findall(r"\d{5}", os.path.basename(path)))
+    for (part, of), path in sorted(shard_files(directory).items()):
         try:
             about = read_about(path)
             sets.setdefault((about["run"], of), ({}, about))[0][part] = path
@@ -405,8 +418,11 @@ def whole_checkpoint(directory):
             for part in range(me, of, n):
                 verify(files[part])
             return list(files.values()), about
-        faults.append(f"{directory} has {len(files)} of the files of {of} processes")
-    raise CheckpointError("; ".join(faults) or f"{directory} has no shards")
+    if faults:
+        raise CheckpointError("; ".join(faults))
+    raise IncompleteCheckpoint("; ".join(
+        f"{directory} has {len(files)} of the files of {of} processes" for (_, of), (files, _) in sets.items())
+        or f"{directory} has no complete file")
 
 def load_shards(files, tree):
     """The arrays saved in files, on whatever mesh, in the places of those of `tree` (shapes, types,

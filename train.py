@@ -814,23 +814,45 @@ def open_run(cfg):
     return done, files, about
 
 def newest_checkpoint(cfg):
-    """-> (step, files, what they keep beside) of the newest that is whole for all, or (0, [], {})."""
+    """-> (step, files, what they keep beside) of the newest that is whole for all, or (0, [], {}) where none
+    ever was: a process may have been killed in its first save. Where one was, and none can be used, this is
+    for the user to decide."""
     steps = everywhere(np.array([0] * 99 + model.saved_steps(cfg.out))[-99:])
+    (me, n), mine, fault = (jax.process_index(), jax.process_count()), [], ""
     for step in sorted({*steps.ravel().tolist()} - {0}, reverse=True):
-        files, about = [], {}
+        files, about, directory = [], {}, f"{cfg.out}/step_{step:06}"
         try:
-            files, about = model.whole_checkpoint(f"{cfg.out}/step_{step:06}")
+            files, about = model.whole_checkpoint(directory)
+            mine.append(step)
         except (model.CheckpointError, OSError) as e:
             warn(f"step {step} is passed over: {e}")
+            if not isinstance(e, model.IncompleteCheckpoint):
+                fault = fault or str(e)
+            elif any(of != n for _, of in model.shard_files(directory)):
+                fault = (f"{directory} is of another number of processes than {n}, and not all its files are "
+                         "here; --out must be a directory that all processes share, or gs://")
         runs = everywhere(about.get("run", 0))
         if 0 < runs.min() == runs.max():
             return step, files, about
-    n = jax.process_count()
-    others = [path for path in glob.glob(f"{glob.escape(cfg.out)}/step_*/shards-*")
-              if not path.endswith(f"-of-{n:05}.safetensors")]
-    check(not everywhere(len(others)).any(), f"{cfg.out} has checkpoints of another number of processes than "
-          f"{n}, and not all their files; --out must be a directory that all processes share, or gs://")
+    if len(mine) > 1:  # a second is begun when all have the first
+        fault = fault or f"process {me} has its part of steps {mine}, and others lack theirs"
+    if everywhere(bool(fault)).any():
+        check(cfg.resume == "force", f"{cfg.out} has checkpoints, and none can be used: "
+              f"{fault or 'another process tells why'}; bring a good copy back, or choose another --out, or "
+              "--resume force, which renames what is there and starts over")
+        put_aside(cfg)
     return 0, [], {}
+
+def put_aside(cfg):
+    """Rename what a run left in `out`, each process what is on its disk."""
+    old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(everywhere(int(time.time()))[0]))
+    os.makedirs(f"{cfg.out}/{old}", exist_ok=True)
+    for name in os.listdir(cfg.out):
+        if re.fullmatch(r"step_\d{6}|final|(metrics|samples)\.jsonl", name):
+            with contextlib.suppress(FileNotFoundError):  # on a disk of several processes, one is the first
+                os.rename(f"{cfg.out}/{name}", f"{cfg.out}/{old}/{name}")
+    everywhere(0)  # none writes before all have looked
+    say(f"{cfg.out} starts over; what was there is in {old}")
 
 def about_checkpoint(step, cfg, run, owed=None):
     """What it keeps beside the state; all else follows from flags and step. owed: metrics of a step that lack

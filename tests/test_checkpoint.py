@@ -159,16 +159,95 @@ def test_an_empty_checkpoint_is_passed_over(two_checkpoints, capsys):
     for path in (two_checkpoints / "step_000002").iterdir():
         path.unlink()
     step, said = newest(two_checkpoints, capsys)
-    assert step == 1 and "step_000002 has no shards" in said, said
+    assert step == 1 and "step_000002 has no complete file" in said, said
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):
     """No checkpoint is whole; to start anew would overwrite what another host may still have."""
     for step in (1, 2):
         (two_checkpoints / f"step_{step:06}" / DAMAGED).unlink()
-    with pytest.raises(SystemExit):
-        train.newest_checkpoint(train.Config(out=str(two_checkpoints)))
-    assert "another number of processes than 1" in capsys.readouterr().err
+    assert "another number of processes than 1" in refusal(two_checkpoints, capsys)
+
+
+def refusal(out, capsys):
+    """What is said where no checkpoint can be used; nothing may be changed or deleted."""
+    before = contents(out)
+    with pytest.raises(SystemExit) as end:
+        train.newest_checkpoint(train.Config(out=str(out)))
+    assert end.value.code == 2
+    assert contents(out) == before
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--resume force" in last, last
+    return last
+
+
+def test_what_a_kill_in_the_first_save_leaves_is_passed_over(tmp_path, capsys):
+    """Files under names that are not final, of this and of other numbers of processes; and no file."""
+    first = tmp_path / "step_000002"
+    first.mkdir()
+    assert newest(tmp_path, capsys)[0] == 0
+    leftovers = [
+        "shards-00000-of-00001.safetensors.0.tmp",
+        "shards-00003-of-00004.safetensors.3.tmp",
+    ]
+    leftovers += [
+        "shards-00000-of-00001.safetensors_.gstmp",
+        "shards-x-of-y.safetensors",
+        "._shards",
+    ]
+    for name in leftovers:
+        (first / name).write_bytes(b"half of")
+        assert newest(tmp_path, capsys)[0] == 0, name
+    (tmp_path / "step_000004").write_text("a file")
+    assert newest(tmp_path, capsys)[0] == 0
+
+
+@contextlib.contextmanager
+def process(me, others_see):
+    """This is one of four processes; others_see(what this one has) is what another has."""
+    with (
+        mock.patch.multiple(jax, process_index=lambda: me, process_count=lambda: 4),
+        mock.patch.object(train, "everywhere", lambda a: np.stack([a, others_see(np.asarray(a))])),
+    ):
+        yield
+
+
+def test_files_of_the_first_save_of_some_processes_are_passed_over(tmp_path, capsys):
+    """On a disk that they share, process 0 of four, which was killed before the others had theirs."""
+    write_checkpoint(tmp_path, 2, parts=[0, 3])
+    with process(1, others_see=np.copy):
+        assert newest(tmp_path, capsys)[0] == 0
+
+
+def test_checkpoints_that_are_all_damaged_end_the_run(two_checkpoints, capsys):
+    for step in (1, 2):
+        victim = two_checkpoints / f"step_{step:06}" / DAMAGED
+        victim.write_bytes(victim.read_bytes()[:-1])
+    assert DAMAGED in refusal(two_checkpoints, capsys)
+
+
+def test_parts_of_two_checkpoints_that_other_processes_lack_end_the_run(tmp_path, capsys):
+    """As where each has its own disk, and one of these is lost: all had the first of the two."""
+    write_checkpoint(tmp_path, 1, parts=[0])
+    write_checkpoint(tmp_path, 2, parts=[0])
+
+    with process(0, others_see=np.zeros_like):
+        assert "process 0 has its part of steps [2, 1]" in refusal(tmp_path, capsys)
+
+
+def test_resume_force_starts_over_beside_the_old_files(two_checkpoints):
+    for name in ("metrics.jsonl", "samples.jsonl", "config.json", "notes.txt"):
+        (two_checkpoints / name).write_text(name)
+    for step in (1, 2):
+        (two_checkpoints / f"step_{step:06}" / DAMAGED).write_bytes(b"")
+    before = contents(two_checkpoints)
+    found = train.newest_checkpoint(train.Config(out=str(two_checkpoints), resume="force"))
+    assert found == (0, [], {})
+    (old,) = two_checkpoints.glob("old-*")
+    kept = {"config.json", "notes.txt"}
+    now = {path.relative_to(two_checkpoints).as_posix(): text for path, text in before.items()}
+    moved = {name if name in kept else f"{old.name}/{name}": text for name, text in now.items()}
+    assert contents(two_checkpoints) == {two_checkpoints / name: moved[name] for name in moved}
 
 
 # ---------------------------------------------------------------- a full disk
