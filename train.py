@@ -22,6 +22,7 @@ import optax
 import tokenizers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import kernel, model
+from infra.claim import InUse, claimed
 from model import ATTENTION, DEVICE, HOST, LAYOUTS, REMAT, everywhere
 
 # ---------------------------------------------------------------- Config: every flag of the program
@@ -767,15 +768,19 @@ def read_jsonl(cfg, name):
         f.seek(0)
         return [json.loads(line) for line in f if line.endswith("\n")]  # a killed run may leave half a line
 
+def bucket_of(cfg):
+    """gs://bucket/run, or "" where the run has none."""
+    return re.sub("^out/gs/", "gs://", cfg.out) if cfg.out.startswith("out/gs/") else ""
+
 def mirror(cfg, back=False):
     """Make the bucket of the run, if it has one, equal to `out`, or the reverse: of checkpoints each process
     its own part, and all parts where other processes wrote them; of the rest process 0. -> whether it worked;
     no run starts if the reverse did not"""
-    bucket, me, n = re.sub("^out/gs/", "gs://", cfg.out), jax.process_index(), jax.process_count()
-    if bucket == cfg.out:
+    bucket, me, n = bucket_of(cfg), jax.process_index(), jax.process_count()
+    if not bucket:
         return True
     ends = [bucket, cfg.out] if back else [cfg.out, bucket]
-    others = [rf".*shards-(?!{me:05})\d+-of-{n:05}", r".*\.tmp", ".*tiny-seed"]
+    others = [rf".*shards-(?!{me:05})\d+-of-{n:05}", r".*\.tmp", ".*tiny-seed", r"claim\.json"]
     others += [f"(?!.*shards-{me:05}-of-{n:05})"] * (me > 0 and not back)
     command = ["gcloud", "storage", "rsync", "--recursive", "--exclude", "|".join(others), *ends]
     command += ["--skip-if-dest-has-newer-mtime" if back else "--delete-unmatched-destination-objects"]
@@ -792,13 +797,23 @@ def meaning(flags):
     per_step = {"batch * processes": flags.get("batch", 0) * flags.get("require_processes", 0)}
     return {k: v for k, v in flags.items() if k not in FREE and k != "batch"} | per_step
 
-def open_run(cfg):
-    """Claim `out` for this run -> its newest whole checkpoint (step or 0, files, what these keep beside).
-    Refuses a directory that holds anything else."""
+def claim_out(cfg, claims):
+    """Make `out`, and let no other run use it until the ExitStack `claims` is left: process 0 sees to that."""
+    fault = ""
     with stop_on(OSError, f"{cfg.out} cannot be made a directory; choose another --out"):
         os.makedirs(cfg.out, exist_ok=True)
+        if jax.process_index() == 0:
+            try:
+                claims.enter_context(claimed(cfg.out, bucket_of(cfg), say))
+            except InUse as e:
+                fault = str(e)
+    check(not everywhere(bool(fault)).any(), fault or f"{cfg.out} is in use, as process 0 tells")
+
+def open_run(cfg):
+    """`out`, once claimed -> its newest whole checkpoint (step or 0, files, what these keep beside). Refuses a
+    directory that holds anything else."""
     mirror(cfg, back=True)
-    found = {name for name in os.listdir(cfg.out) if not name.startswith("tiny-seed")}
+    found = {name for name in os.listdir(cfg.out) if not re.match(r"tiny-seed|claim\.json$", name)}
     if found:
         with stop_on(Exception, f"{cfg.out} exists and is not a run of podgrpo; choose another --out"):
             before = model.read_json(f"{cfg.out}/config.json")["config"]
@@ -1021,9 +1036,10 @@ def load_tokenizer(directory):
     return tokenizer, end
 
 @stop_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
-def set_up(cfg):
+def set_up(cfg, claims):
     """-> (Config, run: what does not change); all mistakes are found here."""
     connect(cfg)
+    claim_out(cfg, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
     cfg = resolve(dataclasses.replace(cfg, require_processes=jax.process_count()), mesh)
     done, files, about = open_run(cfg)
@@ -1332,8 +1348,13 @@ def main(argv):
     cfg = parse(argv)
     if cfg.plan:
         return plan(cfg)
-    cfg, run = set_up(cfg)
-    watch_signals(run)
+    with contextlib.ExitStack() as claims:
+        cfg, run = set_up(cfg, claims)
+        watch_signals(run)
+        train_or_rescue(cfg, run)
+
+def train_or_rescue(cfg, run):
+    """Train; what ends that early is told, and saves what there is."""
     try:
         train(cfg, run)
     except Stop as stop:

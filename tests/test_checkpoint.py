@@ -182,7 +182,7 @@ def refusal(out, capsys):
 
 
 def test_what_a_kill_in_the_first_save_leaves_is_passed_over(tmp_path, capsys):
-    """Files under names that are not final, of this and of other numbers of processes; and no file."""
+    """No file, then files whose names are not final, of this and other numbers of processes."""
     first = tmp_path / "step_000002"
     first.mkdir()
     assert newest(tmp_path, capsys)[0] == 0
@@ -213,7 +213,7 @@ def process(me, others_see):
 
 
 def test_files_of_the_first_save_of_some_processes_are_passed_over(tmp_path, capsys):
-    """On a disk that they share, process 0 of four, which was killed before the others had theirs."""
+    """On a disk that four share: two were killed before they had theirs."""
     write_checkpoint(tmp_path, 2, parts=[0, 3])
     with process(1, others_see=np.copy):
         assert newest(tmp_path, capsys)[0] == 0

@@ -140,7 +140,8 @@ def test_a_tokenizer_that_truncates_and_pads_gives_whole_prompts(tiny_directory,
     def prompts(directory, out):
         # without steps no update is compiled
         flags = ["--steps 0 --data", data, "--eval_data", data, "--model", directory, "--out", out]
-        _, run = train.set_up(train.parse(arguments(flags)))
+        with contextlib.ExitStack() as claims:
+            _, run = train.set_up(train.parse(arguments(flags)), claims)
         return [row["prompt"] for row in run.held_out]
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))

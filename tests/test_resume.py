@@ -88,9 +88,9 @@ def lives(tmp_path_factory, steps, *others):
 
 
 @contextlib.contextmanager
-def running(out, flags, processes=1, devices=4, batch=4, log=None):
+def running(out, flags, processes=1, devices=4, batch=4, log=None, more=()):
     """The processes of a run, with so many devices and questions a step in all; what they print is
-    in `log`, or in a file beside `out`."""
+    in `log`, or in a file beside `out`. more: flags that come last, and so count."""
     port = 20000 + os.getpid() * 8 % 9000
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -106,7 +106,7 @@ def running(out, flags, processes=1, devices=4, batch=4, log=None):
         with open(log or f"{out}.log", "w") as f:
             for i in range(processes):
                 own = [f"--process_id={i}"] if processes > 1 else []
-                runs.append(subprocess.Popen(command + own, env=env, stdout=f, stderr=f))
+                runs.append(subprocess.Popen([*command, *own, *more], env=env, stdout=f, stderr=f))
         yield runs
     finally:
         for process in runs:

@@ -1,0 +1,131 @@
+"""One run at a time in a directory.
+
+Two runs that write the same checkpoints and metrics would mix them. On one machine a lock prevents
+that, which ends with the process that holds it, however that dies. Machines that share a disk or a
+bucket may not see each other's locks: there the run that lives writes `claim.json` anew every few
+seconds, and who finds the claim of another machine looks for a while whether it changes.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+
+SECONDS_BETWEEN_SIGNS = 20
+SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
+
+
+class InUse(Exception):
+    """Another run writes there; the message names its process, its machine and since when."""
+
+
+def gcloud(*command):
+    """Whether `gcloud storage ...` worked."""
+    try:
+        run = subprocess.run(["gcloud", "storage", *command], capture_output=True, check=False)
+    except FileNotFoundError:
+        return False
+    return run.returncode == 0
+
+
+def read_claim(path, bucket):
+    """What the claim says, {} where there is none. With a bucket, the claim there counts."""
+    if bucket and not gcloud("cp", f"{bucket}/claim.json", path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as f:
+            holder = json.load(f)
+    except (OSError, ValueError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def write_claim(path, bucket, claim):
+    """Replace the file at once, so that nobody reads half of it; a full disk may prevent it."""
+    with contextlib.suppress(OSError):
+        with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+            json.dump(claim, f)
+        os.replace(f"{path}.tmp", path)
+        if bucket:
+            gcloud("cp", path, f"{bucket}/claim.json")
+
+
+def in_use(out, holder):
+    return InUse(
+        f"{out} is in use by process {holder.get('pid')} on {holder.get('host')}, which runs since "
+        f"{holder.get('since')}; let it end, stop it, or choose another --out"
+    )
+
+
+@contextlib.contextmanager
+def locked(out, holder):
+    """Inside, this process has the lock of the directory, unless the file system has none.
+    -> whether it has. Raises InUse where another process of this machine has it."""
+    directory = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        has_lock = True
+    except BlockingIOError:
+        os.close(directory)
+        raise in_use(out, holder) from None
+    except OSError:
+        has_lock = False
+    try:
+        yield has_lock
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def claimed(out, bucket="", say=print):
+    """Inside, no other run uses the directory `out`, nor `bucket` (gs://..., or "" for none).
+    Raises InUse where one does."""
+    path = f"{out}/claim.json"
+    holder = read_claim(path, bucket)
+    with locked(out, holder) as has_lock:
+        # With the lock in hand, a claim of this machine is that of a process which was killed.
+        is_of_this_machine = holder.get("host") == socket.gethostname()
+        if holder and not (has_lock and is_of_this_machine):
+            say(
+                f"{out} is claimed by process {holder.get('pid')} on {holder.get('host')}; looking "
+                f"for {SECONDS_TO_LOOK} s whether that runs"
+            )
+            time.sleep(SECONDS_TO_LOOK)
+            if read_claim(path, bucket) != holder:
+                raise in_use(out, holder)
+        with signs_of_life(path, bucket):
+            yield
+
+
+@contextlib.contextmanager
+def signs_of_life(path, bucket):
+    """Inside, the claim is there, and changes every few seconds."""
+    claim = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "signs": 0,
+    }
+    write_claim(path, bucket, claim)
+    is_over = threading.Event()
+
+    def give_signs():
+        while not is_over.wait(SECONDS_BETWEEN_SIGNS):
+            claim["signs"] += 1
+            write_claim(path, bucket, claim)
+
+    thread = threading.Thread(target=give_signs, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(SECONDS_BETWEEN_SIGNS)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        if bucket:
+            gcloud("rm", f"{bucket}/claim.json")

@@ -1,0 +1,193 @@
+"""One run at a time in a directory: on one machine, on a disk that several share, in a bucket."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, read_jsonl
+from test_resume import lives, running, until
+
+from infra import claim
+
+HOLD = """
+import sys, time
+from infra.claim import claimed
+with claimed(sys.argv[1]):
+    print("claimed", flush=True)
+    time.sleep(999)
+"""
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Signs of life, and the look for them, take a moment."""
+    monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.05)
+    monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 0.5)
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """A bucket on the stand-in for gcloud."""
+    stub = tmp_path / "stub"
+    (stub / "gs/bucket").mkdir(parents=True)
+    monkeypatch.setenv("GCLOUD_STUB", str(stub))
+    monkeypatch.setenv("PATH", f"{ROOT / '.ci'}:{os.environ['PATH']}")
+    return "gs://bucket/run"
+
+
+def directory(tmp_path, name="out"):
+    (tmp_path / name).mkdir()
+    return str(tmp_path / name)
+
+
+def on_host(monkeypatch, name):
+    monkeypatch.setattr(claim.socket, "gethostname", lambda: name)
+
+
+def leave_claim(out, host):
+    """As a process leaves it that was killed."""
+    Path(out, "claim.json").write_text(
+        json.dumps({"host": host, "pid": 7, "since": "noon", "signs": 3})
+    )
+
+
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path, said):
+    out = directory(tmp_path)
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, out], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout.readline() == "claimed\n"
+        with pytest.raises(claim.InUse, match=f"process {first.pid} on .*choose another --out"):
+            claim.claimed(out, say=said.append).__enter__()
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        first.stdout.close()
+    # What is killed leaves its claim, but not its lock.
+    assert os.listdir(out) == ["claim.json"]
+    with claim.claimed(out, say=said.append):
+        holder = json.loads(Path(out, "claim.json").read_text())
+        assert holder["pid"] == os.getpid()
+    assert os.listdir(out) == [] and said == []
+
+
+def test_the_claim_of_another_machine_counts_while_it_changes(tmp_path, monkeypatch, quick, said):
+    out = directory(tmp_path)
+    leave_claim(out, "elsewhere")
+    holder = json.loads(Path(out, "claim.json").read_text())
+    is_over = threading.Event()
+
+    def live_elsewhere():
+        while not is_over.wait(0.05):
+            holder["signs"] += 1
+            claim.write_claim(f"{out}/claim.json", "", holder)
+
+    thread = threading.Thread(target=live_elsewhere)
+    thread.start()
+    try:
+        with pytest.raises(claim.InUse, match="process 7 on elsewhere, which runs since noon"):
+            claim.claimed(out, say=said.append).__enter__()
+    finally:
+        is_over.set()
+        thread.join()
+    assert len(said) == 1 and "process 7 on elsewhere" in said[0], said
+    # It has died.
+    with claim.claimed(out, say=said.append):
+        assert json.loads(Path(out, "claim.json").read_text())["pid"] == os.getpid()
+
+
+def test_signs_of_life_are_given_while_a_claim_is_held(tmp_path, quick):
+    out = directory(tmp_path)
+
+    def signs():
+        return claim.read_claim(f"{out}/claim.json", "").get("signs", 0)
+
+    with claim.claimed(out):
+        until(lambda: signs() >= 3, seconds=60)
+    assert signs() == 0
+
+
+def test_without_locks_the_claim_of_this_machine_is_looked_at_too(
+    tmp_path, monkeypatch, quick, said
+):
+    def no_locks(*_):
+        raise OSError(38, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    out = directory(tmp_path)
+    with (
+        claim.claimed(out, say=said.append),
+        pytest.raises(claim.InUse, match=f"process {os.getpid()} on"),
+    ):
+        claim.claimed(out, say=said.append).__enter__()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "7"])
+def test_a_claim_that_cannot_be_read_is_none(tmp_path, text):
+    out = directory(tmp_path)
+    Path(out, "claim.json").write_text(text)
+    with claim.claimed(out):
+        assert claim.read_claim(f"{out}/claim.json", "")["pid"] == os.getpid()
+
+
+def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, bucket, said):
+    monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.2)
+    monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 3)
+    here, there = directory(tmp_path, "here"), directory(tmp_path, "there")
+    on_host(monkeypatch, "here")
+    with claim.claimed(here, bucket):
+        on_host(monkeypatch, "there")
+        with pytest.raises(claim.InUse, match="on here, which runs since"):
+            claim.claimed(there, bucket, said.append).__enter__()
+    # The first has ended, and its claim is gone from the bucket too.
+    said.clear()
+    with claim.claimed(there, bucket, said.append):
+        assert said == []
+
+
+# ---------------------------------------------------------------- whole runs
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_run_is_refused_and_the_first_goes_on(processes, tmp_path, tmp_path_factory):
+    """A run is stopped, so that it lasts; another in its directory must leave all as it is."""
+    out = tmp_path / "run"
+    flags = lives(tmp_path_factory, 2, "--eval_data none")
+
+    def steps():
+        return read_jsonl(out / "metrics.jsonl") if (out / "metrics.jsonl").exists() else []
+
+    with running(out, flags, processes) as runs:
+        assert until(lambda: len(steps()) >= 2, runs), Path(f"{out}.log").read_text()
+        for process in runs:
+            process.send_signal(signal.SIGSTOP)
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        text = run_second(out, flags, processes, tmp_path / "second.log")
+        assert f"{out} is in use by process {runs[0].pid} on" in text, text
+        assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for process in runs:
+            process.send_signal(signal.SIGCONT)
+        assert [process.wait(300) for process in runs] == [0] * processes
+    assert [row["step"] for row in steps()] == [1, 2, 3, 4, 5]
+    assert not (out / "claim.json").exists()
+
+
+def run_second(out, flags, processes, log):
+    # The ports of the first are taken.
+    port = ["--coordinator=127.0.0.1:31999"] if processes > 1 else []
+    with running(out, flags, processes, log=log, more=port) as runs:
+        codes = [process.wait(300) for process in runs]
+    text = log.read_text(errors="replace")
+    assert codes[0] == 2 and all(codes), (codes, text)
+    return text
