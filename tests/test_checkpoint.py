@@ -14,7 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
-from test_resume import calm_run, is_saving, lives, running, same_run, until
+from test_resume import calm_run, lives, running, same_run, saving, until
 
 import model
 import train
@@ -290,7 +290,7 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_
         out = disk / "run"
 
         def first_is_saved():
-            return (out / "step_000002").exists() and not is_saving(out)
+            return (out / "step_000002").exists() and not saving(out)
 
         assert until(first_is_saved, runs), log.read_text()
         fill(disk / "filler")

@@ -242,39 +242,63 @@ def kill(victim, runs, log):
     assert all(codes) and time.time() - began < 60, (codes, log.read_text(errors="replace"))
 
 
-def is_saving(out):
+def saving(out):
+    """Files that are being written, or were when a process was killed."""
     # glob.glob: Path.glob fails where the run deletes an old checkpoint meanwhile.
-    return bool(glob.glob(f"{out}/step_*/*.tmp"))
+    return glob.glob(f"{out}/step_*/*.tmp")
 
 
-def live(out, flags, processes, rng, ended):
-    """One life, which ends after some steps: the first by SIGTERM; the others by SIGKILL, some time
-    later or as the next checkpoint is being written. Counts the end in `ended`."""
+def torn_save(out, processes, since):
+    """ "first save" or "later save" if what lies in `out` was torn in one after the time `since`: a
+    file that is not whole, or not one of each process."""
+    complete = []
+    torn = []
+    for directory in map(Path, glob.glob(f"{out}/step_*")):
+        names = [path.name for path in directory.iterdir()]
+        whole = [name for name in names if name.endswith(f"-of-{processes:05}.safetensors")]
+        if len(whole) == processes:
+            complete.append(directory)
+        if len(whole) < processes or len(names) > len(whole):
+            torn.append(directory.stat().st_mtime)
+    if max(torn, default=0) < since:
+        return None
+    return "later save" if complete else "first save"
+
+
+def live(out, flags, processes, rng, aim, ended):
+    """One life, which ends by SIGTERM after some steps, by SIGKILL between them, or by SIGKILL in a
+    save, which `aim` says. Counts in `ended` what it came to be, by the files that are left."""
     log = Path(f"{out}.log")
-    steps = rng.integers(1, 6)
+    began = time.time()
+    steps = rng.integers(1, 4)
 
     def has_done_them():
         return len(re.findall(r"\| gnorm", log.read_text(errors="replace"))) >= steps
 
+    def is_in_a_save():
+        with contextlib.suppress(FileNotFoundError):  # it is complete by now
+            return any(os.path.getmtime(path) > began for path in saving(out))
+
     with running(out, flags, processes) as runs:
-        assert until(has_done_them, runs), f"it ended after {ended}: {log.read_text()}"
-        if not ended:
+        moment = is_in_a_save if "save" in aim else has_done_them
+        assert until(moment, runs), f"it ended after {ended}: {log.read_text()}"
+        if aim == "SIGTERM":
             ended[f"SIGTERM ({terminate(runs, log):.1f} s)"] += 1
             return
-        # A third of the kills hit a checkpoint that is half written.
-        kind = "in a save" if ended["in a save"] < ended.total() / 3 else "at a time"
-        end = time.time() + rng.uniform(0, processes / 2)
-        if kind == "in a save":
-            until(lambda: is_saving(out), runs)
-        else:
-            until(lambda: time.time() > end, runs)
+        # Some way into what it does: a save takes some milliseconds.
+        time.sleep(rng.uniform(0, 0.003 if "save" in aim else 0.3))
         kill(runs[rng.integers(processes)], runs, log)
-        ended[kind] += 1
+    end = torn_save(out, processes, began) or "between saves"
+    ended[end] += 1
+    if aim == "first save" and end != aim:
+        # It was complete already, and a run has only one first save.
+        shutil.rmtree(out)
 
 
-def check_kills(directory, flags_of_steps, kills, processes, record_property):
-    """A run that is ended by SIGTERM, then killed so often, is the undisturbed one. -> its `out`"""
-    flags = flags_of_steps(8 * (kills + 1))  # enough for as many lives
+def check_kills(directory, flags_of_steps, kills, in_saves, processes, record_property):
+    """A run that is ended by SIGTERM, and killed so often, is the undisturbed one. At least
+    `in_saves` kills are in the first save, and as many in later ones. -> its `out`"""
+    flags = flags_of_steps(6 * (kills + 4))  # enough for as many lives
     calm = directory / "calm"
     out = directory / "killed"
     run_to_end(calm, flags, processes)
@@ -283,8 +307,16 @@ def check_kills(directory, flags_of_steps, kills, processes, record_property):
     assert len(learning) > 2 * kills, "no group's answers differ in reward: advantages are 0"
     rng = np.random.default_rng(0)
     ended = Counter()
-    while ended.total() <= kills:
-        live(out, flags, processes, rng, ended)
+
+    def aim():
+        for save in ("first save", "later save"):
+            if ended[save] < in_saves:
+                return save
+        has_had_one = any("SIGTERM" in end for end in ended)
+        return "any time" if has_had_one else "SIGTERM"
+
+    while ended.total() <= kills or "save" in aim():
+        live(out, flags, processes, rng, aim(), ended)
     run_to_end(out, flags, processes)
     same_run(out, calm)
     ends = ", ".join(f"{n} {kind}" for kind, n in ended.items())
@@ -315,7 +347,7 @@ def test_a_killed_run_is_the_undisturbed_one(tmp_path, tmp_path_factory, record_
     def flags(steps):
         return lives(tmp_path_factory, steps)
 
-    out = check_kills(tmp_path, flags, 3, 1, record_property)
+    out = check_kills(tmp_path, flags, 3, 1, 1, record_property)
     prompts = [train.chat("", row["question"]) for row in train.arith(True)[:8]]
     check_transformers(out / "final", prompts)
 
@@ -328,16 +360,17 @@ def test_a_killed_process_brings_all_down_and_they_resume(
         # All but process 0 compile in each life anew, so as little as may be.
         return lives(tmp_path_factory, steps, "--sft_steps 0 --minibatches 1 --eval_data none")
 
-    check_kills(tmp_path, flags, 1, 2, record_property)
+    check_kills(tmp_path, flags, 2, 1, 2, record_property)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("processes", [1, 4])
-def test_twenty_kills(processes, tmp_path, tmp_path_factory, record_property):
+@pytest.mark.parametrize("processes, kills", [(1, 40), (4, 20)])
+def test_many_kills(processes, kills, tmp_path, tmp_path_factory, record_property):
     def flags(steps):
         return lives(tmp_path_factory, steps)
 
-    check_kills(tmp_path, flags, 20, processes, record_property)
+    in_saves = kills // 4
+    check_kills(tmp_path, flags, kills, in_saves, processes, record_property)
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
