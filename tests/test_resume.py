@@ -248,20 +248,26 @@ def saving(out):
     return glob.glob(f"{out}/step_*/*.tmp")
 
 
-def torn_save(out, processes, since):
-    """ "first save" or "later save" if what lies in `out` was torn in one after the time `since`: a
-    file that is not whole, or not one of each process."""
+def saves(out, processes):
+    """-> (names of complete checkpoints, {name: when it was written to} of those that are torn)"""
     complete = []
-    torn = []
+    torn = {}
     for directory in map(Path, glob.glob(f"{out}/step_*")):
-        names = [path.name for path in directory.iterdir()]
-        whole = [name for name in names if name.endswith(f"-of-{processes:05}.safetensors")]
-        if len(whole) == processes:
-            complete.append(directory)
-        if len(whole) < processes or len(names) > len(whole):
-            torn.append(directory.stat().st_mtime)
-    if max(torn, default=0) < since:
-        return None
+        with contextlib.suppress(FileNotFoundError):  # the run deletes it
+            names = os.listdir(directory)
+            whole = [name for name in names if name.endswith(f"-of-{processes:05}.safetensors")]
+            if len(whole) == processes:
+                complete.append(directory.name)
+            if len(whole) < processes or len(names) > len(whole):
+                torn[directory.name] = directory.stat().st_mtime
+    return complete, torn
+
+
+def torn_save(out, processes, since):
+    """ "first save" or "later save" if one is under way, or was torn, since that time; else ""."""
+    complete, torn = saves(out, processes)
+    if max(torn.values(), default=0) < since:
+        return ""
     return "later save" if complete else "first save"
 
 
@@ -275,12 +281,11 @@ def live(out, flags, processes, rng, aim, ended):
     def has_done_them():
         return len(re.findall(r"\| gnorm", log.read_text(errors="replace"))) >= steps
 
-    def is_in_a_save():
-        with contextlib.suppress(FileNotFoundError):  # it is complete by now
-            return any(os.path.getmtime(path) > began for path in saving(out))
+    def is_in_that_save():
+        return torn_save(out, processes, began) == aim
 
     with running(out, flags, processes) as runs:
-        moment = is_in_a_save if "save" in aim else has_done_them
+        moment = is_in_that_save if "save" in aim else has_done_them
         assert until(moment, runs), f"it ended after {ended}: {log.read_text()}"
         if aim == "SIGTERM":
             ended[f"SIGTERM ({terminate(runs, log):.1f} s)"] += 1
