@@ -371,7 +371,10 @@ def tpu_devices(slice_type):
     from jax.experimental import topologies
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
                    "TPU_WORKER_HOSTNAMES": "localhost"}  # or libtpu looks for a TPU, and waits for it
-    kind, size = re.fullmatch(r"(v4|v5p|v5litepod|v6e)-(1|4|8|16|32|64|128|256)", slice_type).groups()
+    known = re.fullmatch(r"(v4|v5p|v5litepod|v6e)-(1|4|8|16|32|64|128|256)", slice_type)
+    if not known:
+        raise ValueError(f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256")
+    kind, size = known.groups()
     dims = 3 if kind in ("v4", "v5p") else 2
     n = (int(size) // (dims - 1)).bit_length() - 1
     sides = sorted((1 << (n + i) // dims for i in range(dims)), key=lambda side: (side == 1, side))

@@ -131,7 +131,8 @@ def read_config(directory):
                 (c.get("architectures") not in (None, ["Qwen2ForCausalLM"]),
                  f"architectures {c.get('architectures')}; only Qwen2ForCausalLM is"),
                 (ropes != ["default"] * 2 or {*rope, *old} - {"rope_type", "type", "rope_theta"},
-                 f"rope scaling {ropes} {rope or old}; only plain rotary embedding is"),
+                 f"rope scaling {', '.join(r for r in ropes if r != 'default') or {**rope, **old}}; only plain "
+                 "rotary embedding is"),
                 (any(theta != both[0] for theta in both), f"rope_theta {both}; only one is"),
                 (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
                 ({*(c.get("layer_types") or [])} - {"full_attention"}, "sliding layers; only full ones are"),
@@ -239,9 +240,18 @@ def place(shape, sharding, read):
         shards.append(jax.device_put(read(index), there).block_until_ready())
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
+GGUF = ', gguf_file="{}"'
+
 def weight_files(directory):
     """The safetensors of a model: those that its index names, or the only one."""
     index = os.path.join(directory, "model.safetensors.index.json")
+    other = [name for name in sorted(os.listdir(directory)) if name.endswith((".bin", ".gguf", ".pt", ".pth"))]
+    if other and not glob.glob(f"{glob.escape(directory)}/*.safetensors"):
+        raise CheckpointError(
+            f"{directory} has weights as {other[0]}, and no *.safetensors; convert them: python -c 'from "
+            "transformers import AutoModelForCausalLM as M; "
+            f'M.from_pretrained("{directory}"{GGUF.format(other[0]) if other[0].endswith("gguf") else ""})'
+            f""".save_pretrained("{directory}")'""")
     names = read_json(index).get("weight_map") if os.path.exists(index) else {"": "model.safetensors"}
     for name in names.values() if isinstance(names, dict) else [names]:
         if not isinstance(name, str) or os.path.basename(name) != name:
@@ -373,7 +383,7 @@ def read_about(path):
     try:
         with safe_open(path, "np") as f:
             about = f.metadata()
-        return about | {"run": int(about["run"])}
+        return about | {"run": int(about["run"]), "crc32": about["crc32"]}  # KeyError where it is damaged
     except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__} {e}")
 

@@ -7,9 +7,9 @@ One step: sample `npq` answers to each of `batch` questions a host, score them, 
 advantages, update. A process has its own questions, all run every jitted call, process 0 prints and writes.
 """
 
-import argparse, contextlib, dataclasses, difflib, fractions, glob, hashlib, inspect, itertools, json, math
+import argparse, contextlib, dataclasses, difflib, fractions, glob, hashlib, inspect, io, itertools, json, math
 import logging, os, random, re, shlex, shutil, signal, socket, subprocess, sys, tempfile, threading, time
-import traceback, urllib.request
+import traceback, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import SimpleNamespace
@@ -215,20 +215,32 @@ def arith(held_out):
              "demonstration": worked_sum(a, b, carry=i % 4 == 0)}
             for i, (a, b) in enumerate(pairs[:2000] if held_out else pairs[2000:22000])]
 
+def hub_or_cache():
+    """-> "", or why the hub gives no answer. Then its libraries take what they keep: they would ask for half
+    a minute. To be called before they are imported."""
+    try:
+        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10).close()
+    except urllib.error.HTTPError:
+        pass  # an answer
+    except OSError as e:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return f"; the hub gives no answer ({e}), and there is no copy here"
+    return ""
+
 def load_rows(name, held_out):
     """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate instead."""
     if name == "arith":
         return arith(held_out)
-    rows = []
-    with stop_on(Exception, f"{name} cannot be loaded"):
+    rows, offline = [], "" if name.endswith(".jsonl") or os.path.exists(name) else hub_or_cache()
+    with stop_on(Exception, f"{name} cannot be loaded{offline}"):
         if name.endswith(".jsonl"):
             check(os.path.isfile(name), f"{name} does not exist, or is no file")
-            with open(name, encoding="utf-8", errors="surrogateescape") as f:
+            with open(name, encoding="utf-8-sig", errors="surrogateescape") as f:
                 table = list(f)
         else:
-            logging.getLogger("huggingface_hub").setLevel("ERROR")  # it asks again, and warns each time
             import datasets  # slow to import, and not needed for the others
             datasets.disable_progress_bars()
+            logging.getLogger("huggingface_hub").setLevel("ERROR")  # it asks again, and warns each time
             path, _, part = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
             table = datasets.load_dataset(path, part or None, split="test" if held_out else "train")
     for number, row in enumerate(table, 1):
@@ -244,7 +256,7 @@ def load_rows(name, held_out):
 def read_row(row):
     """A row of data, as text. Raises for what is none, or has marks of the chat, which would end a prompt."""
     row = {k: v for k, v in row.items() if v is not None}
-    if type(row["answer"]) in (int, float):
+    if type(row["answer"]) in (int, float) and math.isfinite(row["answer"]):  # 1e999 is none
         row["answer"] = str(row["answer"])
     row = {k: row[k] for k in ("question", "answer", "demonstration") if k in row}
     for k, value in row.items():
@@ -297,31 +309,53 @@ def formatted(question, reference, answer):
 
 # (function of (question, reference, answer) -> float, weight): the reward is the weighted sum
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
+# What the metric `solved` and evaluation count, whatever is rewarded.
+SOLVED = correct
 
 class TooSlow(BaseException):
     """No Exception, which a reward function may catch."""
 
 REWARD_SECONDS = 5  # that a function has for an answer
+MOST_RINGS = 10  # the time is up, and a second later again; a function that catches so many never ends
+MOST_REWARD = 1e6  # or less than -1e6: squares of such are still float32
 
 def score_answers(functions, rows, answers, cut):
     """-> [answers, functions] scores, 0 of a cut answer; {function name: {answer: its fault}}, also 0. A
     function's time is limited in Python, `re` and sleep; other code in C ends first, and scores 0 then."""
-    def ring(*_):
-        raise TooSlow(f"no score within {REWARD_SECONDS} s")
-    scores, faults, before = np.zeros((len(answers), len(functions))), {}, signal.signal(signal.SIGALRM, ring)
+    scores, faults, before = np.zeros((len(answers), len(functions))), {}, signal.getsignal(signal.SIGALRM)
     for i, (j, function) in itertools.product(np.flatnonzero(~np.asarray(cut)), enumerate(functions)):
         try:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, REWARD_SECONDS, 1)  # again each second: it may be caught
+            with time_limit(function, rows[i]["question"]):
                 value = float(function(rows[i]["question"], rows[i]["answer"], answers[i]))
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            value.as_integer_ratio()  # raises for inf and nan
+            if not -MOST_REWARD <= value <= MOST_REWARD:  # nor NaN
+                raise ValueError(f"{value} is not from {-MOST_REWARD:.0f} to {MOST_REWARD:.0f}")
             scores[i, j] = value
-        except (Exception, TooSlow, SystemExit) as e:
+        except BaseException as e:  # also exit() and KeyboardInterrupt: a real Ctrl-C raises neither
             faults.setdefault(function.__name__, {})[i] = first_line(e)
+        if sys.stdout.closed or sys.stderr.closed:
+            faults.setdefault(function.__name__, {})[i] = "it closed stdout or stderr"
+            scores[i, j] = 0
+            open_streams()
     signal.signal(signal.SIGALRM, before)
     return scores, faults
+
+@contextlib.contextmanager
+def time_limit(function, question):
+    """Inside, TooSlow is raised after REWARD_SECONDS, then each second; at last the run ends."""
+    rings = itertools.count(1)
+    def ring(*_):
+        if next(rings) > MOST_RINGS:
+            warn(f"reward {function.__name__} does not end, and catches what is raised to end it; it scored an "
+                 f"answer to {question[:200]!r}; let it catch Exception, not all. The run ends; start it again, "
+                 "and it resumes")
+            os._exit(1)
+        raise TooSlow(f"no score within {REWARD_SECONDS} s")
+    signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, REWARD_SECONDS, 1)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 # ---------------------------------------------------------------- the processes of a run
 def on_tpu_vm():
@@ -516,6 +550,22 @@ def check_sizes(cfg, shape, mesh, tokenizer_size):
           f"vocabulary of {shape.V}; take both from one model")
     check(cfg.max_prompt + cfg.max_answer <= shape.max_positions, f"max_prompt + max_answer = "
           f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {shape.max_positions} positions")
+
+def check_step(cfg, questions, width):
+    """That a step asks each question once, and that its rows have room in the host's memory."""
+    asked, sequences = cfg.batch * jax.process_count(), cfg.batch * cfg.npq
+    check(asked <= questions or cfg.steps == 0, f"batch = {cfg.batch} on {jax.process_count()} processes asks "
+          f"{asked} questions a step; {cfg.data} has {questions}; try --batch {questions // jax.process_count()}")
+    gib, most = sequences * width * ROW_BYTES / 2 ** 30, host_memory() / 4
+    check(gib <= most, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host, in rows of {width} "
+          f"tokens, take {gib:.1f} GiB of this host's memory, more than a quarter of it, {most:.1f}; try "
+          f"--batch {max(1, int(cfg.batch * most / gib))}")
+
+ROW_BYTES = 100  # of a token on the host: eight arrays of 4 bytes, lists of Python's integers, a text
+
+def host_memory():
+    """GiB."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 ** 30
 
 # ---------------------------------------------------------------- rollout, advantages, rows
 def sample_answers(weights, rows, group, key, what, cfg, run, temperature, top_k=0, top_p=1.0):
@@ -764,9 +814,21 @@ def write_jsonl(cfg, run, name, rows):
             warn(f"{cfg.out}/{name} cannot be written: {first_line(e)}; {len(waiting)} lines wait")
 
 def read_jsonl(cfg, name):
-    with open(f"{cfg.out}/{name}", "a+", encoding="utf-8", errors="replace") as f:  # made if need be
+    """The rows of a file of this run, which is made if need be. What is no row of a step is told, and left
+    out; so is half a line at the end, which a killed run may leave."""
+    rows = []
+    with open(f"{cfg.out}/{name}", "a+", encoding="utf-8", errors="replace") as f:
         f.seek(0)
-        return [json.loads(line) for line in f if line.endswith("\n")]  # a killed run may leave half a line
+        lines = [line for line in f if line.endswith("\n")]
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if type(row["step"]) is not int:
+                raise ValueError("its step is no number")
+            rows.append(row)
+        except (ValueError, TypeError, LookupError, RecursionError) as e:
+            warn(f"{cfg.out}/{name} line {number} is no row of a step, and is left out: {first_line(e)}")
+    return rows
 
 def bucket_of(cfg):
     """gs://bucket/run, or "" where the run has none."""
@@ -975,6 +1037,25 @@ GRPO = ("step {step}/{total} | reward {reward/mean:.2f} | solved {solved:.2f} | 
         "clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | roll {time/rollout_s:.1f}s "
         "upd {time/update_s:.1f}s | {thousands:.1f}k tok/s")
 
+class Stream(io.FileIO):
+    """A standard stream that bears that nobody reads it any more, or that its disk is full."""
+    def write(self, data):
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+def open_streams():
+    """sys.stdout and sys.stderr, once more where they are closed. What is closed outside goes nowhere."""
+    for name, number in ("stdout", 1), ("stderr", 2):
+        try:
+            raw = Stream(number, "w", closefd=False)
+        except OSError:
+            raw = open(os.devnull, "wb", buffering=0)
+        buffered = io.BufferedWriter(raw)
+        # a terminal may not have all letters of an answer
+        stream = io.TextIOWrapper(buffered, errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
+
 def warn(text):
     print(f"train.py: {text}", file=sys.stderr, flush=True)
 
@@ -1015,8 +1096,11 @@ def with_prompts(name, held_out, tokenizer, cfg):
         told = encode([row.get("demonstration", row["answer"]) + "<|im_end|>" for row in rows])
     kept = [row | {"prompt": p.ids, "told": t.ids} for row, p, t in zip(rows, prompts, told)
             if len(p.ids) <= cfg.max_prompt]
+    shortest, fixed = min(len(p.ids) for p in prompts), len(encode([chat(cfg.system, "")])[0].ids)
+    check(fixed < cfg.max_prompt, f"--system and the chat template alone take {fixed} tokens of max_prompt = "
+          f"{cfg.max_prompt}; raise --max_prompt to {shortest} or more, or give a shorter --system")
     check(kept, f"all {len(rows)} prompts of {what} are longer than max_prompt = {cfg.max_prompt} tokens; "
-          f"the shortest has {min(len(p.ids) for p in prompts)}; raise --max_prompt")
+          f"the shortest has {shortest}; raise --max_prompt")
     skipped, unmarked = len(rows) - len(kept), sum(final_number(row["answer"]) is None for row in kept)
     say(f"{what}: {len(kept)} questions" + f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
         * (skipped > 0) + f"; {unmarked} have no number in their answer" * (unmarked > 0))
@@ -1059,6 +1143,7 @@ def set_up(cfg, claims):
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     longest = max(len(row["prompt"]) for row in rows + held_out)
     width = row_width(longest + cfg.max_answer, mesh)
+    check_step(cfg, len(rows), width)
     at_once = model.rows_that_fit(shape, layout, cfg.dtype, model.bucket(longest) + cfg.max_answer,
                                   on_device(abstract_state(cfg, shape, mesh)))
     checkpoint, logger = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape), None
@@ -1123,7 +1208,7 @@ def evaluate(params, step, cfg, run):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.seed), 0), start)
         out, answers = sample_answers(weights, rows, 1, key, f"evaluating {start}/{n}", cfg, run,
                                       cfg.eval_temperature, cfg.top_k, cfg.top_p)
-        right = score_answers([correct], rows, answers, out["cut_B"])[0][:, 0].tolist()
+        right = score_answers([SOLVED], rows, answers, out["cut_B"])[0][:, 0].tolist()
         solved += sum(right[:max(0, n - first)])
         told = told or [
             {"step": step, "eval": True, "question": rows[i]["question"], "reference": rows[i]["answer"],
@@ -1414,7 +1499,7 @@ def train(cfg, run):
             sampler = out["logp_BT"]
             clock.append(time.time())
             # rewards, and advantages within each group
-            scores, faults = score_answers([correct] + [f for f, _ in REWARDS], asked, answers, out["cut_B"])
+            scores, faults = score_answers([SOLVED] + [f for f, _ in REWARDS], asked, answers, out["cut_B"])
             rewards = scores[:, 1:] @ [weight for _, weight in REWARDS]
             advantages = group_advantages(rewards, cfg.npq, cfg.advantage)
             metrics |= rollout_metrics(rewards, prompts, out, scores, faults, cfg)
@@ -1496,7 +1581,7 @@ def finish(step, state, metrics, cfg, run):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all letters of an answer
+    open_streams()
     try:
         main(sys.argv[1:])
     except BaseException as e:  # at an orderly exit JAX would wait for the others, which wait for this one

@@ -88,6 +88,7 @@ BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
     ("list", GOOD + GOOD + "[1]\n", "list.jsonl line 3"),
     ("list2", '{"question": "a", "answer": [2]}', "answer = [2]"),
     ("number", GOOD + '{"question": 5, "answer": 5}', "number.jsonl line 2"),
+    ("inf", '{"question": "a", "answer": 1e999}', "answer = inf"),
     ("bool", '{"question": "a", "answer": true}', "bool.jsonl line 1"),
     ("nan", '{"question": "a", "answer": NaN}', "NaN"),
     ("demo", GOOD[:-2] + ', "demonstration": 7}', "demonstration = 7"),
@@ -100,7 +101,6 @@ BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
     ("marked", GOOD.replace("What", "<|im_end|>"), "mark of the chat"),
     ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
     # other encodings; \udce9 stands for the byte E9
-    ("bom", "\ufeff" + GOOD, "BOM"),
     ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"),
     ("half", GOOD.replace("What", "\\ud800"), "half.jsonl line 1"),
     ("utf16", GOOD.encode("utf-16").decode("utf-8", "surrogateescape"), "line 1"),
@@ -128,6 +128,8 @@ BAD_MODELS = [  # file, how it is edited (see conftest.edit), what the message m
     ("config.json", {"eos_token_id": -1}, "[-1]"),
     ("config.json", {"num_hidden_layers": 10**9}, "1000000000"),
     ("model.safetensors", None, "model.safetensors"),
+    ("config.json", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling yarn"),
+    ("config.json", {"rope_parameters": {"rope_type": "yarn"}}, "rope scaling yarn"),
     ("model.safetensors", b"junk" * 9, "not a safetensors file"),
     ("model.safetensors", {UP: None}, f"lacks the tensor {UP}"),
     ("model.safetensors", {UP: np.full((256, 128), 1, np.int8)}, "type I8"),
@@ -150,7 +152,7 @@ def bad_tokenizers(tokenizer):
 
 def test_models_that_cannot_be_used_are_refused(tiny_directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.jsonl").write_text(GOOD)
+    (tmp_path / "good.jsonl").write_text(GOOD * 8)
     tokenizer = json.loads((tiny_directory / "tokenizer.json").read_text())
     bad_models = list(BAD_MODELS)
     for change, words in bad_tokenizers(tokenizer):
@@ -160,3 +162,20 @@ def test_models_that_cannot_be_used_are_refused(tiny_directory, tmp_path, monkey
         spoiled_copy(tiny_directory, tmp_path / str(i), name, change)
         table.append((f"--data good.jsonl --model {i}", words))
     check_messages(table)
+
+
+def test_weights_of_other_kinds_are_told_how_to_convert(tiny_directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text(GOOD * 8)
+    names = {"bin": "pytorch_model.bin", "gguf": "q4.gguf"}
+    for kind, name in names.items():
+        spoiled_copy(tiny_directory, tmp_path / kind, "model.safetensors", None)
+        (tmp_path / kind / name).write_bytes(b"")
+    torch_model = "--data good.jsonl --model bin"
+    gguf_model = "--data good.jsonl --model gguf"
+    messages = [
+        (torch_model, "bin has weights as pytorch_model.bin"),
+        (torch_model, 'M.from_pretrained("bin").save_pretrained("bin")'),
+        (gguf_model, 'M.from_pretrained("gguf", gguf_file="q4.gguf").save'),
+    ]
+    check_messages(messages)

@@ -125,6 +125,8 @@ def damages(good):
     for n in (0, 5, 100, len(good) - 1):
         cases[f"truncated to {n} bytes"] = good[:n]
     cases["longer"] = good + b"x"
+    for key in (b"crc32", b"run"):
+        cases[f"the key {key}"] = good.replace(key, key[::-1], 1)
     cases["lost"] = None
     return cases
 

@@ -9,11 +9,16 @@ import sys
 from unittest import mock
 
 import pytest
-from conftest import ROOT, arguments, refused, restored_signals, run_train
+from conftest import ROOT, arguments, refused, restored_signals, run, run_train
 
 import kernel
 import model
 import train
+
+# The least that trains.
+SHORT_FLAGS = (
+    "--steps 0 --sft_steps 1 --batch 1 --npq 2 --minibatches 1 --max_answer 48 --eval_data none"
+)
 
 # ---------------------------------------------------------------- flags that are refused
 # fmt: off
@@ -68,14 +73,19 @@ MISTAKES = {  # flags: what the message must say
     "--batch 1 --npq 6": "batch*npq = 1*6 = 6 sequences per host do not divide over 8",
     "--batch 3 --npq 8 --minibatches 2": "do not divide into minibatches = 2",
     "--batch 8 --npq 8 --minibatches 1 --micro_batch 9": "micro_batch = 9 is more",
-    "--max_prompt 9": "raise --max_prompt",
+    "--max_prompt 20": "the shortest has 26; raise --max_prompt",
+    "--max_prompt 9": "the chat template alone take 13 tokens of max_prompt = 9; raise",
+    "--batch 1000000": "asks 1000000 questions a step; arith has 20000; try --batch 20000",
+    "--batch 20000 --npq 9999": "sequences per host, in rows of",
     "--max_answer 1 --eval_data none": "max_answer = 1",
     "--max_answer 1000": "exceed the model's 1024 positions",
     # what this machine has not
     "--loss_impl pallas": "not cpu, float32; try --loss_impl jax",
     "--attention cudnn": "try --attention auto",
     # plans
-    "--plan v9-8": "cannot be compiled for here",
+    "--plan v9-8": "v9-8 is not one of v4-, v5p-, v5litepod- or v6e-",
+    "--plan v9z-8": "v9z-8 is not one of",
+    "--plan v6e-12": "v6e-12 is not one of",
     "--sweep micro_batch=1": "add --plan",
     "--plan --sweep lr=1,2": "is not a list such as",
     "--plan --sweep micro_batch=x": "sweep = micro_batch=x",
@@ -263,9 +273,22 @@ def test_readme_counts_lines():
         assert int(said[1]) == lines, f"README says {said[0]!r}, {name} has {lines} lines"
 
 
+# ---------------------------------------------------------------- standard streams
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", "| head -n 1", "1>/dev/full"])
+def test_a_run_goes_on_where_nobody_reads_what_it_says(closed, tmp_path):
+    """A terminal that is gone, `| head`, a full disk under the log."""
+    out = tmp_path / "run"
+    flags = f"{SHORT_FLAGS} --out {out}"
+    command = f"set -o pipefail; {sys.executable} {ROOT / 'train.py'} {flags} {closed}"
+    text = run("bash", "-c", command, JAX_NUM_CPU_DEVICES="1")
+    assert "Traceback" not in text and "Exception ignored" not in text, text
+    assert (out / "final/model.safetensors").exists()
+    assert '"step"' not in text, "what is for a file went to a stream"
+
+
 # ---------------------------------------------------------------- wandb
 def test_a_wandb_login_that_fails_is_refused(tmp_path, monkeypatch, one_question):
-    flags = "--wandb project --out", tmp_path / "run", one_question
+    flags = "--wandb project --batch 1 --minibatches 1 --out", tmp_path / "run", one_question
     # None: it cannot be imported
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "--wandb project" in refused(*flags)

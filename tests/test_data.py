@@ -2,17 +2,30 @@
 
 import contextlib
 import fractions
+import io
 import json
 import re
 import shutil
 import signal
+import sys
 import time
 from unittest import mock
 
 import numpy as np
 import pytest
 import tokenizers
-from conftest import arguments, load, logits, read_jsonl, refused, run_train, shared, spoiled_copy
+from conftest import (
+    arguments,
+    load,
+    logits,
+    read_jsonl,
+    refused,
+    restored_signals,
+    run,
+    run_train,
+    shared,
+    spoiled_copy,
+)
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file
 
@@ -218,9 +231,48 @@ def test_the_hub_is_asked_again_only_where_it_does_not_answer(tmp_path):
 
 def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path):
     for reply in ConnectionError("Couldn't reach it"), ValueError("no such data"):
-        with mock.patch("datasets.load_dataset", side_effect=reply):
+        with (
+            mock.patch("datasets.load_dataset", side_effect=reply),
+            mock.patch.object(train, "hub_or_cache", return_value=""),
+        ):
             text = refused("--data a/b --out", tmp_path / "run")
         assert f"a/b cannot be loaded: {train.first_line(reply)}" in text
+
+
+def test_a_hub_that_does_not_answer_is_told_in_one_line(tmp_path):
+    """And soon: its libraries would ask six times."""
+    closed = "http://127.0.0.1:9"
+    text = run_train("--data gsm8k --out", tmp_path / "run", code=2, HF_ENDPOINT=closed)
+    (line,) = (line for line in text.splitlines() if not line.startswith("rollout: "))
+    assert "gsm8k cannot be loaded; the hub gives no answer" in line, text
+    assert "Connection refused" in line, text
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes('\ufeff{"question": "1 + 1?", "answer": 2}\n'.encode())
+    assert train.load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]
+
+
+def test_a_line_of_metrics_that_is_no_row_is_told_and_left_out(tmp_path, capsys):
+    good = {"step": 1, "loss": 0.5}
+    lines = [
+        json.dumps(good),
+        "junk",
+        "[1]",
+        "7",
+        '{"loss": 1}',
+        '{"step": "x"}',
+        "\ufffd" * 9,
+        "[" * 10**5,
+    ]
+    text = "\n".join([*lines, json.dumps({"step": 2})]) + '\n{"step": 3'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    rows = train.read_jsonl(train.Config(out=str(tmp_path)), "metrics.jsonl")
+    assert rows == [good, {"step": 2}]
+    said = capsys.readouterr().err
+    for number in range(2, len(lines) + 1):
+        assert said.count(f"metrics.jsonl line {number} is no row of a step") == 1, said
 
 
 # ---------------------------------------------------------------- reward functions that misbehave
@@ -287,6 +339,83 @@ def test_rewards_that_fail_score_zero():
     counts = {name: len(failed) for name, failed in faults.items()}
     assert counts == {"divides": 1, "gives_no_number": 2}
     assert "ZeroDivisionError" in faults["divides"][1]
+
+
+def closes_stdout(question, reference, answer):
+    if answer == "bad":
+        sys.stdout.close()
+    return 1
+
+
+def interrupts(question, reference, answer):
+    if answer == "bad":
+        raise KeyboardInterrupt
+    return 1
+
+
+def leaves(question, reference, answer):
+    if answer == "bad":
+        sys.exit()
+    return 1
+
+
+def overflows(question, reference, answer):
+    return {"bad": 1e308, "5": -1e6}[answer]
+
+
+def test_rewards_that_would_end_the_run_are_faults(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    rows = [{"question": "q", "answer": "5"}] * 3
+    functions = [closes_stdout, interrupts, leaves, overflows]
+    scores, faults = train.score_answers(functions, rows, ["5", "bad", "5"], [False] * 3)
+    assert_array_equal(scores, [[1, 1, 1, -1e6], [0, 0, 0, 0], [1, 1, 1, -1e6]])
+    said = {name: of_answer[1] for name, of_answer in faults.items()}
+    assert said == {
+        "closes_stdout": "it closed stdout or stderr",
+        "interrupts": "KeyboardInterrupt: ",
+        "leaves": "SystemExit: ",
+        "overflows": "ValueError: 1e+308 is not from -1000000 to 1000000",
+    }
+    print("it is open again")
+
+
+CATCH_ALL = """
+import time, train
+
+def catches_all(question, reference, answer):
+    while True:
+        try:
+            time.sleep(99)
+        except BaseException:
+            pass
+
+train.REWARD_SECONDS = 0.1
+train.MOST_RINGS = 2
+train.score_answers([catches_all], [{"question": "Why?", "answer": "5"}], ["5"], [False])
+"""
+
+
+def test_a_reward_that_catches_all_ends_the_run_by_name():
+    text = run(sys.executable, "-c", CATCH_ALL, code=1)
+    assert "reward catches_all does not end" in text, text
+    assert "'Why?'" in text and "Traceback" not in text, text
+
+
+def test_solved_is_one_named_function(monkeypatch, tmp_path):
+    """Whatever is rewarded, the metric and the evaluation count what SOLVED says."""
+    monkeypatch.setattr(train, "REWARDS", [(closes_stdout, 1.0)])
+    monkeypatch.setattr(train, "SOLVED", lambda question, reference, answer: 0.5)
+    flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 8"
+    with restored_signals():
+        train.main(arguments([flags, "--out", tmp_path / "run"]))
+    rows = read_jsonl(tmp_path / "run/metrics.jsonl")
+    solved = [row[name] for row in rows for name in ("solved", "eval/solved") if name in row]
+    # A truncated answer is none; of the eight or so that are evaluated each time, some end.
+    assert len(solved) == 3 and max(solved) > 0, rows
+    for row in rows:
+        if "solved" in row:
+            assert row["solved"] == pytest.approx(0.5 * (1 - row["truncated"])), row
 
 
 # ---------------------------------------------------------------- GSM8K
