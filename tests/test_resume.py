@@ -374,8 +374,7 @@ def test_many_kills(processes, kills, tmp_path, tmp_path_factory, record_propert
     def flags(steps):
         return lives(tmp_path_factory, steps)
 
-    in_saves = kills // 4
-    check_kills(tmp_path, flags, kills, in_saves, processes, record_property)
+    check_kills(tmp_path, flags, kills, 10, processes, record_property)
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
