@@ -282,7 +282,8 @@ def live(out, flags, processes, rng, aim, ended):
         return len(re.findall(r"\| gnorm", log.read_text(errors="replace"))) >= steps
 
     def is_in_that_save():
-        return torn_save(out, processes, began) == aim
+        missed = aim == "first save" and saves(out, processes)[0]
+        return missed or torn_save(out, processes, began) == aim
 
     with running(out, flags, processes) as runs:
         moment = is_in_that_save if "save" in aim else has_done_them
