@@ -50,7 +50,7 @@ class Cloud:
     stub: Path  # the folder of .ci/gcloud: a folder NAME for each VM, with homes w0, w1, ...
     home: Path  # of who launches
 
-    def launch(self, *flags, code=0, clone=None, **env):
+    def launch(self, *flags, code=0, clone=None, shell=("bash",), **env):
         """The output of `bash launch.sh FLAGS` in the clone, which must end with this exit code."""
         clone = clone or self.clone
         env = {
@@ -60,7 +60,7 @@ class Cloud:
             "GCLOUD_STUB": str(self.stub),
             "HOME": str(self.home),
         } | env
-        return run("bash", clone / "launch.sh", *arguments(flags), code=code, cwd=clone, **env)
+        return run(*shell, clone / "launch.sh", *arguments(flags), code=code, cwd=clone, **env)
 
     def gcloud(self, *words):
         run(ROOT / ".ci/gcloud", *words, GCLOUD_STUB=str(self.stub))
@@ -73,10 +73,15 @@ class Cloud:
     def worker_calls(self):
         return [argv for argv in self.calls() if argv[3] in ("ssh", "scp")]
 
-    def fail(self, pattern, text, times=1):
-        """Let so many calls of gcloud, those that match, fail with a text on stderr."""
-        rule = {"match": pattern, "stderr": text, "times": times}
-        write(self.stub / "fail", json.dumps(rule) + "\n")
+    def fail(self, pattern, text, **more):
+        """Let the next call of gcloud that matches fail so; more: see .ci/gcloud."""
+        rule = {"match": pattern, "stderr": text, **more}
+        with open(self.stub / "fail", "a") as f:
+            f.write(json.dumps(rule) + "\n")
+
+    def count(self, *words):
+        """Calls of gcloud that have all these words."""
+        return sum(all(word in " ".join(argv) for word in words) for argv in self.calls())
 
     def keeps_secrets(self, text):
         """Is no value of .env in the text, in a file of workers, or in an argv of calls.log?"""
@@ -102,7 +107,7 @@ def clone_of_this_tree(clone):
         run("git", "-C", clone, *command.split())
     key = os.urandom(8).hex()
     token = os.urandom(8).hex()
-    write(clone / ".env", f'WANDB_API_KEY="key {key}"\nHF_TOKEN=tok${token}\n')
+    write(clone / ".env", f"WANDB_API_KEY='key {key}'\nHF_TOKEN='tok${token}'\n")
 
 
 @pytest.fixture
@@ -151,7 +156,8 @@ def when(condition, act):
 # ---------------------------------------------------------------- dry runs, and mistakes
 def test_launcher_is_bash_3_2():
     """macOS has no newer bash."""
-    source = (ROOT / "launch.sh").read_text()
+    scripts = [ROOT / "launch.sh", ROOT / "infra/gcloud.sh"]
+    source = "".join(script.read_text() for script in scripts)
     newer = ["mapfile", "readarray", "declare -A", ",,}", "^^}", "wait -n", "&>>", "|&", "coproc"]
     found = [word for word in newer if word in source]
     assert not found, f"bash 3.2 has no {found}"
@@ -160,8 +166,8 @@ def test_launcher_is_bash_3_2():
 def test_shellcheck_finds_nothing():
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    scripts = "launch.sh .ci/run .ci/slurm .ci/slurm_job tests/worker_python.sh"
-    run("shellcheck", *scripts.split())
+    scripts = "launch.sh infra/worker.sh .ci/run .ci/slurm .ci/slurm_job tests/worker_python.sh"
+    run("shellcheck", "-x", *scripts.split(), cwd=ROOT)
 
 
 def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):
@@ -170,7 +176,7 @@ def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):
         "v4-8": (1, 4), "v4-16": (2, 8), "v4-64": (8, 32),
         "v5p-8": (1, 4), "v5p-16": (2, 8),
         "v6e-1": (1, 1), "v6e-8": (1, 8), "v6e-16": (4, 16), "v6e-256": (64, 256),
-        "v5litepod-8": (1, 8), "v5litepod-16": (4, 16),
+        "v5litepod-8": (1, 8), "v5litepod-16": (4, 16), "v5e-16": (4, 16), "v4-384": (48, 192),
     }
     # fmt: on
     for name, (hosts, devices) in types.items():
@@ -186,13 +192,15 @@ def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):
 
 
 def test_dry_run_speaks_to_all_workers(cloud):
-    # setup: is a run going on, scp, install; run: start, follow; logs: was a run started, follow
-    calls_of = {"": 5, "setup": 3, "run": 2, "logs": 2, "status": 1, "stop": 1}
-    for action, count in calls_of.items():
+    # setup: is a run going on, scp, install; run: start, follow; then of worker 0 alone: what there
+    # is to fetch, and fetching it. Before following again: which run.
+    calls_of = {"": (5, 2), "setup": (3, 0), "run": (2, 2), "logs": (1, 3), "fetch": (0, 2)}
+    calls_of |= {"status": (1, 0), "stop": (1, 0)}
+    for action, (to_all, to_one) in calls_of.items():
         text = cloud.launch("--dry-run v6e-16", action)
         calls = re.findall("^gcloud compute tpus tpu-vm (?:ssh|scp) .*", text, re.M)
-        assert len(calls) == count, (action, text)
-        assert all(" --worker=all " in call for call in calls), (action, text)
+        assert sum(" --worker=all " in call for call in calls) == to_all, (action, text)
+        assert sum(" --worker=0 " in call for call in calls) == to_one, (action, text)
     assert " --worker=0 " in cloud.launch("--dry-run v6e-16 test")
 
 
@@ -200,7 +208,7 @@ def test_flags_reach_a_worker_as_they_were_given(cloud):
     """Through two shells: the one that reads the dry run's line, and the worker's."""
     odd = "it's $HOME `d` \\"
     text = cloud.launch("--dry-run v6e-16", ["--system", odd])
-    (line,) = [line for line in text.splitlines() if "worker start" in line.replace("\\ ", " ")]
+    (line,) = [line for line in text.splitlines() if "worker.sh start" in line.replace("\\ ", " ")]
     (command,) = [word for word in shlex.split(line) if word.startswith("--command=")]
     assert shlex.split(command)[-2:] == ["--system", odd]
 
@@ -221,21 +229,122 @@ def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
     assert not (cloud.clone / ".venv").exists(), "something ran"
 
 
-def test_setup_brings_a_python_where_all_are_old(cloud, tmp_path):
-    old = tmp_path / "old"
-    for name in ("python3", "python3.11", "python3.12"):
-        write(old / name, "#!/bin/sh\nexit 1\n", 0o755)
-    text = cloud.launch("--dry-run setup", PYTHON="", PATH=f"{old}:{os.environ['PATH']}")
-    assert "pip install -q --user uv" in text and "uv venv" in text, text
+# What Ubuntu has without python3-venv: no ensurepip, and maybe pip.
+WITHOUT_VENV = """#!/bin/sh
+case "$*" in *"import sys, ensurepip"*) exit 1 ;; *"-m pip --version") exit {pip_code} ;; esac
+"""
+
+
+def test_setup_brings_a_python_where_none_is_fit(cloud, tmp_path):
+    """With uv that is here, or from the package index, or from its makers."""
+    bare = tmp_path / "bare"
+
+    def setup(pip_code):
+        for name in ("python3", "python3.11", "python3.12"):
+            write(bare / name, WITHOUT_VENV.format(pip_code=pip_code), 0o755)
+        return cloud.launch("--dry-run setup", PYTHON="", PATH=f"{bare}:/usr/bin:/bin")
+
+    text = setup(pip_code=0)
+    assert "python3 -m pip install -q --target" in text and "python3 -m uv venv" in text, text
+    text = setup(pip_code=1)
+    assert "curl -LsSf https://astral.sh/uv/install.sh" in text and "/uv venv" in text, text
+    write(bare / "uv", "#!/bin/sh\n", 0o755)
+    text = setup(pip_code=1)
+    assert "\nuv venv -q --clear --seed -p 3.12" in f"\n{text}", text
+    text = cloud.launch("setup", code=2, PYTHON=str(bare / "python3"), PATH=f"{bare}:/usr/bin:/bin")
+    assert "is not Python 3.11 or newer with ensurepip" in text, text
+
+
+def test_cuda_is_what_the_driver_knows(cloud, tmp_path):
+    tools = tmp_path / "tools"
+    for driver, extra in {
+        "580.65.06": "cuda13",
+        "575.57": "cuda12",
+        "535.183.01": "cuda12",
+    }.items():
+        write(tools / "nvidia-smi", f"#!/bin/sh\necho {driver}\necho {driver}\n", 0o755)
+        text = cloud.launch("--dry-run gpu", PATH=f"{tools}:{os.environ['PATH']}")
+        assert f"jax\\[{extra}\\]" in text, text
+    anywhere = {"JAX_PLATFORMS": ""}
+    assert "jax\\[cuda13\\]" in cloud.launch("--dry-run slurm", **anywhere)
+    assert "jax\\[cuda12\\]" in cloud.launch("--dry-run slurm", CUDA="12", **anywhere)
+
+
+def test_wandb_is_installed_where_it_is_asked_for(cloud):
+    """Here, and on workers."""
+    assert " wandb \n" in cloud.launch("--dry-run cpu --wandb project")
+    assert " wandb \n" not in cloud.launch("--dry-run cpu")
+    cloud.launch("v6e-1 setup --name plain")
+    home = cloud.stub / "plain/w0"
+    write(home / "broken", "")
+    cloud.launch("v6e-1 run --name plain --lr 1", code=7)
+    assert " wandb\n" not in (home / "pip.log").read_text()
+    cloud.launch("v6e-1 run --name plain --wandb project", code=7)
+    assert " wandb\n" in (home / "pip.log").read_text()
+
+
+def test_what_a_site_needs_is_passed_on(cloud):
+    """Also where a command is told to be given again."""
+    create = ["--create", "--reserved --network=net"]
+    for queued in "", "--queued":
+        text = cloud.launch("--dry-run v6e-8 up", queued, create)
+        (line,) = [line for line in text.splitlines() if " create " in line]
+        assert " --reserved --network=net " in line, line
+    text = cloud.launch("v6e-8 status", create, code=2)
+    assert "make it: bash launch.sh v6e-8 up --create=--reserved\\ --network=net" in text, text
+    sbatch = ["--sbatch", "--mem=64G --constraint=h100"]
+    text = cloud.launch("--dry-run slurm --cpus-per-task 8", sbatch)
+    (line,) = [line for line in text.splitlines() if line.startswith("sbatch")]
+    assert " --cpus-per-task=8 --mem=64G --constraint=h100 " in line, line
+
+
+def test_a_slurm_job_tells_its_tasks_how_many_cpus_are_theirs(cloud, tmp_path):
+    """Since Slurm 22.05 srun takes that from a variable of its own."""
+    srun = tmp_path / "bin/srun"
+    write(srun, '#!/bin/sh\necho "cpus ${SRUN_CPUS_PER_TASK-none}: $*"\n', 0o755)
+    path = f"{srun.parent}:{os.environ['PATH']}"
+    text = cloud.launch("slurm_job --lr 1", PATH=path, SLURM_CPUS_PER_TASK="7")
+    assert text.startswith("cpus 7: --export=ALL --kill-on-bad-exit=1 bash "), text
+    assert text.endswith("launch.sh task --lr 1\n"), text
+    assert cloud.launch("slurm_job", PATH=path).startswith("cpus none:")
+
+
+def test_a_dry_run_can_be_pasted(cloud, tmp_path):
+    """Its lines are commands in the order in which they would run, and gcloud takes them."""
+    words = arguments(["v6e-8 --name pasted", POD_FLAGS])
+    places = {"front": ["--dry-run", *words], "middle": [words[0], "--dry-run", *words[1:]]}
+    places["end"] = [*words, "--dry-run"]
+    texts = {place: cloud.launch(where, TMPDIR=str(tmp_path)) for place, where in places.items()}
+    one_run = {re.sub(r"start\\ \S*", "start", text) for text in texts.values()}
+    assert len(one_run) == 1, texts
+    lines = texts["end"].splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("launch.sh: "))
+    order = [text.index(word) for word in (" describe ", " create ", "git ", "tar ", " scp ")]
+    assert order == sorted(order), text
+    assert "--zone= " not in text and "''" not in text, text
+    # Up to the start of train.py: what is printed after it would wait for its end.
+    pasted = text[: text.index("worker.sh\\ start")].rpartition("\n")[0]
+    path = f"{cloud.stub}/bin:{ROOT}/.ci:{os.environ['PATH']}"
+    run("bash", "-c", pasted, cwd=tmp_path, PATH=path, GCLOUD_STUB=str(cloud.stub))
+    home = cloud.stub / "pasted/w0/podgrpo"
+    assert (home / "train.py").read_bytes() == (ROOT / "train.py").read_bytes()
+    assert (home / ".venv/installed").exists()
 
 
 def test_mistakes_in_the_call_are_told_in_one_line(cloud):
     assert "launch.sh cpu" in cloud.launch(code=2)
     mistakes = {
-        "v9-8": "unknown command v9-8",
+        "v9-8": "unknown TPU v9-8",
+        "v6e-12": "there is no v6e-12; after v6e- comes one of 1 4 8",
+        "v6e-16x": "there is no v6e-16x",
+        "v6e-": "there is no v6e-",
+        "v4-7": "there is no v4-7; after v4- comes one of 8 16",
+        "v4-192": "or a multiple of 128",
+        "plan v5e-2": "there is no v5e-2",
+        "tpu": "unknown command tpu",
         "v6e-8 --zone": "needs a value",
-        "v6e-8 --dry-run": "goes first",
         "v6e-8 --spot down": "down is no flag",
+        "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
         "cpu --processes 0": "not a number of 1 or more",
         "cpu --batch 1 --npq 1": "npq = 1",
@@ -246,12 +355,20 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
 
 
 # ---------------------------------------------------------------- what gcloud refuses
-# What gcloud prints when asked to create a VM -> what the launcher says to do.
+# What gcloud 528 and the services behind it print when asked to create a VM -> what the launcher
+# says to do. To each 403 and 404 the stand-in adds, as gcloud does, whose account it is.
 # fmt: off
 REFUSALS = {
-    "PERMISSION_DENIED: Cloud TPU API has not been used in project p": "gcloud services enable tpu",
-    "PERMISSION_DENIED: Permission denied on 'locations/a'":
+    "PERMISSION_DENIED: Cloud TPU API has not been used in project 7 before or it is disabled.":
+        "gcloud services enable tpu.googleapis.com compute.googleapis.com",
+    "PERMISSION_DENIED: This API method requires billing to be enabled. Please enable billing on "
+    "project #7": "gcloud billing projects link PROJECT --billing-account=ACCOUNT",
+    "PERMISSION_DENIED: Permission 'tpu.nodes.create' denied on 'projects/p/locations/a/nodes/x'":
         "the role TPU Admin, or try another --zone",
+    "PERMISSION_DENIED: Permission denied on 'locations/a' (or it may not exist)":
+        "the role TPU Admin, or try another --zone",
+    "UNAUTHENTICATED: Request had invalid credentials. Please run: gcloud auth login":
+        "log in: gcloud auth login",
     "RESOURCE_EXHAUSTED: Quota limit 'TPUV6EPerProject' has been exceeded": "or try --spot",
     "{ code: 9, Insufficient reserved capacity. [EID: 0x1]":
         "the reservation is elsewhere, or full",
@@ -260,18 +377,136 @@ REFUSALS = {
     "SSH Key is not present in the SSH agent.": "ssh-add",
 }
 # fmt: on
+UNAVAILABLE = "ERROR: (gcloud.x) UNAVAILABLE: The service is currently unavailable."
+BROKEN = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255]."
 
 
 def test_refusals_to_create_come_with_advice(cloud):
     """Each is shown in gcloud's own words, and the next zone is tried."""
     for number, (said, wanted) in enumerate(REFUSALS.items()):
-        refusal = f"ERROR: (gcloud.compute.tpus.tpu-vm.create) {said}"
-        cloud.fail("create", refusal)
+        cloud.fail("create", f"ERROR: (gcloud.compute.tpus.tpu-vm.create) {said}")
         text = cloud.launch(f"v6e-8 up --zone a,us-east5-b --name vm{number}")
         assert said in text and wanted in text, text
-    cloud.fail("create", refusal, times=9)
-    text = cloud.launch("v6e-8 up --name none --zone a,b", code=1)
-    assert text.count("ssh-add") == 2, text
+        assert text.count("-> ") == 1, text
+
+
+def test_a_zone_that_cannot_be_asked_is_left_out(cloud):
+    denied = "ERROR: (gcloud.x) PERMISSION_DENIED: Permission denied on 'locations/a'"
+    cloud.fail("describe.*zone=a ", denied)
+    cloud.fail("create.*zone=a ", denied)
+    text = cloud.launch("v6e-8 up --name vm --zone a,us-east5-b")
+    assert "going on without a" in text and "vm in us-east5-b is READY" in text, text
+    # Where it is the project's fault, so it is everywhere.
+    cloud.fail(
+        "describe",
+        "ERROR: (gcloud.x) PERMISSION_DENIED: Cloud TPU API has not been used in project 7",
+    )
+    text = cloud.launch("v6e-8 up --name other --zone a,us-east5-b", code=1)
+    assert "gcloud services enable" in text and "going on" not in text, text
+
+
+# ---------------------------------------------------------------- what costs money
+def test_what_gcloud_no_longer_waits_for_is_found(cloud):
+    """It waits for half an hour, and then the VM may come nevertheless."""
+    gave_up = (
+        "ERROR: (gcloud.compute.tpus.tpu-vm.create) Operation operation-1 has not finished in 1800 "
+        "seconds. The operations may still be underway remotely and may still succeed"
+    )
+    cloud.fail("create", gave_up, does=True)
+    text = cloud.launch("v6e-8 up --name late --zone us-east5-b,us-east1-d")
+    assert "gcloud gave up, but late is READY" in text, text
+    assert cloud.count(" create ") == 1, "another was asked for"
+    assert "delete it: bash launch.sh v6e-8 down --name=late" in text, text
+
+
+def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
+    """Ctrl-C, and a failure of gcloud."""
+    (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
+    call = ["timeout", "--preserve-status", "-s", "INT", "6", "bash"]
+    words = ["v6e-8", "up", "--queued", "--name", "qr"]
+    text = cloud.launch(*words, code=130, shell=call)
+    assert "qr in us-east5-b is WAITING_FOR_RESOURCES" in text, text
+    told = "qr in us-east5-b may still be there, and paid for; delete it: bash launch.sh v6e-8 down"
+    assert told in text, text
+    cloud.fail(
+        "describe.*format=value.state.state", "ERROR: (gcloud.x) PERMISSION_DENIED: no", times=9
+    )
+    text = cloud.launch("v6e-8 status --queued --name qr", code=2)
+    assert "going on without us-east5-b" in text, text
+
+
+QUEUED = ["--node-id=both", "--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"]
+
+
+def test_down_deletes_in_all_zones_however_it_was_made(cloud):
+    (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
+    cloud.gcloud(
+        *[
+            "compute",
+            "tpus",
+            "queued-resources",
+            "create",
+            "both",
+            "--zone=us-east1-d",
+            "--node-id=both",
+        ],
+        *["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"],
+    )
+    cloud.launch("v6e-8 up --name both")
+    cloud.fail(" delete ", UNAVAILABLE)
+    text = cloud.launch("v6e-8 down --name both --yes")
+    assert "trying again in 5 seconds" in text, text
+    assert "both in us-east5-b is READY" in text, text
+    assert "both in us-east1-d is WAITING_FOR_RESOURCES" in text, text
+    assert not list((cloud.stub / "queued").iterdir()) and not (cloud.stub / "both").exists()
+    text = cloud.launch("v6e-8 down --name both --yes", code=2)
+    assert "there is no both in us-east5-b,us-east5-a" in text, text
+
+
+@pytest.mark.slow
+def test_a_vm_that_is_repaired_is_not_waited_for_for_ever(cloud):
+    cloud.launch("v6e-8 up --name vm")
+    write(cloud.stub / "vm/state", "REPAIRING")
+    write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
+    text = cloud.launch("v6e-8 up --name vm", code=1)
+    assert "vm in us-east5-b is REPAIRING" in text, text
+    assert "REPAIRING for half an hour" in text and "delete it: bash launch.sh" in text, text
+    assert cloud.count(" create ") == 1
+    write(cloud.stub / "vm/state", "READY")
+
+
+# ---------------------------------------------------------------- spot VMs that go
+# The training that ends at once: a mistake in its flags.
+ENDS = "--lr none"
+
+
+@pytest.mark.parametrize("moment", ["create", "scp", "unpack", "worker.sh start"])
+def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
+    """While it is made, sent to, installed on, started; deleting the old one fails at first."""
+    if moment == "create":
+        cloud.fail("create", BROKEN, does=True)
+        write(cloud.stub / "next_state", "PREEMPTED")
+    else:
+        cloud.fail(moment, BROKEN, code=255, preempt="spot")
+    cloud.fail(" delete ", UNAVAILABLE)
+    text = cloud.launch("v6e-1 --spot --name spot", POD_FLAGS, ENDS, code=2)
+    assert "spot in us-east5-b is PREEMPTED" in text, text
+    assert "trying again in 5 seconds" in text and "deleting spot in us-east5-b" in text, text
+    assert cloud.count("tpu-vm create") == 2, text
+    assert "[w0] train.py: argument --lr: invalid float value" in text, text
+
+
+def test_logs_of_a_spot_run_resume_it(cloud):
+    """With the flags that it had."""
+    cloud.launch("v6e-1 --spot --name spot", POD_FLAGS, ENDS, "--system", ["it's $HOME"], code=2)
+    cloud.fail("follow", "", code=255, preempt="spot")
+    text = cloud.launch("v6e-1 logs --spot --name spot", code=2)
+    assert "making spot again" in text and cloud.count("tpu-vm create") == 2, text
+    flags = shlex.split((cloud.stub / "spot/w0/podgrpo/run.flags").read_text())
+    assert flags[-4:] == ["--lr", "none", "--system", "it's $HOME"], flags
+    cloud.fail("follow", "", code=255, preempt="spot")
+    text = cloud.launch("v6e-1 logs --name spot", code=1)
+    assert "only with --spot is it made again" in text, text
 
 
 def test_login_and_project_are_asked_for(cloud):
@@ -298,7 +533,7 @@ def test_a_vm_that_is_not_there_is_looked_for_in_all_zones(cloud):
 def test_a_queued_resource_is_made_and_deleted_with_its_vm(cloud):
     cloud.launch("v6e-8 up --queued --name qr")
     assert (cloud.stub / "qr/w0").exists()
-    cloud.launch("v6e-8 down --queued --name qr --yes")
+    cloud.launch("v6e-8 down --name qr --yes")
     assert not (cloud.stub / "queued/qr.json").exists()
     assert not (cloud.stub / "qr").exists()
 
@@ -430,7 +665,7 @@ def test_a_preempted_run_resumes_on_a_new_vm(cloud, tmp_path):
     preempted = when(lambda: says(bucket / "run/metrics.jsonl", '"step": 2'), preempt)
     text = cloud.launch("v4-16 --name=spot --spot", *flags, "gs://bucket/run")
     preempted.result()
-    assert "spot is PREEMPTED" in text, text
+    assert "spot in us-central2-b is PREEMPTED" in text, text
     assert "resuming out/gs/bucket/run after step" in text, text
     wanted_metrics = without_times(read_jsonl(calm / "metrics.jsonl"))
     wanted = load_file(calm / "final/model.safetensors")
@@ -477,6 +712,57 @@ def test_a_start_clears_only_a_stale_lock(cloud):
     text = cloud.launch("v6e-1 run --name lock --lr none", code=2)
     assert "invalid float value" in text, text
     assert not lock.exists()
+
+
+def test_a_connection_that_breaks_is_made_again(cloud):
+    """What was said before is not said again, and gcloud may fail meanwhile."""
+    write(cloud.stub / "idle", "")
+    cloud.launch("v4-16 setup --name pod")
+    homes = [cloud.stub / f"pod/w{i}" for i in range(2)]
+
+    def breaks():
+        cloud.fail("describe", UNAVAILABLE)
+        for worker in "01":
+            cloud.gcloud("kill", "pod", worker, "tail -n")
+        time.sleep(1)
+        cloud.launch("v4-16 stop --name pod")
+
+    broken = when(lambda: all(says(home / "said", "waits") for home in homes), breaks)
+    text = cloud.launch("v4-16 run --name pod", POD_FLAGS, code=143)
+    broken.result()
+    assert "gcloud fails: ERROR: (gcloud.x) UNAVAILABLE" in text, text
+    assert "the connection broke; following again" in text, text
+    for worker in "w0", "w1":
+        assert text.count(f"[{worker}] waits") == 1, text
+        assert text.count(f"[{worker}] exit 143") == 1, text
+    # Of a log that is long, `logs` shows the end.
+    log = homes[0] / "podgrpo/run.log"
+    log.write_text("".join(f"line {n}\n" for n in range(200)))
+    text = cloud.launch("v4-16 logs --name pod", code=143)
+    assert "[w0] line 150\n" in text and "[w0] line 149\n" not in text, text
+
+
+@pytest.mark.slow
+def test_results_come_home_and_the_vm_goes(cloud):
+    """Of a run that has finished: final/, config.json and *.jsonl, and no checkpoint."""
+    cloud.fail(
+        "worker.sh results", "ERROR: (gcloud.x) [/usr/bin/ssh] exited with return code [255]."
+    )
+    flags = (POD_FLAGS, "--steps 2 --out", ["out/my run"])
+    text = cloud.launch("v4-8 --down --name home", *flags)
+    assert "its results are in out/home/my run" in text and "deleting home" in text, text
+    assert "may still be there" not in text and not (cloud.stub / "home").exists(), text
+    assert sorted(os.listdir(cloud.clone / "out/home")) == ["my run"]
+    results = cloud.clone / "out/home/my run"
+    names = ["config.json", "final", "metrics.jsonl", "samples.jsonl"]
+    assert sorted(os.listdir(results)) == names
+    assert [row["step"] for row in read_jsonl(results / "metrics.jsonl")] == [1, 2]
+    assert (results / "final/model.safetensors").stat().st_size > 1e5
+    # What failed stays, with its VM.
+    text = cloud.launch("v4-8 --down --name home", POD_FLAGS, ENDS, code=2)
+    assert (cloud.stub / "home").exists() and "may still be there, and paid for" in text, text
+    text = cloud.launch("v4-8 fetch --name home", code=1)
+    assert "failed" in text or "->" in text, text
 
 
 def test_a_run_that_takes_its_time_to_start_is_followed(cloud):

@@ -2,15 +2,20 @@
 # The Python of a TPU worker in tests of launch.sh, before the interpreter in $REAL_PYTHON.
 # A .venv made of it holds it again. pip installs nothing and notes in ~/pip.log what it is asked
 # for. train.py's start is noted in ~/token, as the length of the secret that came with it. It fails
-# where ~/broken is; where $GCLOUD_STUB/idle is, it waits for two minutes, or until it is stopped.
+# where ~/broken is; where $GCLOUD_STUB/idle is, it says so here and in ~/said, and waits for two
+# minutes, or until it is stopped.
 case "$*" in
   "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "-m pip --version") ;;
   "-m pip "*) echo "$*" >>~/pip.log ;;
+  "-c import wandb") exit 1 ;;
   *train.py*)
     [ ! -e ~/broken ] || { echo no such luck && exit 7; }
     printf %s "${HF_TOKEN:-}" | wc -c >~/token
-    [ ! -e "$GCLOUD_STUB/idle" ] || exec /bin/sleep 120
+    if [ -e "$GCLOUD_STUB/idle" ]; then
+      echo waits | tee ~/said
+      exec /bin/sleep 120
+    fi
     exec "$REAL_PYTHON" "$@"
     ;;
   *) exec "$REAL_PYTHON" "$@" ;;

@@ -1,0 +1,477 @@
+#!/usr/bin/env bash
+# A TPU slice in Google Cloud and a run on it, for launch.sh, which reads this file and has set
+#
+#   $type $devices $hosts $image    the slice, by check_type
+#   $name $zones $options           what it is called, where it may be, and this launcher's options as they were given
+#   $spot $queued $create_flags     how it is made
+#   $delete_when_done $yes          --down, --yes
+#   $scratch $to_send $errors       directories, and a file for what gcloud complains of
+#
+# and here are set, as things happen: $zone and $state of the slice, $run_id, and $maybe_paid, the zones in which
+# something may be that costs money.
+# ---------------------------------------------------------------- Google Cloud: types, and what gcloud says
+# sets $type, $devices, $hosts, $image and $all_zones, or tells why there is no such slice
+# (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
+check_type() {
+  local size sizes='1 4 8 16 32 64 128 256' larger='' cores=1 one_host=8
+  type="$1"
+  case "$type" in v5e-*) type="v5litepod-${type#v5e-}" ;; esac
+  size="${type#*-}"
+  case "$type" in
+    v4-*) image=tpu-ubuntu2204-base all_zones=us-central2-b ;;
+    v5p-*) image=v2-alpha-tpuv5 all_zones=us-east5-a,us-central1-a ;;
+    v5litepod-*) image=v2-alpha-tpuv5-lite all_zones=us-west4-a,us-central1-a,us-west1-c,us-south1-a ;;
+    v6e-*) image=v2-alpha-tpuv6e all_zones=us-east5-b,us-east5-a,us-east1-d,us-central1-b,europe-west4-a ;;
+    *) die "unknown TPU $type; types are v4-N, v5e-N, v5p-N and v6e-N" ;;
+  esac
+  case "$type" in
+    # These count cores, two to a device, and four devices to a host.
+    v4-* | v5p-*) cores=2 one_host=4 sizes='8 16 32 64' larger=', or a multiple of 128' ;;
+  esac
+  case " $sizes " in
+    *" $size "*) ;;
+    *)
+      [[ -n "$larger" && "$size" =~ ^[1-9][0-9]*$ && $((size % 128)) = 0 ]] ||
+        die "there is no $1; after ${type%%-*}- comes one of $sizes$larger"
+      ;;
+  esac
+  devices=$((size / cores))
+  hosts=$((devices > one_host ? devices / 4 : 1))
+}
+
+# this command with another action
+again() {
+  printf 'bash launch.sh %s' "$type $1"
+  [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
+}
+# every call of gcloud; what it complains of goes to a file, for `fault`
+cloud() { run gcloud "$@" --quiet 2>"$errors" </dev/null; }
+vm() { cloud compute tpus tpu-vm "$1" "$name" --zone="$zone" "${@:2}"; }
+queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
+
+# One word for what gcloud has complained of, by the texts of gcloud 528 and of the services behind it. They end
+# every 401, 403 and 404 with "... which is the active account specified by ...", which says nothing.
+fault() {
+  case "$(cat "$errors")" in
+    *'not currently have an active account'* | *'auth login'* | *invalid_grant*) echo login ;;
+    *'[project]'*) echo project ;;
+    *BILLING_DISABLED* | *'billing to be enabled'* | *'billing account'*) echo billing ;;
+    *SERVICE_DISABLED* | *'has not been used in project'*) echo api ;;
+    *NOT_FOUND*) echo missing ;;
+    *PERMISSION_DENIED*) echo permission ;;
+    *[Qq]uota*) echo quota ;;
+    *[Rr]eserv*) echo reservation ;;
+    *apacity*) echo capacity ;;
+    *'be found in the zonal'* | *'not found in zone'*) echo type ;;
+    *'SSH Key is not'* | *publickey*) echo key ;;
+    *'infra/worker.sh: No such file'*) echo unsent ;;
+    *) echo other ;;
+  esac
+}
+# what gcloud has complained of, and what to do about it
+why() {
+  local advice
+  case "$(fault)" in
+    login) advice='log in: gcloud auth login' ;;
+    project) advice='choose a project: gcloud config set project PROJECT' ;;
+    billing) advice='link a billing account: gcloud billing projects link PROJECT --billing-account=ACCOUNT' ;;
+    api) advice='run: gcloud services enable tpu.googleapis.com compute.googleapis.com' ;;
+    permission) advice="ask for the role TPU Admin, or try another --zone" ;;
+    quota) advice='ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type' ;;
+    reservation) advice="the reservation is elsewhere, or full: try another --zone, or --spot" ;;
+    capacity) advice="$zone has no $type left" ;;
+    type) advice="$zone offers no $type: try another --zone" ;;
+    key) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
+    unsent) advice="send the tree first: $(again setup)" ;;
+    *) advice="look at it: $(again status)" ;;
+  esac
+  grep -q ERROR "$errors" || grep -vE '^(Using ssh|S[SC][HP]: Attempting)' "$errors" | tail -n 5 >&2 || :
+  say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
+}
+# may what gcloud has complained of pass by itself?
+may_pass() { case "$(fault)" in missing | other) ;; *) return 1 ;; esac }
+
+# a call of gcloud, again after some time where that may help, for an hour; 1 where it did not, which is told
+patiently() {
+  local pause
+  for pause in 5 10 20 40 80 160 320 600 600 600 600 600 ''; do
+    if "$@"; then return 0; fi
+    if [ -z "$pause" ] || ! may_pass; then break; fi
+    say "gcloud fails: $(grep -m 1 ERROR "$errors" | cut -c 1-200); trying again in $pause seconds"
+    sleep "$pause"
+  done
+  why
+  return 1
+}
+# ---------------------------------------------------------------- Google Cloud: a slice comes and goes
+# the state of what has this name in $zone, the VM or its queued request; nothing where there is none
+state_now() {
+  local now=''
+  now="$(vm describe --format='value(state)')" || [ "$(fault)" = missing ] || return 1
+  if [ -z "$now" ] && [ "${1:-$queued}" != '' ]; then
+    now="$(queued_resource describe --format='value(state.state)')" || [ "$(fault)" = missing ] || return 1
+  fi
+  printf '%s\n' "$now"
+}
+
+# sets $zone and $state to where the slice is, or both to nothing; a zone that cannot be asked is told
+find_slice() {
+  for zone in ${zones//,/ }; do
+    if state="$(state_now)"; then
+      [ -z "$state$dry_run" ] || return 0
+      continue
+    fi
+    state=''
+    why
+    case "$(fault)" in login | project | billing | api) exit 1 ;; esac # so it is everywhere
+    say "going on without $zone"
+  done
+  zone=''
+}
+
+# the slice in $zone, for an action that needs one
+need_slice() {
+  find_slice
+  [ -n "$zone" ] || die "there is no $name in $zones; make it: $(again up)"
+}
+
+create() {
+  say "creating $name, $hosts hosts with $devices devices, in $zone"
+  set -- --accelerator-type="$type" ${spot:+--spot} ${create_flags[@]+"${create_flags[@]}"}
+  if [ -n "$queued" ]; then
+    queued_resource create --node-id="$name" --runtime-version="$image" "$@" >&2
+  else
+    vm create --version="$image" "$@" >&2
+  fi
+}
+
+# create's work without its success: gcloud waits for half an hour, and what it asked for may come later
+create_or_find() {
+  if create; then return 0; fi
+  cp "$errors" "$errors.create"
+  if state="$(patiently state_now)" && [ -z "$state" ]; then
+    cp "$errors.create" "$errors"
+    why
+    return 1
+  fi
+  say "gcloud gave up, but $name is ${state:-perhaps} there"
+}
+
+# deletes the VM in $zone, and its queued request, however it was made; 1 where that fails, which is told
+delete() {
+  say "deleting $name in $zone"
+  patiently delete_queued_resource && patiently delete_vm || return 1
+  maybe_paid="${maybe_paid// $zone/}"
+}
+delete_vm() { vm delete >&2 || [ "$(fault)" = missing ]; }
+delete_queued_resource() { queued_resource delete --force >&2 || [ "$(fault)" = missing ]; }
+
+# waits until the slice in $zone is READY; 1 where that will never be, and nothing is left of it
+wait_until_ready() {
+  local now before='-' polls=0
+  [ -z "$dry_run" ] || return 0
+  while :; do
+    now="$(patiently state_now)" || exit 1
+    if [ "$now" != "$before" ]; then
+      say "$name in $zone is ${now:-gone}"
+      before="$now" polls=0
+    fi
+    case "$now" in
+      READY) return 0 ;;
+      PREEMPTED | TERMINATED | FAILED | SUSPENDED)
+        delete || exit 1
+        return 1
+        ;;
+      '') maybe_paid="${maybe_paid// $zone/}" && return 1 ;;
+      STOP*) die "$name is stopped; delete it: $(again down)" ;;
+      ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # a queue has no end
+    esac
+    polls=$((polls + 1))
+    if [ "$polls" = 180 ]; then
+      die "$name is $now for half an hour; go on waiting: $(again up); or delete it: $(again down)" 1
+    fi
+    sleep 10
+  done
+}
+
+# a READY slice: the one that is there, or a new one in the first zone that has room
+up() {
+  local worth_waiting
+  find_slice
+  if [ -n "$state" ]; then
+    maybe_paid=" $zone"
+    if wait_until_ready; then return; fi
+  fi
+  while :; do
+    worth_waiting=''
+    for zone in ${zones//,/ }; do
+      maybe_paid="$maybe_paid $zone"
+      if create_or_find; then
+        if wait_until_ready; then return; fi
+        worth_waiting=1
+      else
+        maybe_paid="${maybe_paid// $zone/}"
+        if [ "$(fault)" = capacity ]; then worth_waiting=1; fi
+      fi
+    done
+    [ -n "$worth_waiting" ] || exit 1
+    say 'trying again in a minute'
+    sleep 60
+  done
+}
+
+# where something may be that costs money is told at the end, whatever the end is
+tell_what_is_paid() {
+  local zone
+  [ -z "$dry_run" ] || return 0
+  for zone in $maybe_paid; do
+    say "$name in $zone may still be there, and paid for; delete it: $(again down)"
+  done
+}
+# ---------------------------------------------------------------- Google Cloud: a run on a slice
+# a command in ~/podgrpo of worker $1, or of all; it must bear being run again, as gcloud does when ssh breaks
+workers() {
+  vm ssh --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
+}
+
+# a command for workers, again while the connection or gcloud fails; 75 where the slice is gone meanwhile
+persistently() {
+  local pause code
+  for pause in 5 10 20 40 80 160 ''; do
+    code=0
+    "$@" || code=$?
+    if [ "$code" = 0 ]; then return 0; fi
+    # The command itself failed: gcloud ends with its code.
+    if [ "$code" != 255 ] && ! grep -q ERROR "$errors"; then break; fi
+    cp "$errors" "$errors.first"
+    state="$(patiently state_now)" || return 1
+    if [ "$state" != READY ]; then
+      say "$name in $zone is ${state:-gone}"
+      return 75
+    fi
+    cp "$errors.first" "$errors"
+    if [ -z "$pause" ] || ! may_pass; then break; fi
+    say "the connection fails; trying again in $pause seconds"
+    sleep "$pause"
+  done
+  why
+  return 1
+}
+
+# this tree as git sees it, in $to_send; after a preemption the same is sent again
+pack() {
+  if [ -f "$to_send/tree.tgz" ]; then return; fi
+  run mkdir -p "$to_send"
+  # What git knows and is deleted is left out.
+  # shellcheck disable=SC2016 # it is for another shell
+  shell "$(printf 'cd %q && git ls-files -coz --exclude-standard | xargs -0 sh -c %q sh >%q' "$here" \
+    'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
+    die "$here is no git checkout; what git knows is what is sent"
+  shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")"
+  run env COPYFILE_DISABLE=1 tar -C "$here" --null -T "$to_send/run.sent" -czf "$to_send/tree.tgz"
+}
+
+# this tree and .env to all workers; then the install there
+send() { # FLAGS..., which may need more packages
+  local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
+  persistently workers all 'flock -n run.lock true || echo busy' >"$scratch/busy" || return
+  [ ! -s "$scratch/busy" ] || die "a run is going on there: $(again logs), or stop"
+  pack
+  if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'no .env is here'; fi
+  say "sending this tree to $hosts workers"
+  persistently cloud compute tpus tpu-vm scp "${files[@]}" "$name:podgrpo/" --zone="$zone" --worker=all >&2 || return
+  say 'installing there, about 2 minutes the first time'
+  # One at a time, should gcloud run it again.
+  persistently workers all "exec 8>setup.lock; flock 8; tar -xzf tree.tgz infra/worker.sh
+    bash infra/worker.sh unpack $secrets $(printf '%q ' "$@") 8>&-"
+}
+
+# starts train.py on all workers; 75 where the slice is gone
+start() { # FLAGS...
+  local code=0
+  run_id="$$.$(date +%s)"
+  say "starting train.py on $hosts workers"
+  persistently workers all "bash infra/worker.sh start $(printf '%q ' "$run_id" "$@")" || code=$?
+  case "$code" in
+    0 | 75) ;;
+    # Where one does not start, those that did are of no use.
+    *) workers all "bash infra/worker.sh stop $run_id" || : ;;
+  esac
+  return "$code"
+}
+
+# all workers' logs until all have ended -> the code of the first to fail; 75 where the slice is gone
+follow() { # LINE of worker 0's log to begin with
+  local line first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
+  trap 'say "detached; the run goes on: $(again logs), or stop"; exit 130' INT
+  while :; do
+    : >"$ended"
+    echo 0 >"$seen"
+    workers all "bash infra/worker.sh follow +$first $rest" | watch_ends "$ended" "$seen" || :
+    [ -z "$dry_run" ] || return 0
+    [ "$(sort -u "$ended" | wc -l)" -lt "$hosts" ] || break
+    state="$(patiently state_now)" || die "the watch ends; the run may go on: $(again logs)" 1
+    [ "$state" = READY ] || return 75
+    say 'the connection broke; following again' && sleep 5
+    first=$((first + $(cat "$seen"))) rest=0
+  done
+  trap - INT
+  read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
+  [ -n "$worker" ] || return 0
+  # The run on a spot VM that is about to go fails first, mostly by SIGTERM.
+  if [ -n "$spot" ] && [ "$code" != 2 ]; then
+    sleep 60
+    if state="$(patiently state_now)" && [ "$state" != READY ]; then return 75; fi
+  fi
+  say "$worker failed first, with exit code $code; its last lines:"
+  workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
+  return "$code"
+}
+
+# prints what workers say; notes in $1 how each ended, in $2 how many lines came of worker 0's log
+watch_ends() {
+  local line ended="$1" lines=0
+  while IFS= read -r line; do
+    printf '%s\n' "$line"
+    case "$line" in '[w0] exit '*) ;; '[w0] '*) lines=$((lines + 1)) && echo "$lines" >"$2" ;; esac
+    case "$line" in '[w'[0-9]*'] exit '*) printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
+    if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc 0)" = 1 ]; then # the first to fail: the others only wait
+      stop_rest &
+    fi
+  done
+}
+
+# ends what of the run has not ended by itself after 5 seconds
+stop_rest() {
+  local errors="$scratch/errors.stop"
+  sleep 5
+  workers all "bash infra/worker.sh stop $run_id" >/dev/null 2>&1 || :
+}
+
+# what a run leaves behind, from worker 0 to out/$name; nothing where it is in a bucket
+fetch() {
+  local out to="out/$name"
+  out="$(persistently workers 0 'bash infra/worker.sh results')" || return
+  case "$out" in
+    gs://*) say "its results are in $out" && return ;;
+  esac
+  run mkdir -p "$to"
+  say "fetching ${out:-the results} to $to"
+  persistently cloud compute tpus tpu-vm scp --recurse "$name:podgrpo/results/$out" "$to" --zone="$zone" \
+    --worker=0 >&2 || return
+  [ -n "$dry_run" ] || say "its results are in $to/$out"
+}
+
+# a run to its end, made again where its spot VM is preempted; $1 says where the first life begins
+live_and_finish() { # up|start|follow LINE FLAGS...
+  local code life="$1" line="$2"
+  shift 2
+  while :; do
+    code=0
+    one_life "$life" "$line" "$@" || code=$?
+    [ "$code" = 75 ] || break
+    [ -n "$spot" ] ||
+      die "$name is gone; only with --spot is it made again. The command that started it resumes from a bucket" 1
+    say "making $name again"
+    life=up line=1
+  done
+  if [ "$code" = 0 ]; then
+    fetch || exit 1
+    if [ -n "$delete_when_done" ]; then delete || exit 1; fi
+  fi
+  exit "$code"
+}
+
+one_life() { # up|start|follow LINE FLAGS...
+  local life="$1" line="$2"
+  shift 2
+  if [ "$life" = up ]; then
+    up
+    send "$@" || return
+  fi
+  if [ "$life" != follow ]; then
+    start "$@" || return
+  fi
+  follow "$line"
+}
+# ---------------------------------------------------------------- Google Cloud: the actions
+# what train.py checks on every worker, then the job, then what the user says, which counts
+flags_there() {
+  flags=(--require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@")
+}
+
+cmd_tpu_train() {
+  flags_there "$@"
+  live_and_finish up 1 "${flags[@]}"
+}
+
+cmd_tpu_up() { up; }
+
+cmd_tpu_setup() {
+  up
+  send || exit 1
+}
+
+cmd_tpu_run() {
+  need_slice
+  maybe_paid=" $zone"
+  flags_there "$@"
+  live_and_finish start 1 "${flags[@]}"
+}
+
+cmd_tpu_logs() {
+  local lines there
+  need_slice
+  # Its flags are for the run on a new VM, should this one be preempted.
+  there="$(persistently workers 0 'wc -l <run.log && cat run.id run.flags')" ||
+    die "no run was started there: $(again run)" 1
+  { read -r lines && read -r run_id && eval "flags=($(cat))"; } <<<"$there" || [ -n "$dry_run" ]
+  # Of what was said before, the last 50 lines.
+  live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${flags[@]+"${flags[@]}"}
+}
+
+cmd_tpu_status() {
+  need_slice
+  say "$name in $zone is $state"
+  case "$state" in READY | '') persistently workers all 'bash infra/worker.sh status' || exit 1 ;; esac
+}
+
+cmd_tpu_stop() {
+  need_slice
+  persistently workers all 'bash infra/worker.sh stop' || exit 1
+}
+
+cmd_tpu_fetch() {
+  need_slice
+  fetch || exit 1
+}
+
+cmd_tpu_test() {
+  up
+  send || exit 1
+  [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py tests/test_sampling.py
+  workers 0 "bash infra/worker.sh test $(printf '%q ' "$@")"
+}
+
+# deletes what has this name in any of its zones
+cmd_tpu_down() {
+  local found='' unknown=''
+  for zone in ${zones//,/ }; do
+    if ! state="$(state_now queued)"; then
+      why
+      unknown="$unknown $zone"
+    elif [ -n "$state$dry_run" ]; then
+      say "$name in $zone is ${state:-there}"
+      found="$found $zone"
+    fi
+  done
+  if [ -n "$found" ]; then
+    [ -n "$yes$dry_run" ] || read -r -p "delete it? [y/N] " yes || :
+    [ "$yes$dry_run" = y ] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes does it without asking'
+    maybe_paid="$found"
+    for zone in $found; do delete || :; done
+    [ -z "$maybe_paid" ] || exit 1
+  fi
+  [ -z "$unknown" ] || die "$name may be in$unknown, where gcloud could not look" 1
+  [ -n "$found" ] || die "there is no $name in $zones"
+}

@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# What each TPU worker runs, in ~/podgrpo, when launch.sh calls it by ssh. Every action bears being run again, as
+# gcloud does where a connection breaks.
+#
+#   bash infra/worker.sh unpack SECRETS [flags]   the tree that was sent, and .venv; SECRETS: "keep" or "forget" .env
+#   bash infra/worker.sh start ID [flags]         train.py with these flags, detached; once for each ID
+#   bash infra/worker.sh follow FIRST REST        its log until its end, then "exit CODE TIME"; FIRST: where worker 0
+#                                                 begins, REST: where the others do, both as `tail -n` has them
+#   bash infra/worker.sh status | stop [ID]       its last line | SIGTERM, and SIGKILL after 30 seconds
+#   bash infra/worker.sh test ARGUMENTS           pytest with these
+#   bash infra/worker.sh results                  links to what is worth keeping; prints its name, or gs://...
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# A run holds run.lock from before it starts until it has ended.
+is_free() { flock -n run.lock true; }
+
+# this worker's number in its slice
+number() {
+  local host="${GCE_METADATA_HOST:-metadata.google.internal}"
+  curl -sf -H 'Metadata-Flavor: Google' "http://$host/computeMetadata/v1/instance/attributes/agent-worker-number"
+}
+
+unpack() {
+  if [ "$1" = keep ]; then chmod 600 .env; else rm -f .env; fi
+  # What was sent before and is no more goes.
+  if [ -f .sent ]; then xargs -0 rm -f <.sent; fi
+  tar -xzf tree.tgz
+  cp run.sent .sent
+  bash launch.sh setup tpu "${@:2}"
+}
+
+start() {
+  local id="$1" lock=/tmp/libtpu_lockfile sudo='sudo -n'
+  shift
+  if [ "$(cat run.id 2>/dev/null)" = "$id" ]; then return; fi # the same call again
+  flock setup.lock bash launch.sh setup tpu "$@" # these flags may need more than there is
+  exec 9>run.lock # whoever follows finds it held, until the run has ended
+  if ! flock -n 9; then
+    echo 'launch.sh: a run is going on here' >&2
+    return 1
+  fi
+  # A killed process leaves libtpu's lock behind, and the next run would wait for it.
+  if [ "$(id -u)" = 0 ]; then sudo=''; fi
+  if [ -z "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ]; then $sudo rm -f "$lock"; fi
+  rm -f run.exit
+  : >run.log
+  printf '%q ' "$@" >run.flags
+  printf '%s\n' "$id" >run.id
+  setsid bash infra/worker.sh train "$@" </dev/null >/dev/null 2>&1 &
+  echo $! >run.pid
+}
+
+# what `start` leaves running: train.py, and how it ended
+train() {
+  local code=0
+  trap : TERM # it is for train.py, whose end this shell has to see
+  PODGRPO_COMMIT="$(cat run.commit)" bash launch.sh task "$@" >run.log 2>&1 9>&- || code=$?
+  echo "$code $(date +%s.%N)" >run.exit
+}
+
+follow() {
+  local from="$2" pid=999999999 # of no process: the log is printed as it is
+  if [ "$me" = 0 ]; then from="$1"; fi
+  if ! is_free; then pid="$(cat run.pid)"; fi
+  tail -n "$from" --pid="$pid" -F run.log 2>/dev/null
+  # Where there is no run.exit, it was killed with the shell that would have written it.
+  echo "exit $(cat run.exit 2>/dev/null || echo 137 9999999999)"
+}
+
+status() {
+  if is_free; then echo "no run; the last: $(cat run.exit 2>&1)"; else echo running; fi
+  tail -n 1 run.log 2>/dev/null || :
+}
+
+stop() {
+  local second
+  # A run of another ID is not meant.
+  if [ -n "${1:-}" ] && [ "$1" != "$(cat run.id)" ]; then return; fi
+  for second in {0..40}; do
+    if is_free; then return; fi
+    case $second in
+      0) kill -TERM -- "-$(cat run.pid)" ;;
+      30) kill -KILL -- "-$(cat run.pid)" ;;
+    esac
+    sleep 1
+  done
+  echo 'launch.sh: the run does not end' >&2
+  return 1
+}
+
+run_tests() {
+  .venv/bin/python -m pip install -q 'pytest>=9,<10'
+  JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}" .venv/bin/python -m pytest "$@"
+}
+
+results() {
+  local flags=() out file
+  eval "flags=($(cat run.flags))"
+  out="$(JAX_PLATFORMS=cpu .venv/bin/python -c 'import sys, train; print(train.parse(sys.argv[1:]).out)' "${flags[@]}")"
+  case "$out" in out/gs/*) echo "gs://${out#out/gs/}" && return ;; esac
+  out="$(cd "$out" && pwd)"
+  rm -rf results
+  mkdir -p "results/${out##*/}"
+  for file in "$out/final" "$out/config.json" "$out"/*.jsonl; do
+    if [ -e "$file" ]; then ln -s "$file" "results/${out##*/}/"; fi
+  done
+  echo "${out##*/}"
+}
+
+me="$(number)"
+label() { while IFS= read -r line || [ -n "$line" ]; do printf '[w%s] %s\n' "$me" "$line"; done; }
+action="$1"
+shift
+case "$action" in
+  unpack) unpack "$@" 2>&1 | label ;;
+  start) start "$@" 2>&1 | label ;;
+  follow) follow "$@" 2>&1 | label ;;
+  status) status 2>&1 | label ;;
+  stop) stop "$@" 2>&1 | label ;;
+  # What these say is for a log, or for launch.sh.
+  train) train "$@" ;;
+  test) run_tests "$@" 2>&1 ;;
+  results) results ;;
+esac
+exit # bash reads no further: this file may have been replaced meanwhile
