@@ -22,6 +22,7 @@ import optax
 import tokenizers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import kernel, model
+from infra import bucket
 from infra.claim import InUse, claimed
 from model import ATTENTION, DEVICE, HOST, LAYOUTS, REMAT, everywhere
 
@@ -561,6 +562,39 @@ def check_step(cfg, questions, width):
           f"tokens, take {gib:.1f} GiB of this host's memory, more than a quarter of it, {most:.1f}; try "
           f"--batch {max(1, int(cfg.batch * most / gib))}")
 
+def check_disk(cfg, wanted, done):
+    """That what the run writes has room on the disk of `out`, before anything is computed. wanted: the state."""
+    left = cfg.sft_steps + cfg.steps - done
+    if not left:
+        return
+    # Each process writes its shards of the state, and process 0 the model, in float32 at most.
+    checkpoint = checkpoint_bytes(wanted)
+    final = 4 * sum(a.size for a in jax.tree.leaves(wanted["params"])) if jax.process_index() == 0 else 0
+    # While one is written the older ones are still there; with a bucket that is the one of the start, at most.
+    saves = 1 + (left - 1) // cfg.save_every if cfg.save_every else 1
+    at_once = min(saves, 1) + bool(done) if bucket.bucket_of(cfg.out) else min(saves + bool(done), cfg.keep + 1)
+    taken = sum(os.path.getsize(path) for path in glob.glob(f"{glob.escape(cfg.out)}/step_*/*"))
+    free, gib = shutil.disk_usage(cfg.out).free + taken, 2 ** 30
+    has_claim = os.path.exists(f"{cfg.out}/claim.json")
+    need_P, free_P, has_claim_P = everywhere(np.array(
+        [(at_once * checkpoint + final) / gib, free / gib, has_claim], np.float32)).T
+    if has_claim_P.all():  # one disk for all
+        need_P, free_P = need_P.sum(keepdims=True), free_P[:1]
+    worst = int(np.argmin(free_P - need_P))
+    what = f"{at_once} checkpoints at once, of {checkpoint / gib:.2f} GiB a process, and final"
+    need, free = need_P[worst], free_P[worst]
+    check(need <= free, f"{what} need {need:.2f} GiB of the disk of {cfg.out}, which has {free:.2f}; try --keep 1, "
+          "--save_every 0, --out gs://bucket/run, or a larger disk (of a TPU VM: --create \"--data-disk source=..\")")
+    say(f"{what} need {need:.2f} GiB of a disk that has {free:.2f}")
+
+def checkpoint_bytes(wanted):
+    """Of this process's part of a checkpoint: its shards of the state, each once."""
+    total = 0
+    for a in jax.tree.leaves(wanted):
+        indices = a.sharding.addressable_devices_indices_map(a.shape).values()
+        total += len(set(map(str, indices))) * math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+    return total
+
 ROW_BYTES = 100  # of a token on the host: eight arrays of 4 bytes, lists of Python's integers, a text
 
 def host_memory():
@@ -830,30 +864,6 @@ def read_jsonl(cfg, name):
             warn(f"{cfg.out}/{name} line {number} is no row of a step, and is left out: {first_line(e)}")
     return rows
 
-def bucket_of(cfg):
-    """gs://bucket/run, or "" where the run has none."""
-    return re.sub("^out/gs/", "gs://", cfg.out) if cfg.out.startswith("out/gs/") else ""
-
-def mirror(cfg, back=False):
-    """Make the bucket of the run, if it has one, equal to `out`, or the reverse: of checkpoints each process
-    its own part, and all parts where other processes wrote them; of the rest process 0. -> whether it worked;
-    no run starts if the reverse did not"""
-    bucket, me, n = bucket_of(cfg), jax.process_index(), jax.process_count()
-    if not bucket:
-        return True
-    ends = [bucket, cfg.out] if back else [cfg.out, bucket]
-    others = [rf".*shards-(?!{me:05})\d+-of-{n:05}", r".*\.tmp", ".*tiny-seed", r"claim\.json"]
-    others += [f"(?!.*shards-{me:05}-of-{n:05})"] * (me > 0 and not back)
-    command = ["gcloud", "storage", "rsync", "--recursive", "--exclude", "|".join(others), *ends]
-    command += ["--skip-if-dest-has-newer-mtime" if back else "--delete-unmatched-destination-objects"]
-    code, text = subprocess.getstatusoutput(shlex.join(command))
-    if code == 0 or back and "Did not find existing container" in text:  # a new run
-        return True
-    fault = f"{ends[0]} cannot be copied to {ends[1]}: {(text or 'failed').splitlines()[-1]}"
-    check(not back, f"--out {bucket} cannot be used: {fault}")
-    warn(fault)
-    return False
-
 def meaning(flags):
     """Of a run's flags (a dict) those that may not change on resume; questions a step, not a process."""
     per_step = {"batch * processes": flags.get("batch", 0) * flags.get("require_processes", 0)}
@@ -866,7 +876,7 @@ def claim_out(cfg, claims):
         os.makedirs(cfg.out, exist_ok=True)
         if jax.process_index() == 0:
             try:
-                claims.enter_context(claimed(cfg.out, bucket_of(cfg), say))
+                claims.enter_context(claimed(cfg.out, bucket.bucket_of(cfg.out), say))
             except InUse as e:
                 fault = str(e)
     check(not everywhere(bool(fault)).any(), fault or f"{cfg.out} is in use, as process 0 tells")
@@ -874,7 +884,9 @@ def claim_out(cfg, claims):
 def open_run(cfg):
     """`out`, once claimed -> its newest whole checkpoint (step or 0, files, what these keep beside). Refuses a
     directory that holds anything else."""
-    mirror(cfg, back=True)
+    if bucket.bucket_of(cfg.out):
+        with stop_on(bucket.BucketError, "--out cannot be used"):
+            bucket.fetch_rest(cfg.out, final=jax.process_index() == 0)
     found = {name for name in os.listdir(cfg.out) if not re.match(r"tiny-seed|claim\.json$", name)}
     if found:
         with stop_on(Exception, f"{cfg.out} exists and is not a run of podgrpo; choose another --out"):
@@ -894,10 +906,17 @@ def newest_checkpoint(cfg):
     """-> (step, files, what they keep beside) of the newest that is whole for all, or (0, [], {}) where none
     ever was: a process may have been killed in its first save. Where one was, and none can be used, this is
     for the user to decide."""
-    steps = everywhere(np.array([0] * 99 + model.saved_steps(cfg.out))[-99:])
+    steps, in_bucket = model.saved_steps(cfg.out), bucket.bucket_of(cfg.out)
+    if in_bucket:
+        with stop_on(bucket.BucketError, "--out cannot be used"):
+            steps = sorted({*steps, *bucket.saved_steps(cfg.out)})
+    steps = everywhere(np.array([0] * 99 + steps)[-99:])
     (me, n), mine, fault = (jax.process_index(), jax.process_count()), [], ""
     for step in sorted({*steps.ravel().tolist()} - {0}, reverse=True):
         files, about, directory = [], {}, f"{cfg.out}/step_{step:06}"
+        if in_bucket:
+            with stop_on(bucket.BucketError, "--out cannot be used"):
+                bucket.fetch_checkpoint(cfg.out, f"step_{step:06}", me, n)
         try:
             files, about = model.whole_checkpoint(directory)
             mine.append(step)
@@ -924,8 +943,12 @@ def put_aside(cfg):
     """Rename what a run left in `out`, each process what is on its disk."""
     old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(everywhere(int(time.time()))[0]))
     os.makedirs(f"{cfg.out}/{old}", exist_ok=True)
+    left = r"step_\d{6}|final|(metrics|samples)\.jsonl"
+    if bucket.bucket_of(cfg.out) and jax.process_index() == 0:
+        with stop_on(bucket.BucketError, "--out cannot be used"):
+            bucket.put_aside(cfg.out, old, left)
     for name in os.listdir(cfg.out):
-        if re.fullmatch(r"step_\d{6}|final|(metrics|samples)\.jsonl", name):
+        if re.fullmatch(left, name):
             with contextlib.suppress(FileNotFoundError):  # on a disk of several processes, one is the first
                 os.rename(f"{cfg.out}/{name}", f"{cfg.out}/{old}/{name}")
     everywhere(0)  # none writes before all have looked
@@ -943,10 +966,22 @@ def write_checkpoint(step, shards, about, cfg):
     """-> whether it was written."""
     try:
         model.save_shards(shards, f"{cfg.out}/step_{step:06}", about)
-        return mirror(cfg)
-    except OSError as e:
+        if bucket.bucket_of(cfg.out):
+            bucket.send_checkpoint(cfg.out, f"step_{step:06}", jax.process_index(), jax.process_count())
+        return send_rest(cfg)
+    except OSError as e:  # a BucketError is one
         warn(f"step {step} cannot be saved: {first_line(e)}; the run goes on, older checkpoints stay")
         return False
+
+def send_rest(cfg):
+    """The small files to the bucket, if the run has one -> whether that worked."""
+    try:
+        if bucket.bucket_of(cfg.out) and jax.process_index() == 0:
+            bucket.send_rest(cfg.out)
+    except bucket.BucketError as e:
+        warn(str(e))
+        return False
+    return True
 
 def save(step, state, cfg, run):
     """Begin a checkpoint, written beside training if the memory of all hosts has room for a copy."""
@@ -963,14 +998,31 @@ def save(step, state, cfg, run):
         settle(cfg, run)
 
 def settle(cfg, run):
-    """Wait for the checkpoint that is being written; once it is whole for all, older ones may go."""
-    if run.saving:
-        (step, future), run.saving = run.saving, None
-        if everywhere(future.result()).all():
-            run.done = step
-            older = [old for old in model.saved_steps(cfg.out) if old < step]
-            for old in older[:max(0, len(older) + 1 - cfg.keep)]:
-                shutil.rmtree(f"{cfg.out}/step_{old:06}", ignore_errors=True)
+    """Wait for the checkpoint that is being written; once it is whole for all, older ones may go. What is in a
+    bucket need not stay here."""
+    if not run.saving:
+        return
+    (step, future), run.saving = run.saving, None
+    if not everywhere(future.result()).all():
+        return
+    run.done = step
+    in_bucket = bool(bucket.bucket_of(cfg.out))
+    kept_here = 0 if in_bucket else cfg.keep
+    for old in too_old(model.saved_steps(cfg.out), step, kept_here):
+        shutil.rmtree(f"{cfg.out}/step_{old:06}", ignore_errors=True)
+    if in_bucket and jax.process_index() == 0:
+        run.writer.submit(thin_bucket, step, cfg)  # beside training, and before the next is sent
+
+def too_old(steps, newest, kept):
+    """Of these steps all up to `newest`, but for the last so many."""
+    steps = [step for step in steps if step <= newest]
+    return steps[:max(0, len(steps) - kept)]
+
+def thin_bucket(newest, cfg):
+    try:
+        bucket.remove_checkpoints(cfg.out, too_old(bucket.saved_steps(cfg.out), newest, cfg.keep))
+    except bucket.BucketError as e:
+        warn(f"old checkpoints stay in {bucket.bucket_of(cfg.out)}: {e}")
 
 class Stop(Exception):
     """A signal, its number, asks to end."""
@@ -1144,8 +1196,10 @@ def set_up(cfg, claims):
     longest = max(len(row["prompt"]) for row in rows + held_out)
     width = row_width(longest + cfg.max_answer, mesh)
     check_step(cfg, len(rows), width)
+    wanted = abstract_state(cfg, shape, mesh)
+    check_disk(cfg, wanted, done)
     at_once = model.rows_that_fit(shape, layout, cfg.dtype, model.bucket(longest) + cfg.max_answer,
-                                  on_device(abstract_state(cfg, shape, mesh)))
+                                  on_device(wanted))
     checkpoint, logger = model.Checkpoint(model_directory(cfg, "*.safetensors"), shape), None
     if cfg.wandb and jax.process_index() == 0:
         with stop_on(Exception, f"--wandb {cfg.wandb} wants wandb and WANDB_API_KEY; mend or drop it"):
@@ -1155,7 +1209,7 @@ def set_up(cfg, claims):
     model.write_json(f"{cfg.out}/config.json", {  # by every process: its disk may be its own
         "config": dataclasses.asdict(cfg), "commit": commit(),
         "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}})
-    check(mirror(cfg), f"--out {cfg.out} cannot be written to; see above")
+    check(send_rest(cfg), f"--out {cfg.out} cannot be written to; see above")
     return cfg, SimpleNamespace(
         directory=directory, checkpoint=checkpoint, shape=shape, mesh=mesh, tokenizer=tokenizer,
         rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, at_once=at_once,
@@ -1543,7 +1597,7 @@ def train(cfg, run):
         write_jsonl(cfg, run, name, [])
     if total:
         write_final(cfg, run, state["params"])
-    mirror(cfg)
+    send_rest(cfg)
     if host == 0:
         report(cfg, time.time() - began)
 

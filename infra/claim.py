@@ -11,9 +11,10 @@ import fcntl
 import json
 import os
 import socket
-import subprocess
 import threading
 import time
+
+from infra.bucket import BucketError, gcloud
 
 SECONDS_BETWEEN_SIGNS = 20
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
@@ -23,19 +24,13 @@ class InUse(Exception):
     """Another run writes there; the message names its process, its machine and since when."""
 
 
-def gcloud(*command):
-    """Whether `gcloud storage ...` worked."""
-    try:
-        run = subprocess.run(["gcloud", "storage", *command], capture_output=True, check=False)
-    except FileNotFoundError:
-        return False
-    return run.returncode == 0
-
-
 def read_claim(path, bucket):
     """What the claim says, {} where there is none. With a bucket, the claim there counts."""
-    if bucket and not gcloud("cp", f"{bucket}/claim.json", path):
-        return {}
+    if bucket:
+        try:
+            gcloud("cp", f"{bucket}/claim.json", path)
+        except BucketError:
+            return {}
     try:
         with open(path, encoding="utf-8") as f:
             holder = json.load(f)
@@ -45,8 +40,9 @@ def read_claim(path, bucket):
 
 
 def write_claim(path, bucket, claim):
-    """Replace the file at once, so that nobody reads half of it; a full disk may prevent it."""
-    with contextlib.suppress(OSError):
+    """Replace the file at once, so that nobody reads half of it; a full disk may prevent it, or
+    gcloud."""
+    with contextlib.suppress(OSError):  # a BucketError is one
         with open(f"{path}.tmp", "w", encoding="utf-8") as f:
             json.dump(claim, f)
         os.replace(f"{path}.tmp", path)
@@ -128,4 +124,5 @@ def signs_of_life(path, bucket):
         with contextlib.suppress(OSError):
             os.unlink(path)
         if bucket:
-            gcloud("rm", f"{bucket}/claim.json")
+            with contextlib.suppress(BucketError):
+                gcloud("rm", f"{bucket}/claim.json")

@@ -1,15 +1,17 @@
 """Checkpoints: in shards, for any mesh, whole or passed over; what a full disk does to a run."""
 
 import contextlib
+import shutil
 import signal
 import subprocess
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import UNTIED, edit, mesh, random_params, read_jsonl, restored_signals
+from conftest import UNTIED, edit, mesh, random_params, read_jsonl, refused, restored_signals
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from numpy.testing import assert_array_equal
@@ -44,6 +46,34 @@ def test_saved_shards_load_on_other_meshes(tmp_path):
         jax.tree.map(assert_array_equal, loaded, tree)
         for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(wanted), strict=True):
             assert (a.sharding, a.dtype) == (b.sharding, b.dtype)
+
+
+@pytest.mark.parametrize("dims", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_the_size_of_a_checkpoint_is_known_beforehand(dims):
+    cfg = train.parse(["--beta", "0.1", "--dtype", "bfloat16"])
+    wanted = train.abstract_state(cfg, UNTIED, mesh(*dims))
+    state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), wanted)
+    written = sum(shard.nbytes for shard in model.shards_of(state).values())
+    assert train.checkpoint_bytes(wanted) == written > 12 * UNTIED.n_params
+
+
+@pytest.mark.parametrize(
+    "flags, wanted",
+    [
+        ("--save_every 1 --keep 2", "3 checkpoints at once, of 0.75 GiB a process, and final need"),
+        ("--save_every 1 --keep 1", "2 checkpoints at once"),
+        ("--save_every 0 --keep 2", "1 checkpoints at once"),
+        ("--save_every 1 --keep 9 --steps 3", "3 checkpoints at once"),
+    ],
+)
+def test_a_disk_that_is_too_small_is_refused_before_weights_load(
+    flags, wanted, tmp_path, monkeypatch
+):
+    """As on a TPU VM, whose disk has 100 GB."""
+    monkeypatch.setattr(train, "checkpoint_bytes", lambda state: 3 * 2**28)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+    text = refused("--sft_steps 0 --steps 160 --eval_data none", flags, "--out", tmp_path / "run")
+    assert wanted in text and "which has 0.50; try --keep 1, --save_every 0" in text, text
 
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path):

@@ -235,10 +235,10 @@ def test_readme_names_flags_that_exist():
     ours = {field.name for field in dataclasses.fields(train.Config)}
     ours |= {*kernel.FLAGS, *model.FLAGS, "help"}
     launchers = flags_in((ROOT / "launch.sh").read_text(encoding="utf-8"))
-    of_gcloud = {"location", "recursive"}
+    others = "location recursive role member reserved network mem constraint"  # gcloud's, Slurm's
     named = flags_in(text)
     assert named
-    unknown = named - ours - launchers - of_gcloud
+    unknown = named - ours - launchers - {*others.split()}
     assert not unknown, f"no such flags: {unknown}"
 
 
