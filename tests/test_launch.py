@@ -150,6 +150,17 @@ def when(condition, act):
     return future
 
 
+def until_it_works(act, seconds=60):
+    """Call again what fails as something has not begun yet."""
+    end = time.time() + seconds
+    while True:
+        try:
+            return act()
+        except AssertionError:
+            assert time.time() < end
+            time.sleep(0.2)
+
+
 # ---------------------------------------------------------------- dry runs, and mistakes
 def test_launcher_is_bash_3_2():
     """macOS has no newer bash."""
@@ -704,7 +715,7 @@ def test_a_connection_that_breaks_is_made_again(cloud):
     def breaks():
         cloud.fail("describe", UNAVAILABLE)
         for worker in "01":
-            cloud.gcloud("kill", "pod", worker, "tail -n")
+            until_it_works(lambda worker=worker: cloud.gcloud("kill", "pod", worker, "tail -n"))
         time.sleep(1)
         cloud.launch("v4-16 stop --name pod")
 
