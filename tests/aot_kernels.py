@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import kernel
+from infra import memory
 
 HIDDEN = 2048
 
 
 def main(tiles):
-    device = kernel.tpu_devices("v6e-1")[0]
+    device = memory.tpu_devices("v6e-1")[0]
     array = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     blocks = kernel.block_sizes(device.device_kind, HIDDEN)
     tokens = blocks.tokens

@@ -37,6 +37,10 @@ from safetensors.numpy import load_file, save_file
 
 import model
 import train
+from infra import data
+from infra import hf
+from infra import layouts
+from infra import rollout
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,7 +107,7 @@ def spoiled_copy(directory, copy, name, change):
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory):
     """The tiny model with its tokenizer, as a Hugging Face directory. Not to be changed."""
-    return Path(train.make_tiny(tmp_path_factory.mktemp("tiny") / "model", 1))
+    return Path(data.make_tiny(tmp_path_factory.mktemp("tiny") / "model", 1))
 
 
 # ---------------------------------------------------------------- numbers
@@ -182,8 +186,8 @@ def random_prompts(cfg, lengths, seed=0):
 
 def load(directory, on=None):
     """-> (parameters of a Hugging Face directory, its ModelConfig)"""
-    cfg = model.read_config(directory)
-    return model.load(model.Checkpoint(directory, cfg), on or mesh()), cfg
+    cfg = hf.read_config(directory)
+    return hf.load(hf.Checkpoint(directory, cfg), on or mesh()), cfg
 
 
 @cache
@@ -226,13 +230,13 @@ def textbook_hidden(params, cfg, tokens, positions, segments):
 
 def generate(params, cfg, prompts, max_answer, on=None, kind="replicated", seed=0, **options):
     """model.generate in float32, with the weights in the layout that it wants."""
-    layout, _ = model.rollout_layout(kind, cfg, on or mesh(), "float32")
-    weights = model.to_rollout(params, layout, "float32")
+    layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32")
+    weights = layouts.to_rollout(params, layout, "float32")
     for name, a in model.flatten(weights).items():
-        wanted = NamedSharding(layout.mesh, model.rollout_spec(name, layout))
+        wanted = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
         assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
     key = jax.random.key(seed)
-    return model.generate(weights, cfg, layout, prompts, key, max_answer=max_answer, **options)
+    return rollout.generate(weights, cfg, layout, prompts, key, max_answer=max_answer, **options)
 
 
 # ---------------------------------------------------------------- train.py as a process
@@ -280,7 +284,7 @@ def refused(*flags):
     """The message with which train.py, in this process, refuses its flags before weights load."""
     held = len(jax.live_arrays())
     with (
-        mock.patch.object(model, "load", side_effect=AssertionError("weights were loaded")),
+        mock.patch.object(hf, "load", side_effect=AssertionError("weights were loaded")),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()) as err,
         pytest.raises(SystemExit) as refusal,

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, arguments, run, shared
 
 import kernel
-import model
+from tools import bench_rollout
 
 pytestmark = pytest.mark.aot
 
@@ -210,7 +210,7 @@ def test_decoding_reads_only_weights_and_cache(size, chips, layout, record_prope
 
 def write_config_with_repeated_heads(directory):
     """The 3B with a cache of 16 heads, as if it held the keys and values of 2 for each query."""
-    V, D, F, N, _, _, L, tied = model.SIZES["3B"]
+    V, D, F, N, _, _, L, tied = bench_rollout.SIZES["3B"]
     config = dict(
         model_type="qwen2",
         vocab_size=V,

@@ -18,8 +18,8 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 from test_resume import calm_run, lives, running, same_run, saving, until
 
-import model
 import train
+from infra import checkpoint, files, log, run_dir
 
 ONE_FILE = "shards-00000-of-00001.safetensors"
 
@@ -32,7 +32,7 @@ def tree_of(params, step):
 
 def save(tree, directory):
     """-> the file of this process, which is the only one"""
-    model.save_shards(model.shards_of(tree), directory, {"run": "1"})
+    checkpoint.save_shards(checkpoint.shards_of(tree), directory, {"run": "1"})
     return directory / ONE_FILE
 
 
@@ -42,7 +42,7 @@ def test_saved_shards_load_on_other_meshes(tmp_path):
     for on in (mesh(), mesh(1, 8, 1), mesh(2, 2, 2)):
         wanted = tree_of(random_params(UNTIED, on), 0)
         wanted["more"] = (jnp.zeros(UNTIED.D),)
-        loaded = model.load_shards([file], wanted)
+        loaded = checkpoint.load_shards([file], wanted)
         jax.tree.map(assert_array_equal, loaded, tree)
         for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(wanted), strict=True):
             assert (a.sharding, a.dtype) == (b.sharding, b.dtype)
@@ -53,8 +53,8 @@ def test_the_size_of_a_checkpoint_is_known_beforehand(dims):
     cfg = train.parse(["--beta", "0.1", "--dtype", "bfloat16"])
     wanted = train.abstract_state(cfg, UNTIED, mesh(*dims))
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), wanted)
-    written = sum(shard.nbytes for shard in model.shards_of(state).values())
-    assert train.checkpoint_bytes(wanted) == written > 12 * UNTIED.n_params
+    written = sum(shard.nbytes for shard in checkpoint.shards_of(state).values())
+    assert run_dir.checkpoint_bytes(wanted) == written > 12 * UNTIED.n_params
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_disk_that_is_too_small_is_refused_before_weights_load(
     flags, wanted, tmp_path, monkeypatch
 ):
     """As on a TPU VM, whose disk has 100 GB."""
-    monkeypatch.setattr(train, "checkpoint_bytes", lambda state: 3 * 2**28)
+    monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 3 * 2**28)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     text = refused("--sft_steps 0 --steps 160 --eval_data none", flags, "--out", tmp_path / "run")
     assert wanted in text and "which has 0.50; try --keep 1, --save_every 0" in text, text
@@ -79,14 +79,14 @@ def test_a_disk_that_is_too_small_is_refused_before_weights_load(
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), model.written(path) as f:
+    with pytest.raises(KeyboardInterrupt), files.complete_file(path) as f:
         f.write(b"half of")
         f.flush()
         # As a kill would find it.
         assert path.read_bytes() == b"old"
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
-    with model.written(path) as f:
+    with files.complete_file(path) as f:
         f.write(b"new")
     assert path.read_bytes() == b"new"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
@@ -97,8 +97,8 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     file = save(tree, tmp_path)
     shards = [key for key in load_file(file) if key.startswith("params/embed_VD")]
     edit(file, {shards[3]: None})
-    with pytest.raises(model.CheckpointError, match="params/embed_VD"):
-        model.load_shards([file], tree)
+    with pytest.raises(files.CheckpointError, match="params/embed_VD"):
+        checkpoint.load_shards([file], tree)
 
 
 def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
@@ -107,7 +107,7 @@ def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
     columns = jax.device_put(np.arange(6.0, dtype=np.float32).reshape(2, 3), by_columns)
     assert np.asarray(columns).strides == (4, 8)
     file = save({"a": columns}, tmp_path)
-    assert_array_equal(model.load_shards([file], {"a": jnp.zeros((2, 3))})["a"], columns)
+    assert_array_equal(checkpoint.load_shards([file], {"a": jnp.zeros((2, 3))})["a"], columns)
 
 
 # ---------------------------------------------------------------- damage
@@ -116,10 +116,10 @@ DAMAGED = "shards-00002-of-00004.safetensors"
 
 def write_checkpoint(out, step, parts=range(4), run="7"):
     """What four processes write, or some of them."""
-    shards = model.shards_of({"a": jnp.arange(999.0), "n": jnp.int32(3)})
+    shards = checkpoint.shards_of({"a": jnp.arange(999.0), "n": jnp.int32(3)})
     for i in parts:
         with mock.patch.multiple(jax, process_index=lambda i=i: i, process_count=lambda: 4):
-            model.save_shards(shards, out / f"step_{step:06}", {"run": run})
+            checkpoint.save_shards(shards, out / f"step_{step:06}", {"run": run})
 
 
 def contents(out):
@@ -129,7 +129,7 @@ def contents(out):
 def newest(out, capsys):
     """-> (the step to resume after, what is said of others); nothing may be changed or deleted."""
     before = contents(out)
-    step, files, _ = train.newest_checkpoint(train.Config(out=str(out)))
+    step, files, _ = run_dir.newest_checkpoint(train.Config(out=str(out)))
     assert contents(out) == before
     assert all(f"step_{step:06}" in path for path in files)
     return step, capsys.readouterr().err
@@ -205,7 +205,7 @@ def refusal(out, capsys):
     """What is said where no checkpoint can be used; nothing may be changed or deleted."""
     before = contents(out)
     with pytest.raises(SystemExit) as end:
-        train.newest_checkpoint(train.Config(out=str(out)))
+        run_dir.newest_checkpoint(train.Config(out=str(out)))
     assert end.value.code == 2
     assert contents(out) == before
     last = capsys.readouterr().err.splitlines()[-1]
@@ -239,7 +239,7 @@ def process(me, others_see):
     """This is one of four processes; others_see(what this one has) is what another has."""
     with (
         mock.patch.multiple(jax, process_index=lambda: me, process_count=lambda: 4),
-        mock.patch.object(train, "everywhere", lambda a: np.stack([a, others_see(np.asarray(a))])),
+        mock.patch.object(run_dir, "all_gather_hosts", lambda a: np.stack([a, others_see(np.asarray(a))])),
     ):
         yield
 
@@ -273,7 +273,7 @@ def test_resume_force_starts_over_beside_the_old_files(two_checkpoints):
     for step in (1, 2):
         (two_checkpoints / f"step_{step:06}" / DAMAGED).write_bytes(b"")
     before = contents(two_checkpoints)
-    found = train.newest_checkpoint(train.Config(out=str(two_checkpoints), resume="force"))
+    found = run_dir.newest_checkpoint(train.Config(out=str(two_checkpoints), resume="force"))
     assert found == (0, [], {})
     (old,) = two_checkpoints.glob("old-*")
     kept = {"config.json", "notes.txt"}
@@ -327,7 +327,7 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_
         assert until(first_is_saved, runs), log.read_text()
         fill(disk / "filler")
         alive = until(lambda: said("cannot be saved") and said("lines wait"), runs)
-        kept, _, _ = train.newest_checkpoint(train.Config(out=str(out)))
+        kept, _, _ = run_dir.newest_checkpoint(train.Config(out=str(out)))
         assert alive and kept and said("No space left"), log.read_text()
         (disk / "filler").unlink()
         assert runs[0].wait(300) == 0, log.read_text()
@@ -345,7 +345,7 @@ def main_on_a_full_disk(flags, full, end):
         disk["full"] = step in full
         real_finish(step, state, metrics, cfg, run)
         if step == 3 and end == "kill":
-            train.settle(cfg, run)
+            checkpoint.finish_save(cfg, run)
             raise KeyboardInterrupt
         if step == 3 and end == "signal":
             signal.raise_signal(signal.SIGTERM)
@@ -357,7 +357,7 @@ def main_on_a_full_disk(flags, full, end):
 
     with (
         mock.patch.object(train, "finish", finish),
-        mock.patch.object(train, "open", open_or_fail, create=True),
+        mock.patch.object(log, "open", open_or_fail, create=True),
     ):
         train.main(flags)
 

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 from conftest import ROOT, arguments, refused, restored_signals, run, run_train
 
-import kernel
-import model
 import train
+from infra import cluster, run_dir
+from tools import bench_loss, bench_rollout
 
 # The least that trains.
 SHORT_FLAGS = (
@@ -190,7 +190,7 @@ def test_every_flag_is_read_and_only_flags_are(record_property):
     assert flags <= read, f"read nowhere: {flags - read}"
     assert read <= flags, f"not a flag: {read - flags}"
     assert set(train.TINY) <= flags
-    assert flags >= train.FREE
+    assert flags >= run_dir.FLAGS_FREE_ON_RESUME
     assert len(flags) <= 55
     record_property("flags", len(flags))
 
@@ -233,7 +233,7 @@ def test_readme_names_flags_that_exist():
     # what follows the command of the tests, up to the end of the code, is pytest's
     text = re.sub(rf"({TEST_COMMAND})[^`\n#]*", r"\1", readme())
     ours = {field.name for field in dataclasses.fields(train.Config)}
-    ours |= {*kernel.FLAGS, *model.FLAGS, "help"}
+    ours |= {*bench_loss.FLAGS, *bench_rollout.FLAGS, "help"}
     launchers = flags_in((ROOT / "launch.sh").read_text(encoding="utf-8"))
     others = "location recursive role member reserved network mem constraint"  # gcloud's, Slurm's
     named = flags_in(text)
@@ -363,7 +363,7 @@ def test_processes_with_other_flags_or_commits_are_refused(
     try:
         monkeypatch.setenv("PODGRPO_COMMIT", commit)
         # without its cache, which outlives the test
-        monkeypatch.setattr(train, "commit", train.commit.__wrapped__)
+        monkeypatch.setattr(cluster, "commit", cluster.commit.__wrapped__)
         assert wanted in refused(process_flags(1, 2, job), f"--lr={lr}", *flags)
         text, _ = process_0.communicate(timeout=300)
     finally:

@@ -29,8 +29,8 @@ from conftest import (
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file
 
-import model
 import train
+from infra import data, hf, log, rewards
 
 # ---------------------------------------------------------------- the final number of an answer
 # fmt: off
@@ -87,7 +87,7 @@ def test_final_number_is_read_however_it_is_written():
     for number, texts in FINAL_NUMBERS.items():
         wanted = None if number is None else fractions.Fraction(number)
         for text in texts:
-            found = train.final_number(text)
+            found = data.final_number(text)
             assert found == wanted, (text[:60], found, wanted)
 
 
@@ -105,7 +105,7 @@ def test_final_number_of_all_gsm8k_solutions(record_property):
         rows += read_jsonl(shared(f"gsm8k/{part}.jsonl"))
     for row in rows:
         marked = row["answer"].split("####")[1].strip().replace(",", "")
-        assert train.final_number(row["answer"]) == fractions.Fraction(marked), row["answer"]
+        assert data.final_number(row["answer"]) == fractions.Fraction(marked), row["answer"]
     assert len(rows) == 8792
     record_property("solutions", len(rows))
 
@@ -138,7 +138,7 @@ def test_prompts_equal_the_published_chat_template():
             tokenize=False,
             add_generation_prompt=True,
         )
-        assert train.chat(system, question) == text
+        assert data.chat(system, question) == text
         ids = ours.encode(text, add_special_tokens=False).ids
         assert ids == theirs.encode(text, add_special_tokens=False)
     assert ours.encode("hello").ids == [14990]
@@ -174,16 +174,16 @@ def addends(row):
 
 
 def test_arithmetic_answers_are_right_and_most_demonstrations_wrong(record_property):
-    seen = train.arith(False)
-    held_out = train.arith(True)
+    seen = data.arith(False)
+    held_out = data.arith(True)
     assert len(seen) == 20000
     assert len(held_out) == 2000
     assert not {*map(addends, seen)} & {*map(addends, held_out)}
     for row in seen + held_out:
-        assert train.final_number(row["answer"]) == sum(addends(row)), row
+        assert data.final_number(row["answer"]) == sum(addends(row)), row
     worked = "9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>"
-    assert train.worked_sum(159, 855) == worked
-    demonstrated = [train.final_number(row["demonstration"]) for row in seen]
+    assert data.worked_sum(159, 855) == worked
+    demonstrated = [data.final_number(row["demonstration"]) for row in seen]
     wrong = np.mean([d != sum(addends(row)) for d, row in zip(demonstrated, seen, strict=True)])
     assert 0.5 < wrong < 0.75
     record_property("wrong demonstrations", f"{wrong:.1%}")
@@ -196,17 +196,17 @@ def test_a_data_set_with_splits_is_read_by_split(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
     for split, n in sizes.items():
         wanted = [{"question": f"{split} {i}?", "answer": str(i)} for i in range(n)]
-        assert train.load_rows(str(tmp_path), split == "test") == wanted
+        assert data.load_rows(str(tmp_path), split == "test") == wanted
 
 
 def test_each_epoch_is_a_permutation_of_its_own():
-    epochs = [train.question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
+    epochs = [data.question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(10))
     assert epochs[0] != epochs[1]
     # one walk, however hosts and steps divide it
-    assert train.question_order(3, 0, 30, 10) == sum(epochs, [])
-    assert train.question_order(4, 0, 10, 10) != epochs[0]
+    assert data.question_order(3, 0, 30, 10) == sum(epochs, [])
+    assert data.question_order(4, 0, 10, 10) != epochs[0]
 
 
 def test_the_hub_is_asked_again_only_where_it_does_not_answer(tmp_path):
@@ -221,7 +221,7 @@ def test_the_hub_is_asked_again_only_where_it_does_not_answer(tmp_path):
         ask = mock.Mock(side_effect=replies)
         with mock.patch.object(hub, "snapshot_download", ask), mock.patch("time.sleep") as slept:
             if "here" in replies:
-                found = train.model_directory(train.Config(model="a/b"), "*.json")
+                found = data.model_directory(train.Config(model="a/b"), "*.json")
                 assert found == "here"
             else:
                 assert str(replies[0]) in refused("--model a/b --out", tmp_path / "run")
@@ -233,10 +233,10 @@ def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path)
     for reply in ConnectionError("Couldn't reach it"), ValueError("no such data"):
         with (
             mock.patch("datasets.load_dataset", side_effect=reply),
-            mock.patch.object(train, "hub_or_cache", return_value=""),
+            mock.patch.object(data, "hub_or_cache", return_value=""),
         ):
             text = refused("--data a/b --out", tmp_path / "run")
-        assert f"a/b cannot be loaded: {train.first_line(reply)}" in text
+        assert f"a/b cannot be loaded: {log.first_line(reply)}" in text
 
 
 def test_a_hub_that_does_not_answer_is_told_in_one_line(tmp_path):
@@ -251,7 +251,7 @@ def test_a_hub_that_does_not_answer_is_told_in_one_line(tmp_path):
 def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes('\ufeff{"question": "1 + 1?", "answer": 2}\n'.encode())
-    assert train.load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]
+    assert data.load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]
 
 
 def test_a_line_of_metrics_that_is_no_row_is_told_and_left_out(tmp_path, capsys):
@@ -268,7 +268,7 @@ def test_a_line_of_metrics_that_is_no_row_is_told_and_left_out(tmp_path, capsys)
     ]
     text = "\n".join([*lines, json.dumps({"step": 2})]) + '\n{"step": 3'
     (tmp_path / "metrics.jsonl").write_text(text)
-    rows = train.read_jsonl(train.Config(out=str(tmp_path)), "metrics.jsonl")
+    rows = log.read_jsonl(train.Config(out=str(tmp_path)), "metrics.jsonl")
     assert rows == [good, {"step": 2}]
     said = capsys.readouterr().err
     for number in range(2, len(lines) + 1):
@@ -307,11 +307,11 @@ def sleeps_again(question, reference, answer):
 
 def test_rewards_that_hang_score_zero(monkeypatch):
     # enough for the others on a busy machine
-    monkeypatch.setattr(train, "REWARD_SECONDS", 0.5)
+    monkeypatch.setattr(rewards, "REWARD_SECONDS", 0.5)
     functions = [loops, loops_and_catches, backtracks, sleeps_again]
     rows = [{"question": "q", "answer": "5"}] * 3
     before = signal.getsignal(signal.SIGALRM)
-    scores, faults = train.score_answers(functions, rows, ["5", "hang", "6"], [False] * 3)
+    scores, faults = rewards.score_answers(functions, rows, ["5", "hang", "6"], [False] * 3)
     # what hung leaves the scores of others, before and after it, as they are
     assert_array_equal(scores, [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
     timeout = {1: "TooSlow: no score within 0.5 s"}
@@ -334,7 +334,7 @@ def test_rewards_that_fail_score_zero():
     rows = [{"question": "q", "answer": "5"}] * len(answers)
     truncated = [False, False, False, False, True]
     functions = [divides, divides, gives_no_number]
-    scores, faults = train.score_answers(functions, rows, answers, truncated)
+    scores, faults = rewards.score_answers(functions, rows, answers, truncated)
     assert_array_equal(scores, [[1, 1, 0.5], [0, 0, 0.5], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
     counts = {name: len(failed) for name, failed in faults.items()}
     assert counts == {"divides": 1, "gives_no_number": 2}
@@ -368,7 +368,7 @@ def test_rewards_that_would_end_the_run_are_faults(monkeypatch):
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     rows = [{"question": "q", "answer": "5"}] * 3
     functions = [closes_stdout, interrupts, leaves, overflows]
-    scores, faults = train.score_answers(functions, rows, ["5", "bad", "5"], [False] * 3)
+    scores, faults = rewards.score_answers(functions, rows, ["5", "bad", "5"], [False] * 3)
     assert_array_equal(scores, [[1, 1, 1, -1e6], [0, 0, 0, 0], [1, 1, 1, -1e6]])
     said = {name: of_answer[1] for name, of_answer in faults.items()}
     assert said == {
@@ -424,10 +424,10 @@ def test_a_run_on_gsm8k_with_the_published_tokenizer(tmp_path):
     """From a random model to files that transformers loads, with the vocabulary of Qwen2.5."""
     source = tmp_path / "source"
     out = tmp_path / "run"
-    config = train.TINY_MODEL | dict(vocab_size=151936, hidden_size=64, eos_token_id=151645)
+    config = data.TINY_MODEL | dict(vocab_size=151936, hidden_size=64, eos_token_id=151645)
     source.mkdir()
     shutil.copy(shared("qwen2.5/tokenizer.json"), source)
-    model.write_random(source, config, seed=3)
+    hf.write_random(source, config, seed=3)
     text = run_train(
         "--steps 2 --sft_steps 1 --batch 2 --npq 4 --max_answer 48 --max_prompt 96 --eval_n 16",
         "--lr 1e-3 --micro_batch 1",

@@ -17,6 +17,7 @@ from numpy.testing import assert_array_equal
 
 import model
 import train
+from infra import data, files, hf
 
 ODD_NUMBERS = [0, -1, 1, 7, 2**31, 2**64, 10**99, 1.5, -0.0, math.nan, math.inf]
 ODD_TEXTS = ["", "x", "1", "128", "\ud800", "<|im_end|>", "default", "F16", "a" * 9999]
@@ -110,8 +111,8 @@ QUESTIONS = [
 
 @pytest.fixture
 def whole(tiny_directory, tmp_path):
-    small = train.TINY_MODEL | dict(vocab_size=24, hidden_size=16, intermediate_size=8)
-    model.write_random(tmp_path, small, 0)
+    small = data.TINY_MODEL | dict(vocab_size=24, hidden_size=16, intermediate_size=8)
+    hf.write_random(tmp_path, small, 0)
     shutil.copy(tiny_directory / "tokenizer.json", tmp_path)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     params, shape = load(tmp_path)
@@ -146,22 +147,22 @@ def strict_config(config):
 
 
 def read_config(whole):
-    found = model.read_config(whole.directory)
+    found = hf.read_config(whole.directory)
     text = (whole.directory / "config.json").read_text()
     # repr, as 16 is not 16.0, nor 1 True
     assert repr(found) == repr(strict_config(json.loads(text)))
 
 
 def read_tokenizer(whole):
-    tokenizer, _ = train.load_tokenizer(whole.directory)
+    tokenizer, _ = data.load_tokenizer(whole.directory)
     largest_id = max(tokenizer.get_vocab().values())
-    data = str(whole.directory / "rows.jsonl")
-    for row in train.with_prompts(data, False, tokenizer, train.Config(system="")):
+    path = str(whole.directory / "rows.jsonl")
+    for row in data.load_questions(path, False, tokenizer, train.Config(system="")):
         assert max(row["prompt"] + row["told"]) <= largest_id
 
 
 def read_weights(whole):
-    checkpoint = model.Checkpoint(whole.directory, whole.shape)
+    checkpoint = hf.Checkpoint(whole.directory, whole.shape)
     for name, size in model.shapes(whole.shape).items():
         found = checkpoint.read(name, [slice(0, n) for n in size])
         assert_array_equal(found, whole.weights[name], name)
@@ -169,7 +170,7 @@ def read_weights(whole):
 
 def read_questions(whole):
     path = whole.directory / "rows.jsonl"
-    found = train.load_rows(str(path), False)
+    found = data.load_rows(str(path), False)
     wanted = []
     for line in path.read_text().split("\n"):
         if line.strip():
@@ -207,7 +208,7 @@ def is_read(read, whole):
         try:
             read(whole)
             return True
-        except model.CheckpointError as e:
+        except files.CheckpointError as e:
             assert str(whole.directory) in str(e)
         except SystemExit as e:
             assert e.code == 2

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from conftest import SMALL, arguments, read_jsonl, restored_signals
 
-import model
 import train
+from infra import data, layouts, memory
 from test_kernel import mesh
 
 
@@ -43,7 +43,7 @@ def search(gib, most, limit=30.1, estimated=True):
         fits = gib(n) <= limit
         return (gib(n) if fits or estimated else 99.0), fits
 
-    return train.largest(need, limit, most)[0], asked
+    return memory.largest(need, limit, most)[0], asked
 
 
 def test_micro_batch_is_found_by_few_compilations():
@@ -83,11 +83,11 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 
     def choose(micro_batch=0):
         asked = dataclasses.replace(cfg, micro_batch=micro_batch)
-        return train.choose_micro_batch(asked, SMALL, mesh(), 32)
+        return memory.choose_micro_batch(asked, SMALL, mesh(), 32)
 
     def with_memory(gib):
         train.needed.cache_clear()
-        monkeypatch.setattr(model, "device_memory", lambda device: gib)
+        monkeypatch.setattr(memory, "device_memory", lambda device: gib)
 
     one = train.needed(1, 32, cfg, SMALL, mesh())[0]
     three = train.needed(3, 32, cfg, SMALL, mesh())[0]
@@ -147,7 +147,7 @@ def test_plan_of_a_sweep_is_a_table_and_a_file(swept):
 
 def test_plan_of_a_rollout_in_waves_makes_them_equal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model, "rows_that_fit", lambda *_: 24)
+    monkeypatch.setattr(layouts, "rows_that_fit", lambda *_: 24)
     assert "32 rows per device, 16 at once" in plan("--micro_batch 8")
 
 
@@ -157,7 +157,7 @@ def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     four, eight = [row["gib"] for row in swept.rows]
     per_row = (eight - four) / 4
     # Memory for ten rows, and not for eleven.
-    monkeypatch.setattr(model, "device_memory", lambda device: eight + 2.5 * per_row)
+    monkeypatch.setattr(memory, "device_memory", lambda device: eight + 2.5 * per_row)
     text = plan("--max_answer 40 --sweep loss_impl=jax")
     assert re.search(r"^ +~ +4 .* fits$", text, re.M), text
     assert re.search(r"^ +8 .* fits$", text, re.M), text
@@ -172,7 +172,7 @@ RUN_FLAGS = (
 )
 
 
-every_question = train.arith
+every_question = data.arith
 
 
 @cache
@@ -186,7 +186,7 @@ def train_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A mesh of all devices takes longer to compile for, and 20,000 questions seconds to encode.
     monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
-    monkeypatch.setattr(train, "arith", few_questions)
+    monkeypatch.setattr(data, "arith", few_questions)
     with restored_signals():
         yield lambda *flags: train.main(arguments(flags))
 

@@ -39,7 +39,7 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 import model
-import train
+from infra import data, files, hf
 from test_kernel import mesh, relative
 
 
@@ -126,7 +126,7 @@ def test_saved_checkpoint_loads_in_transformers(name, file_bytes, tmp_path, reco
     on = mesh(2, 2, 2) if len(jax.devices()) >= 8 else mesh()
     params, _ = load(hf.directory, on)
     shutil.copy(hf.directory / "config.json", tmp_path)
-    model.save(tmp_path, params, hf.cfg, on, "float32", file_bytes)
+    hf.save(tmp_path, params, hf.cfg, on, "float32", file_bytes)
 
     files = list(tmp_path.glob("*.safetensors"))
     is_one_file = files == [tmp_path / "model.safetensors"]
@@ -159,7 +159,7 @@ def test_loads_bfloat16_and_several_files(tmp_path, record_property):
     ours = tmp_path / "ours"
     ours.mkdir()
     shutil.copy(theirs / "config.json", ours)
-    model.save(ours, hf.params, cfg, mesh(), "bfloat16")
+    hf.save(ours, hf.params, cfg, mesh(), "bfloat16")
     assert_trees_equal(load(ours)[0], params)
 
 
@@ -177,7 +177,7 @@ PARAMETERS = {
 def test_published_sizes(tmp_path, record_property):
     for size, n_params in PARAMETERS.items():
         shutil.copy(shared(f"qwen2.5/config-{size}.json"), tmp_path / "config.json")
-        cfg = model.read_config(tmp_path)
+        cfg = hf.read_config(tmp_path)
         assert cfg.n_params == n_params, cfg
         assert cfg.H == cfg.D // cfg.N, cfg
         assert cfg.rope_theta == 1e6, cfg
@@ -287,7 +287,7 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
         message = "none"
         try:
             load(bad)
-        except model.CheckpointError as e:
+        except files.CheckpointError as e:
             message = str(e).replace(str(tmp_path), "")
         assert words in message, f"{name}, wrong by {str(change)[:200]}: {message}"
         shutil.rmtree(bad)
@@ -295,7 +295,7 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
 
 
 # ---------------------------------------------------------------- load
-class WatchedCheckpoint(model.Checkpoint):
+class WatchedCheckpoint(hf.Checkpoint):
     """Notes of each read: (parameter, shape read, bytes held before it, bytes that it took)."""
 
     def __init__(self, directory, cfg):
@@ -320,12 +320,12 @@ def test_load_streams(tmp_path, record_property):
     """On eight devices host memory holds a shard at a time; no more is read of the files."""
     on = mesh(1, 8, 1)
     larger = dict(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
-    config = train.TINY_MODEL | larger | {"tie_word_embeddings": False}
-    model.write_random(tmp_path, config, seed=0)
+    config = data.TINY_MODEL | larger | {"tie_word_embeddings": False}
+    hf.write_random(tmp_path, config, seed=0)
     whole, cfg = load(tmp_path)
     checkpoint = WatchedCheckpoint(tmp_path, cfg)
     tracemalloc.start()
-    params = model.load(checkpoint, on)
+    params = hf.load(checkpoint, on)
     tracemalloc.stop()
 
     assert_trees_equal(params, whole)

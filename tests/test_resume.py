@@ -37,7 +37,7 @@ from conftest import (
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
-import train
+from infra import cluster, data
 
 # A supervised phase, then advantages, clipping, a reference; a checkpoint every other step.
 LIFE_FLAGS = (
@@ -354,7 +354,7 @@ def test_a_killed_run_is_the_undisturbed_one(tmp_path, tmp_path_factory, record_
         return lives(tmp_path_factory, steps)
 
     out = check_kills(tmp_path, flags, 3, 1, 1, record_property)
-    prompts = [train.chat("", row["question"]) for row in train.arith(True)[:8]]
+    prompts = [data.chat("", row["question"]) for row in data.arith(True)[:8]]
     check_transformers(out / "final", prompts)
 
 
@@ -393,16 +393,16 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
             pass
 
     run = SimpleNamespace(signal=0)
-    monkeypatch.setattr(train, "PATIENCE", 0.1)
+    monkeypatch.setattr(cluster, "PATIENCE", 0.1)
     with restored_signals(), http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        train.watch_signals(run)
+        cluster.watch_signals(run)
         until(lambda: run.signal, seconds=60)
         server.shutdown()
         assert run.signal == signal.SIGTERM
-        with pytest.raises(train.Stop):
-            train.pause(run)
+        with pytest.raises(cluster.Stop):
+            cluster.check_for_stop(run)
     assert set(asked) == {("/computeMetadata/v1/instance/preempted?wait_for_change=true", "Google")}
 
 

@@ -26,7 +26,9 @@ from test_model import by_tier, hf_model
 from test_sampling import compiled_sample
 
 import model
+from infra import layouts, memory, rollout
 from test_kernel import mesh
+from tools import bench_rollout
 
 
 # ---------------------------------------------------------------- against transformers
@@ -61,7 +63,7 @@ def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_pro
         copy = spoiled_copy(hf.directory, tmp_path, "config.json", {"eos_token_id": whole[3][0]})
         # generation_config.json overrules config.json.
         edit(copy / "generation_config.json", {"eos_token_id": stops})
-        cfg = model.read_config(copy)
+        cfg = hf.read_config(copy)
 
     out = generate(hf.params, cfg, prompts, n, temperature=0.0)
     is_stop = np.isin(whole, stops)
@@ -178,8 +180,8 @@ SLOW_WAYS = {
 def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
     """Of ragged prompts, in groups, growing windows and waves, while rows that are done go."""
     answers, live, logps = uncached_answers()
-    regrow = mock.Mock(wraps=model.regrow)
-    monkeypatch.setattr(model, "regrow", regrow)
+    regrow = mock.Mock(wraps=rollout.resize_state)
+    monkeypatch.setattr(rollout, "resize_state", regrow)
     heard = []
 
     def progress(done, tokens):
@@ -228,7 +230,7 @@ def test_greedy_answers_equal_on_meshes():
 def test_decode_works_in_place_and_ends(monkeypatch):
     """A cache that goes in is gone; once all rows have ended, no more slots are written."""
     cfg = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V)))
-    decode = model.decode
+    decode = rollout.decode
     taken, left = [], []
 
     def watched(weights, state, *args, **options):
@@ -237,7 +239,7 @@ def test_decode_works_in_place_and_ends(monkeypatch):
         left.append(new_state)
         return new_state, out
 
-    monkeypatch.setattr(model, "decode", watched)
+    monkeypatch.setattr(rollout, "decode", watched)
     params = random_params(cfg, mesh())
     out = generate(params, cfg, random_prompts(cfg, (4, 4)), 24, at_once=1, stage=9)
     assert len(taken) == 6
@@ -264,10 +266,10 @@ def largest_collective(program):
 def test_decode_moves_no_cache_between_devices(kind):
     """jax 0.10 gathers all of an array whose layout is constrained outside a shard_map."""
     slots = 4096
-    layout, _ = model.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32")
-    program = model.lower_decode(TIED, layout, jnp.dtype("float32"), 64, slots).compile()
-    _, bytes_of_a_slot = model.bytes_read(TIED, layout, jnp.dtype("float32"))
-    rows = 64 // model.row_shards(layout)
+    layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32")
+    program = rollout.lower_decode(TIED, layout, jnp.dtype("float32"), 64, slots).compile()
+    _, bytes_of_a_slot = layouts.bytes_read(TIED, layout, jnp.dtype("float32"))
+    rows = 64 // layouts.row_shards(layout)
     cache = bytes_of_a_slot * slots * rows
     assert largest_collective(program) < cache / 10
     assert program.memory_analysis().temp_size_in_bytes < cache, "the cache is copied"
@@ -278,11 +280,11 @@ GIB = 2**30
 
 
 def sizes(name):
-    return model.ModelConfig(*model.SIZES[name][:7], 1e6, 1e-6, True, 9999, ())
+    return model.ModelConfig(*bench_rollout.SIZES[name][:7], 1e6, 1e-6, True, 9999, ())
 
 
 def set_memory(monkeypatch, gib):
-    monkeypatch.setattr(model, "device_memory", lambda device: gib)
+    monkeypatch.setattr(memory, "device_memory", lambda device: gib)
 
 
 def test_layout_is_chosen_by_size_and_memory(monkeypatch):
@@ -299,7 +301,7 @@ def test_layout_is_chosen_by_size_and_memory(monkeypatch):
     # fmt: on
     for name, memory, kind, tp in cases:
         set_memory(monkeypatch, memory)
-        layout, why = model.rollout_layout("auto", sizes(name), on, "bfloat16")
+        layout, why = layouts.rollout_layout("auto", sizes(name), on, "bfloat16")
         assert layout.kind == kind, (name, memory, why)
         assert why.startswith(kind), (name, memory, why)
         assert list(layout.mesh.devices.flat) == list(on.devices.flat)
@@ -309,10 +311,10 @@ def test_layout_is_chosen_by_size_and_memory(monkeypatch):
 @pytest.mark.parametrize("kind, split", [("replicated", ""), ("tp", "NKFV")])
 def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
     """And over D by nothing, or each decoding step would gather them."""
-    layout, _ = model.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16")
+    layout, _ = layouts.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16")
     for name in model.shapes(sizes("3B")):
         dims = model.letters(name)
-        axes = model.rollout_spec(name, layout)
+        axes = layouts.rollout_spec(name, layout)
         for dim, axis in zip(dims, axes, strict=True):
             parts = layout.mesh.shape[axis] if axis else 1
             assert (parts > 1) == (dim in split), (name, dim)
@@ -323,14 +325,14 @@ def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
     resting = 12 * GIB
     slots = 1280
     for kind, parts, heads in (("replicated", 1, 2), ("fsdp", 8, 2), ("tp", 2, 1)):
-        layout, _ = model.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16")
+        layout, _ = layouts.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16")
         weights = 2 * cfg.n_params / parts
         keys_and_values = 36 * 2 * heads * 128 * 2 * slots
         half = (32 * GIB - resting - weights) / 2
         cases = [(32, half // keys_and_values), (12, 1), (math.inf, 2**30)]
         for memory, rows in cases:
             set_memory(monkeypatch, memory)
-            found = model.rows_that_fit(cfg, layout, "bfloat16", slots, resting)
+            found = layouts.rows_that_fit(cfg, layout, "bfloat16", slots, resting)
             assert found == rows, (kind, memory)
 
 
@@ -349,10 +351,10 @@ def test_batch_shrinks_where_that_saves_a_tenth():
     }
     # fmt: on
     for case, rows in table.items():
-        assert model.fewer_rows(*case) == rows, case
+        assert rollout.fewer_rows(*case) == rows, case
 
 
 def test_buckets_are_powers_of_two_and_three_quarters_of_them():
     table = {1: 1, 2: 2, 3: 3, 5: 6, 24: 24, 25: 32, 100: 128, 513: 768}
     for n, size in table.items():
-        assert model.bucket(n) == size, n
+        assert rollout.padded_length(n) == size, n
