@@ -587,7 +587,7 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg):
         print(f"reward {name} failed on {len(messages)} answers, which score 0: {max(messages.values())}")
     names = ["reward/mean", "len/prompt", "len/answer", "truncated", "solved"]
     names += [f"reward/{function.__name__}" for function, _ in REWARDS]
-    table = np.column_stack([rewards, [len(p) for p in prompts], out["lengths_B"], out["cut_B"], scores])
+    table = np.column_stack([reward_B, [len(p) for p in prompts], out["lengths_B"], out["cut_B"], scores])
     table = all_gather_hosts(table).reshape(-1, len(names))
     groups = table[:, 0].reshape(-1, cfg.npq)
     return dict(zip(names, table.mean(0).tolist())) | {
