@@ -1,7 +1,11 @@
-"""The processes of a run: find them, call the roll, gather values, stop together."""
+"""The processes of a run: find them, call the roll, gather values, stop together, leave.
+
+A run is one JAX process a host (a TPU worker, a node of Slurm), or a task. All run the same program
+on the same flags, and every one runs every jitted call.
+"""
 
 import contextlib
-import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -10,10 +14,12 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 import urllib.request
-from functools import cache
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -22,136 +28,308 @@ from jax.experimental import multihost_utils
 from infra.log import check, exit_on, first_line
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+START_ALL = "`bash launch.sh TYPE` starts all"
 
-def all_gather_hosts(value):
-    """What each process has, stacked: [processes, ...]; every process must call."""
-    return np.asarray(multihost_utils.process_allgather(np.asarray(value))).reshape(-1, *np.shape(value))
 
-FLAGS_OF_A_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}  # may differ by process
+# ---------------------------------------------------------------- values of all processes
+def all_gather_hosts(value) -> np.ndarray:
+    """What each process has, stacked: [processes, ...]. Every process must call."""
+    gathered = multihost_utils.process_allgather(np.asarray(value))
+    return np.asarray(gathered).reshape(-1, *np.shape(value))
 
-def on_tpu_vm():
-    return glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "GCE_METADATA_HOST" in os.environ
 
-def metadata(key, timeout):
-    """What Google's metadata server says of this VM."""
-    where = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-    return urllib.request.urlopen(urllib.request.Request(
-        f"http://{where}/computeMetadata/v1/instance/{key}", None, {"Metadata-Flavor": "Google"}),
-        timeout=timeout).read().decode()
+def host_count(mesh) -> int:
+    """JAX processes that a mesh's devices belong to. The devices need not be here."""
+    return len({device.process_index for device in mesh.devices.flat})
 
-def find_processes(cfg):
-    """-> (host:port of process 0, the host of each process, this one's number, the GPUs that are its own)"""
-    env, hosts, me = os.environ, [""], 0
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+
+# ---------------------------------------------------------------- find the processes
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, as this one finds them."""
+
+    address: str  # host:port of process 0
+    hosts: list  # the host of each process, "" where it is not known
+    index: int  # which of them this is
+    local_gpu: int | None = None  # the one GPU of this process, None for all that it finds
+
+
+def on_tpu_vm() -> bool:
+    has_device = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    return bool(has_device) or "GCE_METADATA_HOST" in os.environ
+
+
+def metadata(key: str, timeout: float | None) -> str:
+    """What Google's metadata server says of this VM. Raises OSError."""
+    server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/instance/{key}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    return urllib.request.urlopen(request, timeout=timeout).read().decode()
+
+
+def find_processes(cfg) -> Processes:
+    """From the flags, else from Slurm, else from the TPU slice; else this one alone."""
     if cfg.coordinator:
-        return cfg.coordinator, hosts * cfg.processes, cfg.process_id, None
-    if tasks > 1:
-        list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST" 2> /dev/null'
-        nodes = subprocess.check_output(list_nodes, shell=True, text=True).split()
-        each, address = tasks // len(nodes), f"{nodes[0]}:{12000 + int(env['SLURM_JOB_ID']) % 20000}"
-        shared = each > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")  # the node's GPUs, by all its tasks
-        return (address, [node for node in nodes for _ in range(each)], int(env["SLURM_PROCID"]),
-                int(env["SLURM_LOCALID"]) if shared else None)
+        return Processes(cfg.coordinator, [""] * cfg.processes, cfg.process_id)
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return slurm_processes()
+    hosts = [""]
+    index = 0
     if on_tpu_vm():
         try:
-            ends = metadata("attributes/worker-network-endpoints", 9)
-            hosts, me = [end.split(":")[-1] for end in ends.split(",")], int(
-                metadata("attributes/agent-worker-number", 9))
+            endpoints = metadata("attributes/worker-network-endpoints", 9)
+            index = int(metadata("attributes/agent-worker-number", 9))
+            hosts = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
         except (OSError, ValueError) as e:
-            print(f"train.py: not a slice of Cloud TPUs, so one process ({first_line(e)})", flush=True)
-    return f"{hosts[0]}:8476", hosts, me, None  # JAX's own choice, 8482, is closed in Google's firewall
+            why = first_line(e)
+            print(f"train.py: not a slice of Cloud TPUs, so one process ({why})", flush=True)
+    # JAX's own choice of a port, 8482, is closed in Google's firewall.
+    return Processes(f"{hosts[0]}:8476", hosts, index)
 
-def roll_call(address, hosts, me, mine, seconds):
-    """All tell process 0 what they run -> what is wrong, or "". (JAX's own wait aborts and names nobody.)"""
-    (server, port), end = address.rsplit(":", 1), time.time() + seconds
-    names = [f"process {i}" + f" ({host})" * bool(host) for i, host in enumerate(hosts)]
-    while me and time.time() < end:
+
+def slurm_processes() -> Processes:
+    """The tasks of this job step, a node's together."""
+    env = os.environ
+    list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST" 2> /dev/null'
+    nodes = subprocess.check_output(list_nodes, shell=True, text=True).split()
+    # Slurm puts as many tasks on each node.
+    tasks_per_node = int(env["SLURM_STEP_NUM_TASKS"]) // len(nodes)
+    # Two jobs on one node must not choose the same port.
+    port = 12000 + int(env["SLURM_JOB_ID"]) % 20000
+    # Where all tasks of a node find all its GPUs, each takes one.
+    gpus_are_shared = tasks_per_node > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")
+    return Processes(
+        address=f"{nodes[0]}:{port}",
+        hosts=[node for node in nodes for _ in range(tasks_per_node)],
+        index=int(env["SLURM_PROCID"]),
+        local_gpu=int(env["SLURM_LOCALID"]) if gpus_are_shared else None,
+    )
+
+
+# ---------------------------------------------------------------- the roll call
+def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
+    """All report to process 0 what they run -> what is wrong, or "".
+
+    JAX's own wait aborts after a while and names nobody.
+    """
+    names = [
+        f"process {i} ({host})" if host else f"process {i}"
+        for i, host in enumerate(processes.hosts)
+    ]
+    if processes.index == 0:
+        return call_the_roll(processes, names, facts, seconds)
+    return answer_the_roll(processes, names, facts, seconds)
+
+
+def answer_the_roll(processes, names, facts, seconds):
+    """Report to process 0, which may not be there yet -> its verdict on all."""
+    server, port = processes.address.rsplit(":", 1)
+    deadline = time.time() + seconds
+    # Process 0 may not listen yet.
+    while time.time() < deadline:
         try:
-            with socket.create_connection((server, port), 5) as s, s.makefile("rw") as f:
-                s.settimeout(seconds + 5)
-                print(json.dumps([me, mine]), file=f, flush=True)
+            with (
+                socket.create_connection((server, port), 5) as connection,
+                connection.makefile("rw") as f,
+            ):
+                # The verdict comes when the last process is there.
+                connection.settimeout(seconds + 5)
+                print(json.dumps([processes.index, facts]), file=f, flush=True)
                 return json.loads(f.readline())
-        except (OSError, ValueError):  # process 0 is not there yet
+        except (OSError, ValueError):
             time.sleep(0.5)
-    if me:
-        return f"{names[me]} of {len(hosts)} heard nothing from process 0 at {address} for {seconds} s"
-    told, files = {0: mine}, []
-    with socket.create_server(("", int(port)), backlog=len(hosts)) as s:
-        while (absent := [n for i, n in enumerate(names) if i not in told]) and time.time() < end:
-            s.settimeout(max(0.1, min(10, end - time.time())))
+    return (
+        f"{names[processes.index]} of {len(names)} heard nothing from process 0 at "
+        f"{processes.address} for {seconds} s"
+    )
+
+
+def call_the_roll(processes, names, facts, seconds):
+    """Wait for the others, compare what they run, and send all the same verdict."""
+    port = int(processes.address.rsplit(":", 1)[1])
+    deadline = time.time() + seconds
+    facts_of = {0: facts}
+    # The connections stay open for the verdict.
+    files = []
+    with socket.create_server(("", port), backlog=len(names)) as server:
+        while (absent := [i for i in range(len(names)) if i not in facts_of]) and (
+            time.time() < deadline
+        ):
+            server.settimeout(max(0.1, min(10, deadline - time.time())))
             try:
-                connection, _ = s.accept()
+                connection, _ = server.accept()
                 connection.settimeout(5)
                 files.append(connection.makefile("rw"))
-                told.update([json.loads(files[-1].readline())])
-            except (OSError, ValueError, TypeError):  # nobody came for a while, or one who is none of us
-                print(f"waiting for {', '.join(absent)}", flush=True)
-    fault = next((f"{names[i]} has {k} = {told[i].get(k)!r}, process 0 has {v!r}; give all the same command "
-                  "and files" for i in sorted(told) for k, v in mine.items() if told[i].get(k) != v), "")
+                index, its_facts = json.loads(files[-1].readline())
+                facts_of[index] = its_facts
+            except (OSError, ValueError, TypeError):
+                # Nobody came for a while, or somebody who is no process of this run.
+                print(f"waiting for {', '.join(names[i] for i in absent)}", flush=True)
+    fault = first_difference(names, facts_of)
     if absent:
-        fault = (f"{len(hosts)} processes are expected, {len(told)} started within {seconds} s; absent: "
-                 f"{', '.join(absent)}. Was only worker 0 started? `bash launch.sh TYPE` starts all")
+        fault = (
+            f"{len(names)} processes are expected, {len(facts_of)} started within {seconds} s; "
+            f"absent: {', '.join(names[i] for i in absent)}. Was only worker 0 started? {START_ALL}"
+        )
     for f in files:
-        with contextlib.suppress(OSError):  # a caller that gave up
+        # A caller may have given up.
+        with contextlib.suppress(OSError):
             print(json.dumps(fault), file=f, flush=True)
     return fault
 
-def connect(cfg):
-    """Join the run's other processes, if it has any, once all are there and run the same."""
-    with exit_on(Exception, "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; mend "
-                 "them, unset SLURM_STEP_NUM_TASKS, or set --coordinator"):
-        address, hosts, me, gpus = find_processes(cfg)
-        check(0 <= me < len(hosts), f"this is process {me}, but there are {len(hosts)}: 0, 1, ...")
-    if len(hosts) > 1:
-        mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in FLAGS_OF_A_PROCESS} | {
-            "commit": commit(), "code": code_hash(), "jax": jax.__version__}
-        with exit_on(OSError, f"{address} cannot be listened on: does another run use it?"):
-            fault = roll_call(address, hosts, me, mine, cfg.start_timeout)
+
+def first_difference(names, facts_of):
+    """The first fact in which a process differs from process 0, as a message, or ""."""
+    for i in sorted(facts_of):
+        for key, value in facts_of[0].items():
+            found = facts_of[i].get(key)
+            if found != value:
+                return (
+                    f"{names[i]} has {key} = {found!r}, process 0 has {value!r}; "
+                    "give all the same command and files"
+                )
+    return ""
+
+
+def connect(cfg, facts: dict) -> None:
+    """Join the run's other processes, if it has any, once all are there and have the same facts
+    (flags, beside which the code is compared). Exits 2 where they do not belong together."""
+    with exit_on(
+        Exception,
+        "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; mend them, "
+        "unset SLURM_STEP_NUM_TASKS, or set --coordinator",
+    ):
+        found = find_processes(cfg)
+        count = len(found.hosts)
+        check(
+            0 <= found.index < count,
+            f"this is process {found.index}, but there are {count}: 0, 1, ...",
+        )
+    if count > 1:
+        code = {"commit": commit(), "code": code_hash(), "jax": jax.__version__}
+        with exit_on(OSError, f"{found.address} cannot be listened on: does another run use it?"):
+            fault = roll_call(found, facts | code, cfg.start_timeout)
         check(not fault, fault)
-        jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
-        jax.distributed.initialize(address, len(hosts), me, gpus, "deactivate", heartbeat_timeout_seconds=30)
-    with exit_on(Exception, f"JAX finds no devices, with JAX_PLATFORMS = "
-                 f"{os.environ.get('JAX_PLATFORMS', '')!r}; try JAX_PLATFORMS=cpu"):
-        found = jax.process_count(), jax.device_count()
-    want = cfg.require_processes or found[0], cfg.require_devices or found[1]
-    check(found == want, "jax.process_count() = {} with {} devices, expected {} with {}: was only worker 0 "
-          "started? `bash launch.sh TYPE` starts all".format(*found, *want))
+        # JAX's service would swallow SIGTERM.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            found.address,
+            count,
+            found.index,
+            found.local_gpu,
+            "deactivate",
+            heartbeat_timeout_seconds=30,
+        )
+    check_devices(cfg.require_processes, cfg.require_devices)
 
-def code_hash():
+
+def check_devices(require_processes: int, require_devices: int) -> None:
+    # JAX looks for devices when it is first asked for them.
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    with exit_on(
+        Exception,
+        f"JAX finds no devices, with JAX_PLATFORMS = {platforms!r}; try JAX_PLATFORMS=cpu",
+    ):
+        processes = jax.process_count()
+        devices = jax.device_count()
+    # 0 requires nothing.
+    wanted_processes = require_processes or processes
+    wanted_devices = require_devices or devices
+    check(
+        processes == wanted_processes and devices == wanted_devices,
+        f"jax.process_count() = {processes} with {devices} devices, expected {wanted_processes} "
+        f"with {wanted_devices}: was only worker 0 started? {START_ALL}",
+    )
+
+
+# ---------------------------------------------------------------- which code this is
+@functools.cache
+def code_hash() -> str:
     """What tells these files from others."""
-    files = (open(path, "rb").read() for path in sorted(glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/infra/*.py")))
-    return hashlib.sha256(b"".join(files)).hexdigest()[:12]
+    paths = sorted(glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/infra/*.py"))
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as f:
+            digest.update(f.read())
+    return digest.hexdigest()[:12]
 
-@cache
-def commit():
-    """The commit this is, and whether files differ from it; launch.sh tells it where it sent the files."""
+
+@functools.cache
+def commit() -> str:
+    """The commit of this checkout, with "-dirty" where files differ from it.
+
+    launch.sh names it in the environment where it sends files without their git directory.
+    """
+    # The shell hides that git is missing.
     git = f"cd {shlex.quote(ROOT)} && git describe --always --dirty --abbrev=40"
-    return os.environ.get("PODGRPO_COMMIT") or subprocess.getoutput(f"({git}) 2> /dev/null") or "unknown"
+    described = os.environ.get("PODGRPO_COMMIT") or subprocess.getoutput(f"({git}) 2> /dev/null")
+    return described or "unknown"
 
+
+# ---------------------------------------------------------------- stop together
 class Stop(Exception):
-    """A signal, its number, asks to end."""
+    """A signal, whose number this holds, asks the run to end."""
 
-PATIENCE = 10  # seconds between questions to a metadata server that gives no answer
 
-def watch_signals(run):
-    """SIGTERM and SIGINT, or Google's notice that the VM will be preempted, end the run at the next `pause`;
-    the same signal once more ends it at once."""
-    def note(number, _):
-        run.signal = number
+class StopSignal:
+    """Holds the number of the signal that asks this process to end, 0 while none does."""
+
+    def __init__(self):
+        self.number = 0
+
+    def note(self, number, _frame=None):
+        self.number = number
+        # The same signal once more ends the process at once.
         signal.signal(number, signal.SIG_DFL)
-    def listen():
-        while True:
-            try:
-                if metadata("preempted?wait_for_change=true", None) == "TRUE":
-                    return os.kill(os.getpid(), signal.SIGTERM)
-            except (OSError, ValueError):
-                time.sleep(PATIENCE)
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
-    if on_tpu_vm():
-        threading.Thread(target=listen, daemon=True).start()
 
-def check_for_stop(run):
-    """Where all processes can stop: they do if one was told to."""
-    if number := int(all_gather_hosts(run.signal).max()):
+
+SECONDS_BETWEEN_TRIES = 10  # to ask a metadata server that gives no answer
+
+
+def watch_signals() -> StopSignal:
+    """From now on SIGTERM, SIGINT and Google's notice that this VM will be preempted end the run
+    at its next `check_for_stop`."""
+    stop_signal = StopSignal()
+    # A handler may only note the signal: processes stop together, between two device calls.
+    signal.signal(signal.SIGTERM, stop_signal.note)
+    signal.signal(signal.SIGINT, stop_signal.note)
+    if on_tpu_vm():
+        threading.Thread(target=wait_for_preemption, daemon=True).start()
+    return stop_signal
+
+
+def wait_for_preemption():
+    """Send this process SIGTERM once Google's metadata server announces the preemption."""
+    while True:
+        try:
+            # The server answers when the value changes.
+            if metadata("preempted?wait_for_change=true", None) == "TRUE":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+        except (OSError, ValueError):
+            time.sleep(SECONDS_BETWEEN_TRIES)
+
+
+def check_for_stop(stop_signal: StopSignal) -> None:
+    """A place where all processes can stop together. Raises Stop in all if one was asked to."""
+    # The largest number, so that all raise the same.
+    number = int(all_gather_hosts(stop_signal.number).max())
+    if number:
         raise Stop(number)
+
+
+def leave(error: BaseException) -> None:
+    """End this process with the error's exit code, or raise it again where it is the only one.
+
+    At an orderly exit JAX would wait for the other processes, which wait for this one.
+    """
+    code = error.code if isinstance(error, SystemExit) else 1
+    if not jax.distributed.is_initialized() or code == 0:
+        raise error
+    if code == 1:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    # Process 0 goes last, since the others abort when it is gone.
+    if jax.process_index() == 0:
+        time.sleep(3)
+    os._exit(code)

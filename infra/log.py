@@ -1,4 +1,4 @@
-"""What a person sees: the terminal, metrics.jsonl, samples.jsonl, the final report."""
+"""What a person reads: the terminal, metrics.jsonl, samples.jsonl, and the report at the end."""
 
 import contextlib
 import io
@@ -9,94 +9,161 @@ import sys
 
 import jax
 
+# The line of a step, made of its metrics: fixed order, greppable.
+SFT_LINE = (
+    "sft {step}/{total} | nll {nll:.3f} | gnorm {grad_norm:.2f} | lr {lr:.1e} | "
+    "upd {time/update_s:.1f}s"
+)
+GRPO_LINE = (
+    "step {step}/{total} | reward {reward/mean:.2f} | solved {solved:.2f} | "
+    "len {len/answer:.0f} | clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | "
+    "roll {time/rollout_s:.1f}s upd {time/update_s:.1f}s | {thousands:.1f}k tok/s"
+)
 
-def check(condition, message):
+
+# ---------------------------------------------------------------- the terminal
+def warn(text: str) -> None:
+    """Print a line on stderr, from whichever process it comes."""
+    print(f"train.py: {text}", file=sys.stderr, flush=True)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print on stdout, from process 0."""
+    if jax.process_index() == 0:
+        # On a terminal this erases the line of progress that may stand there.
+        erase = "\r\033[K" if sys.stdout.isatty() else ""
+        print(erase + text, end=end, flush=True)
+
+
+def progress(what: str, done: int = 0, total: int = 0) -> None:
+    """Print how far something is: on a terminal a line that the next one replaces, else a line
+    at each quarter of the total."""
+    if total > 0:
+        what += f" {done}/{total}"
+    if sys.stdout.isatty():
+        say(what, end="\r")
+    elif total > 1:
+        quarter = done * 4 // total
+        quarter_before = (done - 1) * 4 // total
+        if quarter > quarter_before:
+            say(what)
+
+
+def step_line(metrics: dict, total: int) -> str:
+    """The line that a step prints."""
+    line = SFT_LINE if "nll" in metrics and "reward/mean" not in metrics else GRPO_LINE
+    thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
+    return line.format(total=total, thousands=thousands, **metrics)
+
+
+# ---------------------------------------------------------------- mistakes
+def check(condition, message: str) -> None:
     """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
     if not condition:
         warn(message.replace("\n", " "))
         raise SystemExit(2)
 
+
 @contextlib.contextmanager
-def exit_on(errors, message):
-    """Stop likewise on such errors inside, with the message and the error's first line."""
+def exit_on(errors, message: str):
+    """Stop like `check` on such errors inside, with the message and the error's first line."""
     try:
         yield
-    except BaseException as e:  # a panic of the tokenizers, which are in Rust, is no Exception
+    except BaseException as e:
+        # A panic of the tokenizers, which are written in Rust, is no Exception.
         if not isinstance(e, errors) and type(e).__name__ != "PanicException":
             raise
         check(False, f"{message}: {first_line(e)}")
 
-def first_line(error):
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its text."""
+    # Others' errors may have pages of text.
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
+
+
+# ---------------------------------------------------------------- standard streams
 class Stream(io.FileIO):
-    """A standard stream that bears that nobody reads it any more, or that its disk is full."""
+    """A standard stream that survives when nobody reads it any more, or its disk is full."""
+
     def write(self, data):
         with contextlib.suppress(OSError):
             return super().write(data)
         return len(data)
 
-def open_streams():
-    """sys.stdout and sys.stderr, once more where they are closed. What is closed outside goes nowhere."""
-    for name, number in ("stdout", 1), ("stderr", 2):
+
+def open_streams() -> None:
+    """Open sys.stdout and sys.stderr anew. One that was closed outside prints to nowhere."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
         try:
             raw = Stream(number, "w", closefd=False)
         except OSError:
-            raw = open(os.devnull, "wb", buffering=0)
-        buffered = io.BufferedWriter(raw)
-        # a terminal may not have all letters of an answer
-        stream = io.TextIOWrapper(buffered, errors="backslashreplace", line_buffering=True)
-        setattr(sys, name, stream)
+            raw = io.FileIO(os.devnull, "w")
+        # A terminal may lack some letters of an answer.
+        text = io.TextIOWrapper(
+            io.BufferedWriter(raw), errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, text)
 
-def warn(text):
-    print(f"train.py: {text}", file=sys.stderr, flush=True)
 
-def say(text, end="\n"):
-    if jax.process_index() == 0:
-        print("\r\033[K" * sys.stdout.isatty() + text, end=end, flush=True)
+# ---------------------------------------------------------------- metrics.jsonl and samples.jsonl
+class JsonLines:
+    """A file of one JSON object a line, to which process 0 appends.
 
-def progress(what, done=0, total=0):
-    """What is being done, how far: on a terminal, a line that the next replaces; else one at each quarter."""
-    what += f" {done}/{total}" * (total > 0)
-    if sys.stdout.isatty():
-        say(what, end="\r")
-    elif total > 1 and done * 4 // total > (done - 1) * 4 // total:
-        say(what)
+    A line that cannot be written, on a full disk for example, is printed to stderr and counted in
+    `lost`; the run goes on.
+    """
 
-# the line of a step, of its metrics: fixed order, greppable
-SFT_LINE = "sft {step}/{total} | nll {nll:.3f} | gnorm {grad_norm:.2f} | lr {lr:.1e} | upd {time/update_s:.1f}s"
+    def __init__(self, path: str):
+        self.path = path
+        self.lost = 0
 
-GRPO_LINE = ("step {step}/{total} | reward {reward/mean:.2f} | solved {solved:.2f} | len {len/answer:.0f} | "
-        "clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | roll {time/rollout_s:.1f}s "
-        "upd {time/update_s:.1f}s | {thousands:.1f}k tok/s")
-
-def append_jsonl(cfg, run, name, rows):
-    """Append; what a full disk does not take waits for the next time."""
-    if jax.process_index() == 0:
-        plain = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v  # JSON has no NaN
-        waiting = run.unwritten.setdefault(name, [])
-        waiting += [json.dumps({k: plain(v) for k, v in row.items()}, ensure_ascii=False) for row in rows]
-        text = "".join(line + "\n" for line in waiting).encode(errors="replace")
+    def append(self, *rows: dict) -> None:
+        if jax.process_index() != 0:
+            return
+        text = "".join(json_line(row) for row in rows)
         try:
-            with open(f"{cfg.out}/{name}", "ab", buffering=0) as f:
-                end = f.tell()
-                try:
-                    if f.write(text) < len(text):
-                        raise OSError("no room")
-                    os.fsync(f.fileno())
-                except OSError:
-                    f.truncate(end)
-                    raise
-            waiting.clear()
+            append_at_once(self.path, text.encode(errors="replace"))
         except OSError as e:
-            warn(f"{cfg.out}/{name} cannot be written: {first_line(e)}; {len(waiting)} lines wait")
+            self.lost += len(rows)
+            warn(f"{self.path} cannot be written: {first_line(e)}; lines lost: {self.lost}\n{text}")
 
-def read_jsonl(cfg, name):
-    """The rows of a file of this run, which is made if need be. What is no row of a step is told, and left
-    out; so is half a line at the end, which a killed run may leave."""
+
+def json_line(row: dict) -> str:
+    # JSON has no NaN and no infinity.
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
+    return json.dumps(plain, ensure_ascii=False) + "\n"
+
+
+def append_at_once(path: str, data: bytes) -> None:
+    """Append all bytes, on the disk when this returns, or none. Raises OSError."""
+    # Unbuffered, so that it is known how many bytes the disk took.
+    with open(path, "ab", buffering=0) as f:
+        end = f.tell()
+        try:
+            if f.write(data) < len(data):
+                raise OSError("no room")
+            os.fsync(f.fileno())
+        except OSError:
+            f.truncate(end)
+            raise
+
+
+def read_jsonl(path: str) -> list[dict]:
+    """The rows of metrics.jsonl or samples.jsonl, [] where there is no file.
+
+    What is no row of a step is named on stderr and left out. So is half a line at the end, which
+    a killed run may leave.
+    """
     rows = []
-    with open(f"{cfg.out}/{name}", "a+", encoding="utf-8", errors="replace") as f:
-        f.seek(0)
+    # A run that has just begun has none.
+    if not os.path.exists(path):
+        return rows
+    with open(path, encoding="utf-8", errors="replace") as f:
         lines = [line for line in f if line.endswith("\n")]
     for number, line in enumerate(lines, 1):
         try:
@@ -105,19 +172,35 @@ def read_jsonl(cfg, name):
                 raise ValueError("its step is no number")
             rows.append(row)
         except (ValueError, TypeError, LookupError, RecursionError) as e:
-            warn(f"{cfg.out}/{name} line {number} is no row of a step, and is left out: {first_line(e)}")
+            warn(f"{path} line {number} is no row of a step, and is left out: {first_line(e)}")
     return rows
 
-def print_report(cfg, seconds):
+
+# ---------------------------------------------------------------- the end of a run
+def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
-    scores = {m["step"]: m["eval/solved"] for m in read_jsonl(cfg, "metrics.jsonl") if "eval/solved" in m}
-    say(f"\ndone: {cfg.sft_steps} supervised and {cfg.steps} GRPO steps, {seconds / 60:.1f} minutes")
-    if scores:
-        a, b = min(scores), max(scores)
-        told = [s for s in read_jsonl(cfg, "samples.jsonl") if s.get("eval") and s["step"] in (a, b)]
-        for s in sorted(told, key=lambda s: s["question"]):
-            say(f"\n  {s['question']}\n" * (s["step"] == a)
-                + f"    step {s['step']:4} {'right' if s['solved'] else 'wrong'}  {s['answer']}")
-        say(f"\nheld-out questions solved: {scores[a]:.1%} at step {a} -> {scores[b]:.1%} at step {b}")
-    say(f"checkpoint: {cfg.out}/final (Hugging Face format); " * (cfg.steps + cfg.sft_steps > 0)
-        + f"metrics: {cfg.out}/metrics.jsonl")
+    metrics = read_jsonl(f"{out}/metrics.jsonl")
+    # An evaluation is a row of its own.
+    solved = {row["step"]: row["eval/solved"] for row in metrics if "eval/solved" in row}
+    say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {seconds / 60:.1f} minutes")
+    if solved:
+        print_before_and_after(out, min(solved), max(solved))
+        first = f"{solved[min(solved)]:.1%} at step {min(solved)}"
+        last = f"{solved[max(solved)]:.1%} at step {max(solved)}"
+        say(f"\nheld-out questions solved: {first} -> {last}")
+    checkpoint = f"checkpoint: {out}/final (Hugging Face format); " if sft_steps + steps else ""
+    say(f"{checkpoint}metrics: {out}/metrics.jsonl")
+
+
+def print_before_and_after(out: str, first: int, last: int) -> None:
+    """The answers to a few held-out questions at two evaluations."""
+    samples = [
+        row
+        for row in read_jsonl(f"{out}/samples.jsonl")
+        if row.get("eval") and row["step"] in (first, last)
+    ]
+    for row in sorted(samples, key=lambda row: row["question"]):
+        if row["step"] == first:
+            say(f"\n  {row['question']}")
+        verdict = "right" if row["solved"] else "wrong"
+        say(f"    step {row['step']:4} {verdict}  {row['answer']}")

@@ -5,7 +5,8 @@ import hashlib
 import math
 import os
 import re
-from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -15,111 +16,208 @@ from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
 from infra.log import check, say
 
-Chip = namedtuple("Chip", "gib bandwidth flops")  # memory, its bytes a second, bfloat16 operations a second
+GIB = 2**30
+ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
 
-CHIPS = {"TPU v4": Chip(30.75, 1.2e12, 275e12), "TPU v5 lite": Chip(15.7, 8.2e11, 197e12),
-         "TPU v5": Chip(95, 2.77e12, 459e12), "TPU v6 lite": Chip(31.24, 1.64e12, 918e12),
-         "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12), "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12),
-         "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12)}
 
-def chip(device):
-    """The Chip of a device, by the start of its device_kind; where that is not known: inf, 0, 0."""
-    return next((c for kind, c in CHIPS.items() if device.device_kind.startswith(kind)), Chip(math.inf, 0, 0))
+# ---------------------------------------------------------------- chips
+@dataclass(frozen=True)
+class Chip:
+    """What a device has, as its maker says; 0 where that is not known."""
 
-def device_memory(device):
-    """GiB; a CPU's is shared out; inf where it is not known."""
+    gib: float = math.inf  # memory
+    bandwidth: float = 0  # bytes a second of that memory
+    flops: float = 0  # bfloat16 operations a second
+
+
+# By the start of JAX's device_kind; the longer name comes first.
+CHIPS = {
+    "TPU v4": Chip(30.75, 1.2e12, 275e12),
+    "TPU v5 lite": Chip(15.7, 8.2e11, 197e12),
+    "TPU v5": Chip(95, 2.77e12, 459e12),
+    "TPU v6 lite": Chip(31.24, 1.64e12, 918e12),
+    "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12),
+    "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12),
+    "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12),
+}
+
+
+def chip(device) -> Chip:
+    for kind, found in CHIPS.items():
+        if device.device_kind.startswith(kind):
+            return found
+    return Chip()
+
+
+def host_memory() -> float:
+    """GiB of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+def device_memory(device) -> float:
+    """GiB of a device; inf where it is not known."""
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count() / 2 ** 30
+        # The CPU's devices share the host's memory.
+        return host_memory() / jax.local_device_count()
     try:
-        return (device.memory_stats() or {})["bytes_limit"] / 2 ** 30
+        return (device.memory_stats() or {})["bytes_limit"] / GIB
     except (KeyError, jax.errors.JaxRuntimeError):
+        # A device that is not here, or one that does not tell.
         return chip(device).gib
 
-def least_memory(mesh):
-    """GiB of the device that has least, as far as processes see; all are told the same."""
-    mine = [device_memory(d) for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    return float(all_gather_hosts(np.float32(min(mine))).min())
 
-def host_memory():
-    """GiB."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 ** 30
+def least_memory(mesh) -> float:
+    """GiB of the device of a mesh that has least; all processes get the same answer."""
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    least = min(device_memory(device) for device in local)
+    return float(all_gather_hosts(np.float32(least)).min())
 
-def tpu_devices(slice_type):
-    """Of a slice such as v6e-8; v4 and v5p count cores, two a chip, and lie in three dimensions."""
+
+def device_bytes(tree) -> int:
+    """Bytes of one device that a tree of shapes takes; what is offloaded takes none."""
+    total = 0
+    for array in jax.tree.leaves(tree):
+        if array.sharding.memory_kind != "pinned_host":
+            total += math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return total
+
+
+# ---------------------------------------------------------------- TPUs that are not here
+def tpu_devices(slice_type: str) -> list:
+    """The devices of a slice such as v6e-8, to compile for. Raises ValueError for no such type."""
     from jax.experimental import topologies
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-                   "TPU_WORKER_HOSTNAMES": "localhost"}  # or libtpu looks for a TPU, and waits for it
-    known = re.fullmatch(r"(v4|v5p|v5litepod|v6e)-(1|4|8|16|32|64|128|256)", slice_type)
+
+    # Otherwise libtpu looks for a TPU, and waits for it.
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    sizes = "1|4|8|16|32|64|128|256"
+    known = re.fullmatch(rf"(v4|v5p|v5litepod|v6e)-({sizes})", slice_type)
     if not known:
-        raise ValueError(f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256")
+        raise ValueError(
+            f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256"
+        )
     kind, size = known.groups()
-    dims = 3 if kind in ("v4", "v5p") else 2
-    n = (int(size) // (dims - 1)).bit_length() - 1
-    sides = sorted((1 << (n + i) // dims for i in range(dims)), key=lambda side: (side == 1, side))
-    options = ({"chip_config_name": "megacore"} if dims == 3 else
-               {"chips_per_host_bounds": {0: [1, 1, 1], 3: [2, 4, 1]}.get(n, [2, 2, 1])})
-    name = f"{kind.replace('litepod', 'e')}:{'x'.join(map(str, sides))}"
+    # v4 and v5p count cores, two a chip, and their chips lie in three dimensions.
+    dimensions = 3 if kind in ("v4", "v5p") else 2
+    chips = int(size) // (dimensions - 1)
+    if dimensions == 3:
+        options = {"chip_config_name": "megacore"}
+    else:
+        # Chips of a host: one, eight in a slice of eight, else four.
+        bounds = {1: [1, 1, 1], 8: [2, 4, 1]}.get(chips, [2, 2, 1])
+        options = {"chips_per_host_bounds": bounds}
+    sides = "x".join(str(side) for side in slice_sides(chips, dimensions))
+    name = f"{kind.replace('litepod', 'e')}:{sides}"
     return topologies.get_topology_desc(name, "tpu", **options).devices
 
-def compiled_gib(lowered, mesh):
-    """-> (GiB that a compiled program takes of a device, does it fit): nothing is run. What is too much for a
-    TPU is not compiled to its end; then GiB is the compiler's estimate."""
+
+def slice_sides(chips, dimensions):
+    """Sides of a slice, powers of two as equal as can be; sides of 1 come last."""
+    exponent = chips.bit_length() - 1
+    sides = [2 ** ((exponent + i) // dimensions) for i in range(dimensions)]
+    return sorted(sides, key=lambda side: (side == 1, side))
+
+
+# ---------------------------------------------------------------- what a program takes
+def compiled_gib(lowered, mesh) -> tuple[float, bool]:
+    """-> (GiB that a compiled program takes of a device, does it fit). Nothing is run.
+
+    What is too much for a TPU is not compiled to its end; then GiB is the compiler's estimate.
+    """
     try:
-        m = lowered.compile().memory_analysis()
+        memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as e:
         total = re.search(r"(?:\(|Used )([\d.]+)([MGT])(?=\) exceeds| of )", str(e))
         if not total:
             raise
-        return float(total[1]) * {"M": 2 ** -10, "G": 1, "T": 2 ** 10}[total[2]], False
-    total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-    on_tpu = mesh.devices.flat[0].platform == "tpu"  # others tell no peak
-    return (m.peak_memory_in_bytes if on_tpu else total) / 2 ** 30, True
+        gib_of_unit = {"M": 2**-10, "G": 1, "T": 2**10}
+        return float(total[1]) * gib_of_unit[total[2]], False
+    if mesh.devices.flat[0].platform == "tpu":
+        return memory.peak_memory_in_bytes / GIB, True
+    # Other compilers tell no peak.
+    arguments_and_results = (
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
+    return (arguments_and_results + memory.temp_size_in_bytes) / GIB, True
 
-def largest(need, limit, most):
-    """The largest micro-batch up to `most` that fits by need(n) -> (GiB, fits), 0 if none, and all that was
-    asked: `most`, a small one, where the line through the two meets the limit, and that is confirmed."""
-    tried, low, high, guess = {}, 0, most + 1, most  # TPU compilers soon tell what is too much
-    while low + 1 < high:
+
+def largest_that_fits(need: Callable, limit: float, most: int) -> tuple[int, dict]:
+    """-> (the largest micro-batch up to `most` that fits, 0 if none; all that was tried).
+
+    need(n) -> (GiB, does it fit). First `most` is tried, since a TPU's compiler soon tells what is
+    too much; then a small one; then where the line through the two meets the limit, until that is
+    confirmed.
+    """
+    tried = {}
+    fits, too_many = 0, most + 1
+    guess = most
+    while fits + 1 < too_many:
         tried[guess] = need(guess)
-        low, high = (guess, high) if tried[guess][1] else (low, guess)
-        guess = max(1, min(8, guess // 4))
-        if len(tried) > 1:
-            a, b = (low, high) if low and high in tried else sorted(tried)[:2]
-            x, y = tried[a][0], tried[b][0]
-            guess = math.floor(a + (limit - x) * (b - a) / max(y - x, 1e-9))
-            if low and guess <= low:
+        if tried[guess][1]:
+            fits = guess
+        else:
+            too_many = guess
+        if len(tried) == 1:
+            guess = max(1, min(8, guess // 4))
+        else:
+            # Of the smallest two where there is none on either side of the limit.
+            n0, n1 = (fits, too_many) if fits and too_many in tried else sorted(tried)[:2]
+            guess = where_line_meets(limit, n0, tried[n0][0], n1, tried[n1][0])
+            if fits and guess <= fits:
                 break
-        guess = min(max(guess, low + 1), high - 1)
-    return low, tried
+        guess = min(max(guess, fits + 1), too_many - 1)
+    return fits, tried
 
-def choose_micro_batch(asked, filled, width, update_gib, program, device):
-    """Rows per device in one forward/backward: the largest that fits, up to `filled`, what a step fills; or
-    what is asked for, which must fit. update_gib(rows) -> (GiB, fits); program: all that this depends on."""
-    most, limit = asked or filled, device_memory(device)
-    program = *program, width, limit, jax.__version__, cluster.code_hash()
-    key, found = hashlib.sha256(repr(program).encode()).hexdigest(), {}
-    remembered = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
-    with contextlib.suppress(CheckpointError):
-        found = files.read_json(remembered)
-    if key not in found:
-        chosen, tried = largest(update_gib, limit, most)
-        found[key] = [chosen, *(tried.get(n, [0])[0] for n in (chosen, most))]
-        if chosen < most:  # or there is no search to be spared
-            with contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(remembered), exist_ok=True)
-                files.write_json(remembered, found)
-    chosen, gib, wanted = all_gather_hosts(found[key]).min(0).tolist()
-    over = f"{wanted:.2f} GiB of a device's {limit:.2f}, {wanted - limit:.2f} too much"
-    check(chosen, f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}")
-    check(chosen == most or not asked,
-          f"micro_batch = {most} takes {over}; the largest that fits is --micro_batch {chosen:.0f}")
-    say(f"micro_batch {chosen:.0f} of at most {filled} rows per device: {gib:.2f} GiB of "
-        f"{limit:.2f}")
+
+def where_line_meets(limit, n0, gib0, n1, gib1):
+    """The number of rows at which a line through two points reaches the limit."""
+    rise = max(gib1 - gib0, 1e-9)
+    return math.floor(n0 + (limit - gib0) * (n1 - n0) / rise)
+
+
+def choose_micro_batch(asked, filled, width, need, device, program) -> int:
+    """Rows per device in one forward and backward: the largest that fits, up to `filled`, what a
+    step fills; or what is asked for, which must fit, else exit 2.
+
+    need(rows) -> (GiB, does it fit); program: all that its answer depends on. The answer of a
+    search is remembered.
+    """
+    most = asked or filled
+    limit = device_memory(device)
+    chosen, gib, gib_of_most = search_or_remember(need, limit, most, (*program, width))
+    over = f"{gib_of_most:.2f} GiB of a device's {limit:.2f}, {gib_of_most - limit:.2f} too much"
+    check(
+        chosen,
+        f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}",
+    )
+    check(
+        chosen == most or not asked,
+        f"micro_batch = {most} takes {over}; the largest that fits is --micro_batch {chosen:.0f}",
+    )
+    say(
+        f"micro_batch {chosen:.0f} of at most {filled} rows per device: {gib:.2f} GiB of "
+        f"{limit:.2f}"
+    )
     return int(chosen)
 
-def on_device(tree):
-    """Bytes of a device that a tree of shapes takes."""
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree)
-               if a.sharding.memory_kind != "pinned_host")
 
-ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
+def search_or_remember(need, limit, most, program):
+    """-> (largest that fits, its GiB, GiB of `most`), the least of all processes' answers."""
+    program = (*program, limit, most, jax.__version__, cluster.code_hash())
+    key = hashlib.sha256(repr(program).encode()).hexdigest()
+    path = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
+    found = {}
+    with contextlib.suppress(CheckpointError):
+        found = files.read_json(path)
+    if key not in found:
+        chosen, tried = largest_that_fits(need, limit, most)
+        found[key] = [chosen, tried.get(chosen, [0])[0], tried.get(most, [0])[0]]
+        # Where `most` fits at once there is no search to be spared.
+        if chosen < most:
+            with contextlib.suppress(OSError):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                files.write_json(path, found)
+    return all_gather_hosts(found[key]).min(0).tolist()

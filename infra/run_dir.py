@@ -1,7 +1,13 @@
-"""The directory of a run: whose it is, where it resumes, what has room there."""
+"""The directory of a run: whose it is, where it resumes, and whether what is written has room.
+
+config.json      the run's flags, with commit and versions
+metrics.jsonl    one row a step, and one for each evaluation
+samples.jsonl    some prompts with answers and rewards
+step_NNNNNN/     a checkpoint
+final/           the trained model, as a Hugging Face directory
+"""
 
 import contextlib
-import dataclasses
 import glob
 import json
 import math
@@ -13,147 +19,240 @@ import time
 import jax
 import numpy as np
 
-from infra import bucket, checkpoint, cluster, files, log
+from infra import bucket, checkpoint, files, log
 from infra.claim import InUse, claimed
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say, warn
 
-FLAGS_FREE_ON_RESUME = cluster.FLAGS_OF_A_PROCESS | {  # on resume
-    *"out rollout_sharding micro_batch loss_impl attention remat offload mesh eval_every save_every".split(),
-    *"keep resume wandb require_processes".split()}
+GIB = 2**30
+# What a run writes that another run in its place would write too.
+WRITTEN = r"step_\d{6}|final|(metrics|samples)\.jsonl"
 
-def flags_that_must_match(flags):
-    """Of a run's flags (a dict) those that may not change on resume; questions a step, not a process."""
-    per_step = {"batch * processes": flags.get("batch", 0) * flags.get("require_processes", 0)}
-    return {k: v for k, v in flags.items() if k not in FLAGS_FREE_ON_RESUME and k != "batch"} | per_step
 
-def claim_out(cfg, claims):
-    """Make `out`, and let no other run use it until the ExitStack `claims` is left: process 0 sees to that."""
+def claim_out(out: str, claims: contextlib.ExitStack) -> None:
+    """Make `out`, and let no other run use it until `claims` is closed. Process 0 does that."""
     fault = ""
-    with exit_on(OSError, f"{cfg.out} cannot be made a directory; choose another --out"):
-        os.makedirs(cfg.out, exist_ok=True)
+    with exit_on(OSError, f"{out} cannot be made a directory; choose another --out"):
+        os.makedirs(out, exist_ok=True)
         if jax.process_index() == 0:
             try:
-                claims.enter_context(claimed(cfg.out, bucket.bucket_of(cfg.out), say))
+                claims.enter_context(claimed(out, bucket.bucket_of(out), say))
             except InUse as e:
                 fault = str(e)
-    check(not all_gather_hosts(bool(fault)).any(), fault or f"{cfg.out} is in use, as process 0 tells")
+    is_in_use = all_gather_hosts(bool(fault)).any()
+    check(not is_in_use, fault or f"{out} is in use, as process 0 tells")
 
-def open_run(cfg):
-    """`out`, once claimed -> its newest complete checkpoint (step or 0, files, what these keep beside). Refuses a
-    directory that holds anything else."""
-    if bucket.bucket_of(cfg.out):
+
+# ---------------------------------------------------------------- where a run resumes
+def open_run(out: str, total_steps: int, flags: dict, comparable, resume: str):
+    """`out`, once claimed -> (step, files, headers) of its newest complete checkpoint, or
+    (0, [], {}).
+
+    flags: those of this run; comparable(flags) -> those that may not differ from the flags of the
+    run that is there. Exits 2 for a directory that holds anything else, and 0 where the run in it
+    has finished.
+    """
+    if bucket.bucket_of(out):
         with exit_on(bucket.BucketError, "--out cannot be used"):
-            bucket.fetch_rest(cfg.out, final=jax.process_index() == 0)
-    found = {name for name in os.listdir(cfg.out) if not re.match(r"tiny-seed|claim\.json$", name)}
-    if found:
-        with exit_on(Exception, f"{cfg.out} exists and is not a run of podgrpo; choose another --out"):
-            before = files.read_json(f"{cfg.out}/config.json")["config"]
-            before, now = map(flags_that_must_match, (before, dataclasses.asdict(cfg)))
-            changed = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in now.items() if before.get(k) != v]
-        check(not changed or cfg.resume == "force" or found == {"config.json"}, f"{cfg.out} is another run: "
-              f"{'; '.join(changed[:3])}; choose another --out, or --resume force to go on with it")
-    done, paths, about = newest_checkpoint(cfg)
-    written = all_gather_hosts(os.path.isdir(f"{cfg.out}/final"))[0]  # by process 0; another's disk may be its own
-    if written and done >= cfg.sft_steps + cfg.steps:
-        say(f"{cfg.out} is finished: {done} steps; see {cfg.out}/final and {cfg.out}/metrics.jsonl")
+            bucket.fetch_rest(out, final=jax.process_index() == 0)
+    refuse_other_run(out, flags, comparable, resume)
+    done, paths, about = newest_checkpoint(out, resume)
+    # Process 0 writes final/; the disk of another process may be its own.
+    has_final = all_gather_hosts(os.path.isdir(f"{out}/final"))[0]
+    if has_final and done >= total_steps:
+        say(f"{out} is finished: {done} steps; see {out}/final and {out}/metrics.jsonl")
         raise SystemExit(0)
     return done, paths, about
 
-def newest_checkpoint(cfg):
-    """-> (step, files, what they keep beside) of the newest that is whole for all, or (0, [], {}) where none
-    ever was: a process may have been killed in its first save. Where one was, and none can be used, this is
-    for the user to decide."""
-    steps, in_bucket = checkpoint.saved_steps(cfg.out), bucket.bucket_of(cfg.out)
-    if in_bucket:
-        with exit_on(bucket.BucketError, "--out cannot be used"):
-            steps = sorted({*steps, *bucket.saved_steps(cfg.out)})
-    steps = all_gather_hosts(np.array([0] * 99 + steps)[-99:])
-    (me, n), mine, fault = (jax.process_index(), jax.process_count()), [], ""
-    for step in sorted({*steps.ravel().tolist()} - {0}, reverse=True):
-        paths, about, directory = [], {}, f"{cfg.out}/step_{step:06}"
-        if in_bucket:
-            with exit_on(bucket.BucketError, "--out cannot be used"):
-                bucket.fetch_checkpoint(cfg.out, f"step_{step:06}", me, n)
+
+def refuse_other_run(out, flags, comparable, resume):
+    """Exit 2 where `out` holds something else than this run."""
+    found = {name for name in os.listdir(out) if not re.match(r"tiny-seed|claim\.json$", name)}
+    if not found:
+        return
+    with exit_on(Exception, f"{out} exists and is not a run of podgrpo; choose another --out"):
+        flags_there = comparable(files.read_json(f"{out}/config.json")["config"])
+    changed = [
+        f"{name} was {flags_there.get(name)!r}, is {value!r}"
+        for name, value in comparable(flags).items()
+        if flags_there.get(name) != value
+    ]
+    # A run that was refused may have left no more than its config.json.
+    has_begun = found != {"config.json"}
+    check(
+        not changed or resume == "force" or not has_begun,
+        f"{out} is another run: {'; '.join(changed[:3])}; choose another --out, or --resume force "
+        "to go on with it",
+    )
+
+
+def newest_checkpoint(out: str, resume: str):
+    """-> (step, files, headers) of the newest checkpoint that is complete for all processes, or
+    (0, [], {}) where none ever was, since a process may have been killed in its first save.
+
+    Where one was, and none can be used, the user decides: exit 2, or `--resume force`.
+    """
+    own_steps = []
+    fault = ""
+    for step in steps_of_all_hosts(out):
+        directory = f"{out}/step_{step:06}"
+        paths, about = [], {}
         try:
-            paths, about = checkpoint.complete_checkpoint(directory)
-            mine.append(step)
+            paths, about = complete_checkpoint(out, step)
+            own_steps.append(step)
         except (CheckpointError, OSError) as e:
-            warn(f"step {step} is passed over: {e}")
-            if not isinstance(e, checkpoint.IncompleteCheckpoint):
-                fault = fault or str(e)
-            elif any(of != n for _, of in checkpoint.shard_files(directory)):
-                fault = (f"{directory} is of another number of processes than {n}, and not all its files are "
-                         "here; --out must be a directory that all processes share, or gs://")
+            warn(f"step {step} cannot be used: {e}")
+            fault = fault or fault_of(e, directory)
+        # All must have the same run's checkpoint, so that no two runs are mixed.
         runs = all_gather_hosts(about.get("run", 0))
         if 0 < runs.min() == runs.max():
             return step, paths, about
-    if len(mine) > 1:  # a second is begun when all have the first
-        fault = fault or f"process {me} has its part of steps {mine}, and others lack theirs"
+    # A second checkpoint is begun when all processes have the first.
+    if len(own_steps) > 1 and not fault:
+        index = jax.process_index()
+        fault = f"process {index} has its part of steps {own_steps}, and others lack theirs"
     if all_gather_hosts(bool(fault)).any():
-        check(cfg.resume == "force", f"{cfg.out} has checkpoints, and none can be used: "
-              f"{fault or 'another process tells why'}; bring a good copy back, or choose another --out, or "
-              "--resume force, which renames what is there and starts over")
-        put_aside(cfg)
+        check(
+            resume == "force",
+            f"{out} has checkpoints, and none can be used: {fault or 'another process tells why'}; "
+            "bring a good copy back, or choose another --out, or --resume force, which renames "
+            "what is there and starts over",
+        )
+        put_aside(out)
     return 0, [], {}
 
-def put_aside(cfg):
-    """Rename what a run left in `out`, each process what is on its disk."""
-    old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(all_gather_hosts(int(time.time()))[0]))
-    os.makedirs(f"{cfg.out}/{old}", exist_ok=True)
-    left = r"step_\d{6}|final|(metrics|samples)\.jsonl"
-    if bucket.bucket_of(cfg.out) and jax.process_index() == 0:
+
+def steps_of_all_hosts(out):
+    """Steps of the checkpoints, complete or not, that any process finds, newest first."""
+    steps = set(checkpoint.saved_steps(out))
+    if bucket.bucket_of(out):
         with exit_on(bucket.BucketError, "--out cannot be used"):
-            bucket.put_aside(cfg.out, old, left)
-    for name in os.listdir(cfg.out):
-        if re.fullmatch(left, name):
-            with contextlib.suppress(FileNotFoundError):  # on a disk of several processes, one is the first
-                os.rename(f"{cfg.out}/{name}", f"{cfg.out}/{old}/{name}")
-    all_gather_hosts(0)  # none writes before all have looked
-    say(f"{cfg.out} starts over; what was there is in {old}")
+            steps.update(bucket.saved_steps(out))
+    # As many numbers from each process; no step is 0.
+    padded = np.array([0] * 99 + sorted(steps))[-99:]
+    found = set(all_gather_hosts(padded).ravel().tolist())
+    return sorted(found - {0}, reverse=True)
 
-def cut_back(cfg, run):
-    """Let metrics and samples end at the checkpoint: what came after it will come again."""
-    for name in "metrics.jsonl", "samples.jsonl":
-        last = lambda row: run.done - bool(run.owed and ("eval" in row or name == "metrics.jsonl"))
-        written = [row for row in log.read_jsonl(cfg, name) if run.done and row["step"] <= last(row)]
-        waited = [row for row in map(json.loads, run.unwritten.pop(name, [])) if row["step"] <= last(row)]
-        place = lambda row: (row["step"], "eval" in row)
-        if waited:  # some may have found room after the checkpoint
-            written = [row for row in written if place(row) < place(waited[0])]
-        with files.complete_file(f"{cfg.out}/{name}") as f:
-            f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in written + waited)
 
-def check_disk(cfg, wanted, done):
-    """That what the run writes has room on the disk of `out`, before anything is computed. wanted: the state."""
-    left = cfg.sft_steps + cfg.steps - done
-    if not left:
+def complete_checkpoint(out, step):
+    """This process's files of a checkpoint, fetched from the bucket if the run has one."""
+    name = f"step_{step:06}"
+    if bucket.bucket_of(out):
+        with exit_on(bucket.BucketError, "--out cannot be used"):
+            bucket.fetch_checkpoint(out, name, jax.process_index(), jax.process_count())
+    return checkpoint.complete_checkpoint(f"{out}/{name}")
+
+
+def fault_of(error, directory):
+    """Why a checkpoint is more than one whose writing was cut short, "" if it is not."""
+    if not isinstance(error, checkpoint.IncompleteCheckpoint):
+        return str(error)
+    count = jax.process_count()
+    if any(of != count for _, of in checkpoint.shard_files(directory)):
+        return (
+            f"{directory} is of another number of processes than {count}, and not all its files "
+            "are here; --out must be a directory that all processes share, or gs://"
+        )
+    return ""
+
+
+def put_aside(out: str) -> None:
+    """Rename what a run left in `out`, each process what is on its disk."""
+    now = int(all_gather_hosts(int(time.time()))[0])
+    old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(now))
+    os.makedirs(f"{out}/{old}", exist_ok=True)
+    if bucket.bucket_of(out) and jax.process_index() == 0:
+        with exit_on(bucket.BucketError, "--out cannot be used"):
+            bucket.put_aside(out, old, WRITTEN)
+    for name in os.listdir(out):
+        if re.fullmatch(WRITTEN, name):
+            # On a disk that several processes share, one of them is the first.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(f"{out}/{name}", f"{out}/{old}/{name}")
+    # No process writes before all have looked.
+    all_gather_hosts(0)
+    say(f"{out} starts over; what was there is in {old}")
+
+
+def truncate_to(out: str, done: int) -> None:
+    """Let metrics and samples end at the step of the checkpoint: what came after will come again.
+    The samples of an evaluation whose row of metrics is missing come again too."""
+    metrics = log.read_jsonl(f"{out}/metrics.jsonl")
+    samples = log.read_jsonl(f"{out}/samples.jsonl")
+    evaluated = {row["step"] for row in metrics if "eval/solved" in row}
+    metrics = [row for row in metrics if row["step"] <= done]
+    samples = [
+        row
+        for row in samples
+        if row["step"] <= done and ("eval" not in row or row["step"] in evaluated)
+    ]
+    for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
+        # Without a checkpoint the run begins anew.
+        kept = rows if done else []
+        with files.complete_file(f"{out}/{name}") as f:
+            f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
+
+
+def is_evaluated(out: str, step: int) -> bool:
+    """Does metrics.jsonl hold an evaluation of this step? On process 0's disk, which counts."""
+    rows = log.read_jsonl(f"{out}/metrics.jsonl")
+    has_row = any(row["step"] == step and "eval/solved" in row for row in rows)
+    return bool(all_gather_hosts(has_row)[0])
+
+
+# ---------------------------------------------------------------- room for checkpoints
+def check_disk(out: str, state, done: int, total_steps: int, save_every: int, keep: int) -> None:
+    """Exit 2 unless what the run writes has room on the disk of `out`. state: a tree of shapes."""
+    steps_left = total_steps - done
+    if not steps_left:
         return
-    # Each process writes its shards of the state, and process 0 the model, in float32 at most.
-    checkpoint = checkpoint_bytes(wanted)
-    final = 4 * sum(a.size for a in jax.tree.leaves(wanted["params"])) if jax.process_index() == 0 else 0
-    # While one is written the older ones are still there; with a bucket that is the one of the start, at most.
-    saves = 1 + (left - 1) // cfg.save_every if cfg.save_every else 1
-    at_once = min(saves, 1) + bool(done) if bucket.bucket_of(cfg.out) else min(saves + bool(done), cfg.keep + 1)
-    taken = sum(os.path.getsize(path) for path in glob.glob(f"{glob.escape(cfg.out)}/step_*/*"))
-    free, gib = shutil.disk_usage(cfg.out).free + taken, 2 ** 30
-    has_claim = os.path.exists(f"{cfg.out}/claim.json")
-    need_P, free_P, has_claim_P = all_gather_hosts(np.array(
-        [(at_once * checkpoint + final) / gib, free / gib, has_claim], np.float32)).T
-    if has_claim_P.all():  # one disk for all
-        need_P, free_P = need_P.sum(keepdims=True), free_P[:1]
-    worst = int(np.argmin(free_P - need_P))
-    what = f"{at_once} checkpoints at once, of {checkpoint / gib:.2f} GiB a process, and final"
-    need, free = need_P[worst], free_P[worst]
-    check(need <= free, f"{what} need {need:.2f} GiB of the disk of {cfg.out}, which has {free:.2f}; try --keep 1, "
-          "--save_every 0, --out gs://bucket/run, or a larger disk (of a TPU VM: --create \"--data-disk source=..\")")
-    say(f"{what} need {need:.2f} GiB of a disk that has {free:.2f}")
+    size = checkpoint_bytes(state)
+    # Process 0 writes the model too, in float32 at most.
+    final = 0
+    if jax.process_index() == 0:
+        final = 4 * sum(array.size for array in jax.tree.leaves(state["params"]))
+    saves = 1 + (steps_left - 1) // save_every if save_every else 1
+    # While one is written the older ones are still there. With a bucket that is the one from which
+    # the run resumed, at most.
+    resumed = 1 if done else 0
+    at_once = min(saves + resumed, keep + 1)
+    if bucket.bucket_of(out):
+        at_once = min(saves, 1) + resumed
+    # The checkpoints that are there will have gone by then.
+    old = sum(os.path.getsize(path) for path in glob.glob(f"{glob.escape(out)}/step_*/*"))
+    free = shutil.disk_usage(out).free + old
+    need_gib, free_gib = worst_disk(out, (at_once * size + final) / GIB, free / GIB)
+    what = f"{at_once} checkpoints at once, of {size / GIB:.2f} GiB a process, and final"
+    check(
+        need_gib <= free_gib,
+        f"{what} need {need_gib:.2f} GiB of the disk of {out}, which has {free_gib:.2f}; try "
+        "--keep 1, --save_every 0, --out gs://bucket/run, or a larger disk (of a TPU VM: --create "
+        '"--data-disk source=..")',
+    )
+    say(f"{what} need {need_gib:.2f} GiB of a disk that has {free_gib:.2f}")
 
-def checkpoint_bytes(wanted):
-    """Of this process's part of a checkpoint: its shards of the state, each once."""
+
+def worst_disk(out, need_gib, free_gib):
+    """-> (needed, free) GiB of the disk that has the least room, of all processes."""
+    has_claim = os.path.exists(f"{out}/claim.json")
+    of_this_host = np.array([need_gib, free_gib, has_claim], np.float32)
+    need_P, free_P, has_claim_P = all_gather_hosts(of_this_host).T
+    # Process 0 has written the claim: all who find it share its disk.
+    if has_claim_P.all():
+        need_P = need_P.sum(keepdims=True)
+        free_P = free_P[:1]
+    worst = int(np.argmin(free_P - need_P))
+    return need_P[worst], free_P[worst]
+
+
+def checkpoint_bytes(state) -> int:
+    """Bytes of this process's part of a checkpoint: its shards of the state, each once."""
     total = 0
-    for a in jax.tree.leaves(wanted):
-        indices = a.sharding.addressable_devices_indices_map(a.shape).values()
-        total += len(set(map(str, indices))) * math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+    for array in jax.tree.leaves(state):
+        indices = array.sharding.addressable_devices_indices_map(array.shape).values()
+        # Replicas of a shard have the same index.
+        shards = len({str(index) for index in indices})
+        shard_size = math.prod(array.sharding.shard_shape(array.shape))
+        total += shards * shard_size * array.dtype.itemsize
     return total
