@@ -180,15 +180,15 @@ def eval_data(cfg):
 
 # ---------------------------------------------------------------- answers and rewards: made to be edited
 
-def correct(question, reference, answer):
+def correct(row, answer):
     """1 if the final numbers are equal."""
-    return float(data.final_number(answer) is not None and data.final_number(answer) == data.final_number(reference))
+    return float(data.final_number(answer) is not None and data.final_number(answer) == data.final_number(row["answer"]))
 
-def formatted(question, reference, answer):
+def formatted(row, answer):
     """1 if the answer ends with its one <answer>number</answer>."""
     return float(bool(re.fullmatch(r"((?!<answer>).)*<answer>[^<]*\d[^<]*</answer>\s*", answer, re.S)))
 
-# (function of (question, reference, answer) -> float, weight): the reward is the weighted sum
+# (function of (row of the data, answer) -> float, weight): the reward is the weighted sum
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # What the metric `solved` and evaluation count, whatever is rewarded.
 SOLVED = correct
@@ -494,6 +494,7 @@ def abstract_grads(cfg, shape, mesh):
 @exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
 def set_up(cfg, claims):
     """-> (Config, run: what does not change); all mistakes are found here."""
+    rewards.check_signatures([SOLVED] + [function for function, _ in REWARDS])
     cluster.connect(cfg)
     run_dir.claim_out(cfg, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
@@ -511,7 +512,7 @@ def set_up(cfg, claims):
     shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
     rows = data.load_questions(cfg.data, False, tokenizer, cfg)
     held_out = [] if eval_data(cfg) == "none" else data.load_questions(eval_data(cfg), True, tokenizer, cfg)
-    examples = [row for row in rows if len(row["told"]) <= cfg.max_answer]
+    examples = [row for row in rows if len(row["demonstration_ids"]) <= cfg.max_answer]
     check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     longest = max(len(row["prompt"]) for row in rows + held_out)
     width = row_width(longest + cfg.max_answer, mesh)
@@ -713,7 +714,7 @@ def train(cfg, run):
         asked = [pool[i] for i in order for _ in range(sequences // each)]
         prompts = [row["prompt"] for row in asked]
         if supervised:  # advantage 1 on given answers, ratio 1: the gradient of the log-likelihood
-            tokens, advantages, sampler = [row["told"] for row in asked], np.ones(sequences), None
+            tokens, advantages, sampler = [row["demonstration_ids"] for row in asked], np.ones(sequences), None
         else:
             # rollout: npq answers to each
             weights = layouts.to_rollout(state["params"], run.layout, cfg.dtype)
@@ -767,7 +768,7 @@ def train(cfg, run):
     for name in run.unwritten:  # there may be room by now
         log.append_jsonl(cfg, run, name, [])
     if total:
-        hf.write_final(cfg, run, state["params"])
+        hf.write_final(cfg.out, run.directory, state["params"], run.shape, run.mesh)
     checkpoint.send_rest(cfg)
     if host == 0:
         log.print_report(cfg, time.time() - began)

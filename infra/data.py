@@ -1,7 +1,11 @@
-"""Files, hub data sets and generated sums to rows; tokenizer, chat template, final numbers, the tiny model."""
+"""Data sets to rows of questions, tokenizer and chat template, final numbers, the tiny model.
 
+A row is a dict of all columns of the data. Its `question`, `answer` and, where the data has one,
+`demonstration` are texts; other columns are as the data has them, for reward functions to read.
+"""
+
+import contextlib
 import fractions
-import glob
 import json
 import logging
 import math
@@ -11,7 +15,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,184 +24,388 @@ import tokenizers
 from infra import files, hf
 from infra.log import check, exit_on, say
 
+# config.json of the tiny model: two layers, 0.3M parameters, made in code.
 TINY_MODEL = dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=320, hidden_size=128, eos_token_id=2,
-    intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
-    max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, torch_dtype="float32")
+    architectures=["Qwen2ForCausalLM"],
+    model_type="qwen2",
+    vocab_size=320,
+    hidden_size=128,
+    eos_token_id=2,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rope_theta=1e4,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    initializer_range=0.05,
+    torch_dtype="float32",
+)
 
-MARKS = r"<\|(?:im_start|im_end|endoftext)\|>|[\ud800-\udfff]"  # no text may hold them
+# No prompt may hold these: they would end it early, or are half a character.
+MARKS = r"<\|(?:im_start|im_end|endoftext)\|>|[\ud800-\udfff]"
 
-def worked_sum(a, b, carry=True):
-    """a + b by columns, units first: '9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>' for 159 + 855."""
-    steps, digits, c = [], "", 0
-    for x, y in zip(reversed(str(a)), reversed(str(b))):
-        total = int(x) + int(y) + c
-        steps.append(f"{x}+{y}+{c}={total}")
-        digits, c = str(total % 10) + digits, total // 10 if carry else 0
-    return " ".join(steps) + f" <answer>{str(c) * bool(c) + digits}</answer>"
 
-def arith(held_out):
-    """Three-digit sums, 20,000 to train on and 2,000 held out. Three quarters of the demonstrations, which
-    only supervised steps see, drop every carry: they teach the form and a mostly wrong procedure."""
+# ---------------------------------------------------------------- generated sums
+def worked_sum(a: int, b: int, carry: bool = True) -> str:
+    """a + b by columns, units first, of numbers with as many digits; without carry mostly wrong.
+
+    159 + 855 gives '9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>'.
+    """
+    steps = []
+    result = ""
+    carried = 0
+    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
+        total = int(x) + int(y) + carried
+        steps.append(f"{x}+{y}+{carried}={total}")
+        result = str(total % 10) + result
+        if carry:
+            carried = total // 10
+    if carried:
+        result = str(carried) + result
+    return " ".join(steps) + f" <answer>{result}</answer>"
+
+
+def arith(held_out: bool) -> list[dict]:
+    """Three-digit sums: 20,000 rows to train on, or 2,000 others to evaluate.
+
+    Three quarters of the demonstrations, which only supervised steps see, drop every carry: they
+    teach the form and a mostly wrong procedure, and leave the right one to GRPO.
+    """
     rng = random.Random(0)
-    pairs = sorted({tuple(sorted((rng.randint(100, 999), rng.randint(100, 999)))) for _ in range(25000)})
+    pairs = set()
+    for _ in range(25000):
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
+        # 1 + 2 and 2 + 1 are the same question, which must not be in both parts.
+        pairs.add((min(a, b), max(a, b)))
+    pairs = sorted(pairs)
     rng.shuffle(pairs)
     pairs = [rng.sample(pair, 2) for pair in pairs]
-    return [{"question": f"What is {a} + {b}?", "answer": worked_sum(a, b),
-             "demonstration": worked_sum(a, b, carry=i % 4 == 0)}
-            for i, (a, b) in enumerate(pairs[:2000] if held_out else pairs[2000:22000])]
+    part = pairs[:2000] if held_out else pairs[2000:22000]
+    rows = []
+    for i, (a, b) in enumerate(part):
+        row = {
+            "question": f"What is {a} + {b}?",
+            "answer": worked_sum(a, b),
+            "demonstration": worked_sum(a, b, carry=i % 4 == 0),
+        }
+        rows.append(row)
+    return rows
 
-def hub_or_cache():
-    """-> "", or why the hub gives no answer. Then its libraries take what they keep: they would ask for half
-    a minute. To be called before they are imported."""
+
+# ---------------------------------------------------------------- rows of files and of the hub
+def load_rows(name: str, held_out: bool) -> list[dict]:
+    """The rows of a data set: arith, gsm8k, a .jsonl file, or a data set of the hub.
+
+    Stops, with exit code 2, where a row has no question or answer, or the data cannot be loaded.
+    """
+    if name == "arith":
+        return arith(held_out)
+    rows = read_jsonl(name) if name.endswith(".jsonl") else read_hub_set(name, held_out)
+    check(rows, f"{name} is empty")
+    return rows
+
+
+def read_jsonl(path: str) -> list[dict]:
+    """The rows of a file that holds one JSON object a line; blank lines are skipped."""
+    check(os.path.isfile(path), f"{path} does not exist, or is no file")
+    with (
+        exit_on(Exception, f"{path} cannot be loaded"),
+        # This encoding is UTF-8 that may begin with a byte order mark.
+        open(path, encoding="utf-8-sig", errors="surrogateescape") as f,
+    ):
+        lines = f.readlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        with exit_on_bad_row(path, number, line):
+            # This raises for bytes that were not UTF-8, so that the message has their line.
+            line.encode()
+            rows.append(check_row(json.loads(line)))
+    return rows
+
+
+def read_hub_set(name: str, held_out: bool) -> list[dict]:
+    """The rows of the split `test` or `train` of NAME or NAME:CONFIG, on the hub or a directory."""
+    no_answer = "" if os.path.exists(name) else reach_hub()
+    with exit_on(Exception, f"{name} cannot be loaded{no_answer}"):
+        # Slow to import, and not needed for other data.
+        import datasets
+
+        datasets.disable_progress_bars()
+        # It asks again where the hub does not answer, and would warn each time.
+        logging.getLogger("huggingface_hub").setLevel("ERROR")
+        path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
+        split = "test" if held_out else "train"
+        table = datasets.load_dataset(path, config or None, split=split)
+    rows = []
+    for number, row in enumerate(table, 1):
+        with exit_on_bad_row(name, number, row):
+            rows.append(check_row(row))
+    return rows
+
+
+def reach_hub() -> str:
+    """Ask the hub for a sign of life -> "", or why it gives no answer.
+
+    Where it gives none, its libraries are set to use the copies that they keep: they would ask for
+    half a minute. They read that setting when they are imported, so call this before.
+    """
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10).close()
+        urllib.request.urlopen(url, timeout=10).close()
     except urllib.error.HTTPError:
-        pass  # an answer
+        # That page may be missing, but the hub has answered.
+        return ""
     except OSError as e:
         os.environ["HF_HUB_OFFLINE"] = "1"
         return f"; the hub gives no answer ({e}), and there is no copy here"
     return ""
 
-def load_rows(name, held_out):
-    """Rows with `question`, `answer` and maybe `demonstration`, which supervised steps imitate instead."""
-    if name == "arith":
-        return arith(held_out)
-    rows, offline = [], "" if name.endswith(".jsonl") or os.path.exists(name) else hub_or_cache()
-    with exit_on(Exception, f"{name} cannot be loaded{offline}"):
-        if name.endswith(".jsonl"):
-            check(os.path.isfile(name), f"{name} does not exist, or is no file")
-            with open(name, encoding="utf-8-sig", errors="surrogateescape") as f:
-                table = list(f)
-        else:
-            import datasets  # slow to import, and not needed for the others
-            datasets.disable_progress_bars()
-            logging.getLogger("huggingface_hub").setLevel("ERROR")  # it asks again, and warns each time
-            path, _, part = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
-            table = datasets.load_dataset(path, part or None, split="test" if held_out else "train")
-    for number, row in enumerate(table, 1):
-        if not isinstance(row, str) or row.strip():
-            with exit_on(Exception, f"{name} line {number}: no JSON object with texts `question` and "
-                         f"`answer` (which may be a number): {str(row)[:50]!r}"):
-                if isinstance(row, str):
-                    row = json.loads(row.encode().decode())  # encode raises for what was no UTF-8
-                rows.append(read_row(row))
-    check(rows, f"{name} is empty")
-    return rows
 
-def read_row(row):
-    """A row of data, as text. Raises for what is none, or has marks of the chat, which would end a prompt."""
-    row = {k: v for k, v in row.items() if v is not None}
-    if type(row["answer"]) in (int, float) and math.isfinite(row["answer"]):  # 1e999 is none
-        row["answer"] = str(row["answer"])
-    row = {k: row[k] for k in ("question", "answer", "demonstration") if k in row}
-    for k, value in row.items():
-        if not isinstance(value, str) or not value.strip() or re.search(MARKS, value):
-            raise ValueError(f"{k} = {value!a:.50} is no text, or holds a mark of the chat")
+def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
+    """Stop on any error inside, with the place of the row and its first characters."""
+    return exit_on(
+        Exception,
+        f"{name} line {number}: no JSON object with texts `question` and `answer` (which may be a "
+        f"number): {str(row)[:50]!r}",
+    )
+
+
+def check_row(row: dict) -> dict:
+    """A row whose answer, if a number, is made a text. Raises for what is no row or no prompt."""
+    # A copy; this raises for what is no mapping.
+    row = {**row}
+    answer = row["answer"]
+    # Not of type bool, which is an int; JSON may hold 1e999 and NaN, which are no answers.
+    if type(answer) in (int, float) and math.isfinite(answer):
+        row["answer"] = str(answer)
+    texts = ["question", "answer"]
+    if row.get("demonstration") is not None:
+        texts.append("demonstration")
+    for column in texts:
+        text = row[column]
+        if not isinstance(text, str) or not text.strip() or re.search(MARKS, text):
+            raise ValueError(f"{column} = {text!a:.50} is no text, or holds a mark of the chat")
     return row
 
-def chat(system, question):
+
+# ---------------------------------------------------------------- prompts
+def chat(system: str, question: str) -> str:
     """Qwen's template, ChatML: system, user, and the opening of the answer."""
-    return (f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
-            "<|im_start|>assistant\n")
+    return (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
-def question_order(seed, start, count, n):
-    """Places start .. start + count of an endless walk over n questions, a fresh permutation each epoch."""
-    wanted = np.arange(start, start + count)
-    epochs = {e: np.random.default_rng((seed, int(e))).permutation(n) for e in np.unique(wanted // n)}
-    return [int(epochs[i // n][i % n]) for i in wanted]
 
-# minus (not of a subtraction), currency, digits with or without thousands separators, decimals, a denominator
-D = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
+    """-> (tokenizer, the id of <|im_end|>). Stops, with exit code 2, unless it is a Qwen2's."""
+    path = f"{directory}/tokenizer.json"
+    text = "<|im_start|>What is 2 + 3?<|im_end|>"
+    with exit_on(Exception, f"{path} is not a readable tokenizer"):
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+        # The file may carry such settings, which are of other uses than training.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        start = tokenizer.token_to_id("<|im_start|>")
+        end = tokenizer.token_to_id("<|im_end|>")
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+    check(
+        ids[:1] == [start] and ids[-1:] == [end] and decoded == text,
+        f"{path} makes {decoded!r} of {text!r}, or has no <|im_start|> and <|im_end|>: not the "
+        "tokenizer of a Qwen2",
+    )
+    return tokenizer, end
 
-NUMBER = re.compile(rf"((?<![\w)\]}}%])-)?(?:[$€£]\s?(-)?)?(?<![\^\d])({D})(?:\s?/\s?({D}))?")
 
+def load_questions(
+    name: str, held_out: bool, tokenizer: tokenizers.Tokenizer, cfg: Any
+) -> list[dict]:
+    """The rows of a data set whose prompts have up to max_prompt tokens, with two columns more.
+
+    `prompt` is the token ids of the chat template with the question. `demonstration_ids` is those
+    of the text that supervised steps imitate: the demonstration, or the answer where there is none.
+    Stops, with exit code 2, where no prompt is short enough.
+    """
+    what = f"held out ({name})" if held_out else name
+    rows = load_rows(name, held_out)
+    if held_out and cfg.eval_n:
+        rows = rows[: cfg.eval_n]
+
+    # To token ids; the text to imitate ends with the token that ends an answer.
+    prompts = [chat(cfg.system, row["question"]) for row in rows]
+    demonstrations = [(row.get("demonstration") or row["answer"]) + "<|im_end|>" for row in rows]
+    with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
+        encoded_prompts = tokenizer.encode_batch(prompts, add_special_tokens=False)
+        encoded_demonstrations = tokenizer.encode_batch(demonstrations, add_special_tokens=False)
+    questions = []
+    for row, prompt, demonstration in zip(
+        rows, encoded_prompts, encoded_demonstrations, strict=True
+    ):
+        if len(prompt.ids) <= cfg.max_prompt:
+            ids = {"prompt": prompt.ids, "demonstration_ids": demonstration.ids}
+            questions.append(row | ids)
+
+    # Whether there is something to ask.
+    shortest = min(len(prompt.ids) for prompt in encoded_prompts)
+    template = tokenizer.encode(chat(cfg.system, ""), add_special_tokens=False)
+    fixed = len(template.ids)
+    check(
+        fixed < cfg.max_prompt,
+        f"--system and the chat template alone take {fixed} tokens of max_prompt = "
+        f"{cfg.max_prompt}; raise --max_prompt to {shortest} or more, or give a shorter --system",
+    )
+    check(
+        questions,
+        f"all {len(rows)} prompts of {what} are longer than max_prompt = {cfg.max_prompt} tokens; "
+        f"the shortest has {shortest}; raise --max_prompt",
+    )
+
+    # What is lost is said, since it may be a mistake.
+    summary = f"{what}: {len(questions)} questions"
+    skipped = len(rows) - len(questions)
+    if skipped:
+        summary += f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
+    without_number = sum(final_number(row["answer"]) is None for row in questions)
+    if without_number:
+        summary += f"; {without_number} have no number in their answer"
+    say(summary)
+    return questions
+
+
+def question_order(seed: int, start: int, count: int, n_questions: int) -> list[int]:
+    """Places start .. start + count of an endless walk over n_questions, as indices of questions.
+
+    Each epoch is a permutation of its own, by the seed and its number alone: the walk is the same
+    however steps and hosts divide it, and after a resume.
+    """
+    places = np.arange(start, start + count)
+    permutations = {}
+    for epoch in np.unique(places // n_questions):
+        rng = np.random.default_rng((seed, int(epoch)))
+        permutations[epoch] = rng.permutation(n_questions)
+    return [int(permutations[place // n_questions][place % n_questions]) for place in places]
+
+
+# ---------------------------------------------------------------- final numbers
+# Digits, with or without thousands separators, and decimals: 7, 1,450.25, .5
+DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+# The minus sign of a number, not that of a subtraction: 10-5, (3)-2 and 10%-5 have none.
+MINUS = r"((?<![\w)\]}%])-)?"
+# A minus sign may stand after the currency, too.
+CURRENCY = r"(?:[$€£]\s?(-)?)?"
+# A number that does not begin within another, and is no exponent, as in m^2; its denominator.
+FRACTION = rf"(?<![\^\d])({DECIMAL})(?:\s?/\s?({DECIMAL}))?"
+NUMBER = re.compile(MINUS + CURRENCY + FRACTION)
+
+# LaTeX's \boxed{}, with braces inside up to two deep.
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)")
 
-def last_number(text):
-    """The last number in a text as a Fraction, or None: '$1,450.' 1450, '-5' -5, '1/2' 1/2, '50%' 50."""
-    try:
-        minus, inner_minus, digits, below = NUMBER.findall(text)[-1]
-        value = fractions.Fraction(digits.replace(",", "")) / fractions.Fraction(below.replace(",", "") or 1)
-        return -value if minus or inner_minus else value
-    except (IndexError, ZeroDivisionError, ValueError):  # none; x/0; more digits than Python converts
+
+def last_number(text: str) -> fractions.Fraction | None:
+    """The last number in a text, or None: '$1,450.' 1450, '-5' -5, '1/2' 1/2, '50%' 50."""
+    numbers = NUMBER.findall(text)
+    if not numbers:
         return None
+    minus, inner_minus, numerator, denominator = numbers[-1]
+    try:
+        value = fractions.Fraction(numerator.replace(",", ""))
+        value /= fractions.Fraction(denominator.replace(",", "") or 1)
+    # x/0, or more digits than Python converts
+    except (ZeroDivisionError, ValueError):
+        return None
+    return -value if minus or inner_minus else value
 
-def final_number(text):
-    """The final answer in a text as a Fraction, or None: the last number of the last <answer> that holds one,
-    nested, unclosed or not; without such tags of the last \\boxed{}; else after ####; else of the text."""
-    text = re.sub(r"\\([!,]|(?=[$%]))", "", text).replace("{,}", ",").replace("\u2212", "-")
+
+def final_number(text: str) -> fractions.Fraction | None:
+    r"""The final answer in a text, or None.
+
+    It is the last number of the last <answer> that holds one, nested, closed or not; without such
+    tags of the last \boxed{}; else of the last line after ####; else of the text.
+    """
+    # LaTeX's thin spaces, escaped $ and %, comma in braces and fractions; the sign for minus
+    text = re.sub(r"\\([!,]|(?=[$%]))", "", text)
+    text = text.replace("{,}", ",").replace("\u2212", "-")
     text = re.sub(r"\\[dt]?frac\{([\d.,]+)\}\{([\d.,]+)\}", r"\1/\2", text)
-    marked = (re.findall(r"<answer>(.*?)(?=<answer>|</answer>|\Z)", text, re.S) or BOXED.findall(text)
-              or re.findall(r"####(.*)", text) or [text])
-    return next((number for number in map(last_number, reversed(marked)) if number is not None), None)
+    marked = (
+        re.findall(r"<answer>(.*?)(?=<answer>|</answer>|\Z)", text, re.S)
+        or BOXED.findall(text)
+        or re.findall(r"####(.*)", text)
+        or [text]
+    )
+    for part in reversed(marked):
+        number = last_number(part)
+        if number is not None:
+            return number
+    return None
 
-def make_tiny(directory, seed):
-    """Write the tiny Qwen2 like any other: config, byte-level BPE with digits apart, random weights."""
-    tokenizer, split = tokenizers.ByteLevelBPETokenizer(), tokenizers.pre_tokenizers
-    tokenizer.pre_tokenizer = split.Sequence([
-        split.Split(tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]"), "isolated"),
-        split.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.train_from_iterator(
-        [chat("", row["question"]) + row["answer"] for row in arith(False)[:99]], TINY_MODEL["vocab_size"],
-        min_frequency=0, show_progress=False, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    os.makedirs(aside := f"{directory}.tmp", exist_ok=True)
-    tokenizer.save(f"{aside}/tokenizer.json")
-    files.write_json(f"{aside}/tokenizer_config.json", dict(
-        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>"))
-    hf.write_random(aside, TINY_MODEL, seed)
-    os.rename(aside, directory)
-    return directory
 
-def model_directory(cfg, *patterns):
-    """Where the model's files are: a directory, a hub id's copy of the patterns, or the tiny one, made."""
+# ---------------------------------------------------------------- the model's files
+def model_directory(cfg: Any, *patterns: str) -> str:
+    """The directory of a model's files, for --model: tiny, a directory, or a hub id.
+
+    The tiny model is made where it is missing; of a hub id the files that match the patterns are
+    downloaded. Stops, with exit code 2, where there is no such model.
+    """
     if cfg.model == "tiny":
-        tiny = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
-        return tiny if os.path.isdir(tiny) else make_tiny(tiny, cfg.seed)
+        # Each process makes its own, as processes may share a disk or not.
+        directory = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
+        if not os.path.isdir(directory):
+            make_tiny(directory, cfg.seed)
+        return directory
     if os.path.isdir(cfg.model):
-        for path in glob.glob(f"{glob.escape(cfg.model)}/*.*"):  # nobody may ever write to a pipe
-            check(os.path.isfile(path) or not path.endswith((".json", ".safetensors")), f"{path} is no file")
         return cfg.model
-    from huggingface_hub import errors, snapshot_download  # comes with tokenizers
-    for wait in 1, 4, 0:
+    # Comes with tokenizers, and is slow to import.
+    from huggingface_hub import errors, snapshot_download
+
+    for seconds_to_wait in (1, 4, None):
         with exit_on(Exception, f"model {cfg.model} is not a directory here, nor had from the hub"):
             try:
                 return snapshot_download(cfg.model, allow_patterns=patterns)
-            except errors.LocalEntryNotFoundError:  # no answer; "there is no such model" is another
-                if not wait:
+            # The hub gave no answer. That there is no such model would be one.
+            except errors.LocalEntryNotFoundError:
+                if seconds_to_wait is None:
                     raise
-        time.sleep(wait)
+        time.sleep(seconds_to_wait)
 
 
-def load_tokenizer(directory):
-    """-> (tokenizer, the id of <|im_end|>)"""
-    with exit_on(Exception, f"{directory}/tokenizer.json is not a readable tokenizer"):
-        tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        start, end = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>"))
-        ids = tokenizer.encode(text := "<|im_start|>What is 2 + 3?<|im_end|>", add_special_tokens=False).ids
-        again = tokenizer.decode(ids, skip_special_tokens=False)
-    check((ids[:1], ids[-1:], again) == ([start], [end], text), f"{directory}/tokenizer.json makes {again!r} "
-          f"of {text!r}, or has no <|im_start|> and <|im_end|>: not the tokenizer of a Qwen2")
-    return tokenizer, end
+def make_tiny(directory: str, seed: int) -> str:
+    """Write the tiny Qwen2, with random weights, as a Hugging Face directory -> the directory."""
+    # It appears under its name once it is complete.
+    unfinished = f"{directory}.tmp"
+    os.makedirs(unfinished, exist_ok=True)
+    tiny_tokenizer().save(f"{unfinished}/tokenizer.json")
+    tokenizer_config = dict(
+        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    files.write_json(f"{unfinished}/tokenizer_config.json", tokenizer_config)
+    hf.write_random(unfinished, TINY_MODEL, seed)
+    os.rename(unfinished, directory)
+    return directory
 
-def load_questions(name, held_out, tokenizer, cfg):
-    """Rows with the ids of `prompt` and of `told`, the text to imitate; too long prompts are left out."""
-    what = f"held out ({name})" if held_out else name
-    rows = load_rows(name, held_out)[:(cfg.eval_n if held_out else 0) or None]
-    encode = partial(tokenizer.encode_batch, add_special_tokens=False)
-    with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
-        prompts = encode([chat(cfg.system, row["question"]) for row in rows])
-        told = encode([row.get("demonstration", row["answer"]) + "<|im_end|>" for row in rows])
-    kept = [row | {"prompt": p.ids, "told": t.ids} for row, p, t in zip(rows, prompts, told)
-            if len(p.ids) <= cfg.max_prompt]
-    shortest, fixed = min(len(p.ids) for p in prompts), len(encode([chat(cfg.system, "")])[0].ids)
-    check(fixed < cfg.max_prompt, f"--system and the chat template alone take {fixed} tokens of max_prompt = "
-          f"{cfg.max_prompt}; raise --max_prompt to {shortest} or more, or give a shorter --system")
-    check(kept, f"all {len(rows)} prompts of {what} are longer than max_prompt = {cfg.max_prompt} tokens; "
-          f"the shortest has {shortest}; raise --max_prompt")
-    skipped, unmarked = len(rows) - len(kept), sum(final_number(row["answer"]) is None for row in kept)
-    say(f"{what}: {len(kept)} questions" + f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
-        * (skipped > 0) + f"; {unmarked} have no number in their answer" * (unmarked > 0))
-    return kept
+
+def tiny_tokenizer() -> tokenizers.ByteLevelBPETokenizer:
+    """A byte-level BPE, trained on a hundred sums, with a token for each digit."""
+    pre_tokenizers = tokenizers.pre_tokenizers
+    # A digit | a word with the space before it | a space | signs with the space before them
+    words = tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    texts = [chat("", row["question"]) + row["answer"] for row in arith(False)[:99]]
+    tokenizer.train_from_iterator(
+        texts,
+        TINY_MODEL["vocab_size"],
+        min_frequency=0,
+        show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    return tokenizer

@@ -1,50 +1,68 @@
-"""Files that appear complete or not at all, and JSON."""
+"""Files that appear complete or not at all, and JSON in and out."""
 
 import contextlib
 import json
 import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import jax
 
 
 class CheckpointError(Exception):
-    """A model directory that cannot be used: the message names the file, what it has and what it should."""
+    """A model directory that cannot be used.
 
-def read_json(path):
-    """The object in a JSON file."""
+    The message names the file, what it has and what it should have.
+    """
+
+
+def read_json(path: str) -> dict:
+    """The object in a JSON file. Raises CheckpointError where there is none."""
     try:
         with open(path, encoding="utf-8") as f:
-            value = json.loads(f.read())
+            value = json.load(f)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; a model is config.json, tokenizer.json and *.safetensors")
+        raise CheckpointError(
+            f"{path} is missing; a model is config.json, tokenizer.json and *.safetensors"
+        ) from None
+    # A file of a hundred thousand brackets exceeds Python's recursion limit.
     except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path} is not readable JSON: {e}")
+        raise CheckpointError(f"{path} is not readable JSON: {e}") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
     return value
 
+
+def write_json(path: str, value: Any) -> None:
+    """Write a value as JSON; the file appears complete or not at all."""
+    with complete_file(path) as f:
+        f.write(json.dumps(value, indent=1).encode())
+
+
 @contextlib.contextmanager
-def complete_file(path):
-    """A binary file to write: it is there, whole and on the disk, once this is left, or not at all."""
-    aside = f"{path}.{jax.process_index()}.tmp"
+def complete_file(path: str) -> Iterator[BinaryIO]:
+    """A binary file to write, which has its name once this is left, complete and on the disk.
+
+    Where an error ends the writing, nothing remains, and a file of that name stays as it was.
+    """
+    # Each process has a name of its own, as several may write the same file to a shared disk.
+    unfinished = f"{path}.{jax.process_index()}.tmp"
     try:
-        with open(aside, "wb") as f:
+        with open(unfinished, "wb") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(aside, path)
+        os.replace(unfinished, path)
+        # A new name is on the disk only after its directory is.
         flush_to_disk(os.path.dirname(path) or ".")
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(aside)
+            os.unlink(unfinished)
         raise
 
-def flush_to_disk(path):
-    """Have the disk take a file, or the names in a directory."""
-    number = os.open(path, os.O_RDONLY)
-    os.fsync(number)
-    os.close(number)
 
-def write_json(path, value):
-    with complete_file(path) as f:
-        f.write(json.dumps(value, indent=1).encode())
+def flush_to_disk(path: str) -> None:
+    """Have the disk take a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

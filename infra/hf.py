@@ -1,16 +1,22 @@
-"""Hugging Face directories in and out, streamed shard by shard."""
+"""Hugging Face directories in and out, streamed shard by shard.
+
+Nothing here holds a complete model in host memory: loading holds a device's shard of one parameter,
+saving one file of a few gigabytes.
+"""
 
 import glob
 import math
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -20,202 +26,394 @@ from infra import files
 from infra.files import CheckpointError
 
 
+# ---------------------------------------------------------------- config
 def read_config(directory):
     """ModelConfig of a Hugging Face directory. Raises CheckpointError, by name, for all but a dense Qwen2."""
     path = os.path.join(directory, "config.json")
     c = files.read_json(path)
     generation = os.path.join(directory, "generation_config.json")
+
     def number(name, default=None, kind=int, end=2**31, values=c):
         value = default if values.get(name) is None else values[name]
         if type(value) not in (int, kind) or not 0 < value < end:
             raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
         return value
+
     try:
-        rope, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}  # of transformers 5, 4
+        rope, old = (
+            c.get("rope_parameters") or {},
+            c.get("rope_scaling") or {},
+        )  # of transformers 5, 4
         ropes = [r.get("rope_type", r.get("type", "default")) for r in (rope, old)]
         both = [r["rope_theta"] for r in (rope, old, c) if r.get("rope_theta") is not None]
         for refused, what in (
-                (c.get("model_type") != "qwen2", f"model_type {c.get('model_type')!r}; only 'qwen2' is"),
-                (c.get("architectures") not in (None, ["Qwen2ForCausalLM"]),
-                 f"architectures {c.get('architectures')}; only Qwen2ForCausalLM is"),
-                (ropes != ["default"] * 2 or {*rope, *old} - {"rope_type", "type", "rope_theta"},
-                 f"rope scaling {', '.join(r for r in ropes if r != 'default') or {**rope, **old}}; only plain "
-                 "rotary embedding is"),
-                (any(theta != both[0] for theta in both), f"rope_theta {both}; only one is"),
-                (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
-                ({*(c.get("layer_types") or [])} - {"full_attention"}, "sliding layers; only full ones are"),
-                ("quantization_config" in c, "quantised weights; only float32, bfloat16 and float16 are"),
-                (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}; only silu is"),
-                (type(c.get("tie_word_embeddings", False)) not in (bool, type(None)),
-                 "no true or false for tie_word_embeddings; only these are")):
+            (
+                c.get("model_type") != "qwen2",
+                f"model_type {c.get('model_type')!r}; only 'qwen2' is",
+            ),
+            (
+                c.get("architectures") not in (None, ["Qwen2ForCausalLM"]),
+                f"architectures {c.get('architectures')}; only Qwen2ForCausalLM is",
+            ),
+            (
+                ropes != ["default"] * 2 or {*rope, *old} - {"rope_type", "type", "rope_theta"},
+                f"rope scaling {', '.join(r for r in ropes if r != 'default') or {**rope, **old}}; only plain "
+                "rotary embedding is",
+            ),
+            (any(theta != both[0] for theta in both), f"rope_theta {both}; only one is"),
+            (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
+            (
+                {*(c.get("layer_types") or [])} - {"full_attention"},
+                "sliding layers; only full ones are",
+            ),
+            (
+                "quantization_config" in c,
+                "quantised weights; only float32, bfloat16 and float16 are",
+            ),
+            (
+                c.get("hidden_act", "silu") != "silu",
+                f"hidden_act {c.get('hidden_act')!r}; only silu is",
+            ),
+            (
+                type(c.get("tie_word_embeddings", False)) not in (bool, type(None)),
+                "no true or false for tie_word_embeddings; only these are",
+            ),
+        ):
             if refused:
                 raise CheckpointError(f"{path} has {what} supported")
         N, D, V = map(number, ("num_attention_heads", "hidden_size", "vocab_size"))
-        stop = (c | (files.read_json(generation) if os.path.exists(generation) else {})).get("eos_token_id")
+        stop = (c | (files.read_json(generation) if os.path.exists(generation) else {})).get(
+            "eos_token_id"
+        )
         stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
         if not all(type(i) is int and 0 <= i < V for i in stop):
             raise ValueError(f"eos_token_id = {stop} is not of vocab_size = {V}")
         cfg = model.ModelConfig(
-            V=V, D=D, F=number("intermediate_size"), L=number("num_hidden_layers", end=10**4), N=N,
-            K=number("num_key_value_heads", N), H=number("head_dim", D // N),
-            rope_theta=float(number("rope_theta", 1e4, float, 1e38, {"rope_theta": [*both, None][0]})),
-            rms_eps=float(number("rms_norm_eps", 1e-6, float, 1)), stop_ids=tuple(stop),
-            tied=bool(c.get("tie_word_embeddings")), max_positions=number("max_position_embeddings", 32768))
+            V=V,
+            D=D,
+            F=number("intermediate_size"),
+            L=number("num_hidden_layers", end=10**4),
+            N=N,
+            K=number("num_key_value_heads", N),
+            H=number("head_dim", D // N),
+            rope_theta=float(
+                number("rope_theta", 1e4, float, 1e38, {"rope_theta": [*both, None][0]})
+            ),
+            rms_eps=float(number("rms_norm_eps", 1e-6, float, 1)),
+            stop_ids=tuple(stop),
+            tied=bool(c.get("tie_word_embeddings")),
+            max_positions=number("max_position_embeddings", 32768),
+        )
         if cfg.N % cfg.K or cfg.H % 2:
-            raise ValueError(f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
-                             "be a multiple of the second, the head size even")
+            raise ValueError(
+                f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
+                "be a multiple of the second, the head size even"
+            )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as e:
         raise CheckpointError(f"{path} lacks a usable value: {type(e).__name__} {e}")
     return cfg
 
-def hf_tensors(cfg):
-    """(Hugging Face name, its shape, our name, layer or None) of every tensor, in our order."""
-    for name in model.shapes(cfg):
-        hf_name, groups = model.TENSORS[name]
-        shape = tuple(math.prod(getattr(cfg, c) for c in group) for group in groups.split())
-        for i in range(cfg.L) if name.startswith("layers/") else [None]:
-            yield hf_name.format(i), shape, name, i
 
-def write_random(directory, config, seed):
-    """Write config.json and random weights (normal, of `initializer_range`) as a Hugging Face directory."""
+# ---------------------------------------------------------------- names
+class Tensor(NamedTuple):
+    """A tensor of a Hugging Face model, and where its values are in ours."""
+
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    parameter: str  # our flat name, such as "layers/wq_LDNH"
+    layer: int | None  # index in the parameter's dimension L, if it has one
+
+
+def hf_tensors(cfg: model.ModelConfig) -> Iterator[Tensor]:
+    """Every tensor of such a model, in the order of our parameters."""
+    for parameter in model.shapes(cfg):
+        hf_name, dimensions = model.TENSORS[parameter]
+        # "NH D" is a matrix [N * H, D].
+        hf_shape = tuple(
+            math.prod(getattr(cfg, letter) for letter in dimension)
+            for dimension in dimensions.split()
+        )
+        layers = range(cfg.L) if parameter.startswith("layers/") else [None]
+        for layer in layers:
+            yield Tensor(hf_name.format(layer), hf_shape, parameter, layer)
+
+
+def write_random(directory: str, config: dict, seed: int) -> None:
+    """Write config.json and random weights, normal of `initializer_range`, as float32."""
     files.write_json(os.path.join(directory, "config.json"), config)
     rng = np.random.default_rng(seed)
-    save_file({name: (np.ones(shape) if "norm" in name else np.zeros(shape) if "bias" in name
-                      else rng.standard_normal(shape) * config["initializer_range"]).astype(np.float32)
-               for name, shape, *_ in hf_tensors(read_config(directory))},
-              os.path.join(directory, "model.safetensors"), metadata={"format": "pt"})
+    weights = {}
+    for tensor in hf_tensors(read_config(directory)):
+        if "norm" in tensor.hf_name:
+            weight = np.ones(tensor.hf_shape)
+        elif "bias" in tensor.hf_name:
+            weight = np.zeros(tensor.hf_shape)
+        else:
+            weight = rng.standard_normal(tensor.hf_shape) * config["initializer_range"]
+        weights[tensor.hf_name] = weight.astype(np.float32)
+    save_safetensors(os.path.join(directory, "model.safetensors"), weights)
 
-def place(shape, sharding, read):
-    """Global array from read(index) -> NumPy; a process reads its own shards, one at a time."""
-    shards = []
-    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
-        index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape))
-        there = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        shards.append(jax.device_put(read(index), there).block_until_ready())
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
-GGUF = ', gguf_file="{}"'
+def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
+    # transformers refuses a file that does not say for which library it was written.
+    save_file(weights, path, metadata={"format": "pt"})
 
-def weight_files(directory):
+
+# ---------------------------------------------------------------- load
+def weight_files(directory: str) -> list[str]:
     """The safetensors of a model: those that its index names, or the only one."""
+    refuse_other_weights(directory)
     index = os.path.join(directory, "model.safetensors.index.json")
-    other = [name for name in sorted(os.listdir(directory)) if name.endswith((".bin", ".gguf", ".pt", ".pth"))]
-    if other and not glob.glob(f"{glob.escape(directory)}/*.safetensors"):
-        raise CheckpointError(
-            f"{directory} has weights as {other[0]}, and no *.safetensors; convert them: python -c 'from "
-            "transformers import AutoModelForCausalLM as M; "
-            f'M.from_pretrained("{directory}"{GGUF.format(other[0]) if other[0].endswith("gguf") else ""})'
-            f""".save_pretrained("{directory}")'""")
-    names = files.read_json(index).get("weight_map") if os.path.exists(index) else {"": "model.safetensors"}
-    for name in names.values() if isinstance(names, dict) else [names]:
+    if not os.path.exists(index):
+        return [os.path.join(directory, "model.safetensors")]
+    weight_map = files.read_json(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+    for name in names:
+        # A name with folders in it could be any file of the machine.
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file of this directory")
-    return [os.path.join(directory, name) for name in sorted(set(names.values()))]
+    return [os.path.join(directory, name) for name in sorted(set(names))]
+
+
+def refuse_other_weights(directory: str) -> None:
+    """Raise CheckpointError, with the command that converts, for weights of other formats."""
+    others = [
+        name
+        for name in sorted(os.listdir(directory))
+        if name.endswith((".bin", ".gguf", ".pt", ".pth"))
+    ]
+    if not others or glob.glob(f"{glob.escape(directory)}/*.safetensors"):
+        return
+    # transformers finds other kinds by itself.
+    gguf = f', gguf_file="{others[0]}"' if others[0].endswith("gguf") else ""
+    raise CheckpointError(
+        f"{directory} has weights as {others[0]}, and no *.safetensors; convert them: python -c "
+        "'from transformers import AutoModelForCausalLM as M; "
+        f"""M.from_pretrained("{directory}"{gguf}).save_pretrained("{directory}")'"""
+    )
+
 
 class Checkpoint:
-    """The open safetensors of a model; names, shapes and types are checked before one weight is read."""
+    """The open safetensors of a model.
 
-    def __init__(self, directory, cfg):
-        self.cfg, self.where = cfg, {}  # {tensor name: (what to slice, its file)}
-        for path in weight_files(directory):
-            try:
-                f = safe_open(path, "np")
-                found = {name: (f.get_slice(name), path) for name in f.keys()}
-            except (SafetensorError, OSError, ValueError) as e:
-                raise CheckpointError(f"{path} is not a safetensors file: {e}")
-            for name in found.keys() & self.where:
-                raise CheckpointError(f"{path} holds {name}, as does {self.where[name][1]}; keep one")
-            self.where |= found
-        wanted = {name: shape for name, shape, *_ in hf_tensors(cfg)}
+    Names, shapes and types of all tensors are checked before one weight is read, so that a mistake
+    ends the run at once. Raises CheckpointError.
+    """
+
+    def __init__(self, directory: str, cfg: model.ModelConfig):
+        self.cfg = cfg
+        # {tensor's name: (what to slice, path of its file)}
+        self.tensors = open_tensors(directory)
+        self.check_tensors(directory)
+
+    def check_tensors(self, directory):
+        wanted = {tensor.hf_name: tensor.hf_shape for tensor in hf_tensors(self.cfg)}
         for name, shape in wanted.items():
-            if name not in self.where:
-                raise CheckpointError(f"{directory} lacks the tensor {name} that its config.json calls for")
-            tensor, path = self.where[name]
-            found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            if name not in self.tensors:
+                raise CheckpointError(
+                    f"{directory} lacks the tensor {name} that its config.json calls for"
+                )
+            tensor, path = self.tensors[name]
+            found = tuple(tensor.get_shape())
             if found != shape:
-                raise CheckpointError(f"{path}: {name} has shape {found}, config.json calls for {shape}")
+                raise CheckpointError(
+                    f"{path}: {name} has shape {found}, config.json calls for {shape}"
+                )
+            dtype = tensor.get_dtype()
             if dtype not in ("F32", "BF16", "F16"):
-                raise CheckpointError(f"{path}: {name} has type {dtype}; quantised weights are not supported")
-        derived = ("rotary_emb.inv_freq",) + ("lm_head.weight",) * cfg.tied  # which some writers add
-        extra = [name for name in self.where if name not in wanted and not name.endswith(derived)]
+                raise CheckpointError(
+                    f"{path}: {name} has type {dtype}; quantised weights are not supported"
+                )
+        # Some writers add what follows from the config, or the embedding again as the tied head.
+        derived = ["rotary_emb.inv_freq"]
+        if self.cfg.tied:
+            derived.append("lm_head.weight")
+        extra = [
+            name
+            for name in self.tensors
+            if name not in wanted and not name.endswith(tuple(derived))
+        ]
         if extra:
-            raise CheckpointError(f"{directory} has the tensor {extra[0]} ({len(extra)} such), not Qwen2's")
+            raise CheckpointError(
+                f"{directory} has the tensor {extra[0]} ({len(extra)} such), not Qwen2's"
+            )
 
-    def read(self, name, index):
-        """Our parameter `name` at `index` (a slice per dimension) -> float32 NumPy; reads only that."""
-        if not name.startswith("layers/"):
-            return self.read_one(name, None, index)
-        out = np.empty([s.stop - s.start for s in index], np.float32)
-        for i, layer in enumerate(range(index[0].start, index[0].stop)):
-            out[i] = self.read_one(name, layer, index[1:])
-        return out
+    def read(self, parameter: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Our parameter at `index`, a slice per dimension -> float32; nothing else is read."""
+        if not parameter.startswith("layers/"):
+            return self.read_tensor(parameter, None, index)
+        layers, *rest = index
+        value = np.empty([part.stop - part.start for part in index], np.float32)
+        for i, layer in enumerate(range(layers.start, layers.stop)):
+            value[i] = self.read_tensor(parameter, layer, rest)
+        return value
 
-    def read_one(self, name, layer, index):
-        (hf_name, groups), H = model.TENSORS[name], self.cfg.H  # H is never split
-        part = dict(zip(model.letters(name).lstrip("L"), index))
-        slices = tuple(part[g] if len(g) == 1 else slice(part[g[0]].start * H, part[g[0]].stop * H)
-                       for g in groups.split())
-        tensor, path = self.where[hf_name.format(layer)]
-        value = tensor[slices].astype(np.float32, copy=False)
-        if not (-np.inf < value.min() and value.max() < np.inf):  # for NaN, either is false
-            raise CheckpointError(f"{path}: {hf_name.format(layer)} holds NaN or infinity; get it again")
-        theirs = groups.replace(" ", "")
-        value = value.reshape([part[c].stop - part[c].start for c in theirs])
-        return np.einsum(f"{theirs}->{''.join(part)}", value)  # a view
+    def read_tensor(self, parameter, layer, index):
+        """Of one layer, or of a parameter without layers: a float32 view in our order."""
+        hf_name, dimensions = model.TENSORS[parameter]
+        hf_name = hf_name.format(layer)
+        letters = model.letters(parameter).lstrip("L")
+        parts = dict(zip(letters, index, strict=True))
+        hf_index = []
+        for dimension in dimensions.split():
+            part = parts[dimension[0]]
+            # Two letters, heads and H, are one dimension there. H itself is never split.
+            if len(dimension) == 2:
+                part = slice(part.start * self.cfg.H, part.stop * self.cfg.H)
+            hf_index.append(part)
+        tensor, path = self.tensors[hf_name]
+        value = tensor[tuple(hf_index)].astype(np.float32, copy=False)
+        # Comparisons with NaN are false, so that this finds it, too.
+        is_finite = -np.inf < value.min() and value.max() < np.inf
+        if not is_finite:
+            raise CheckpointError(f"{path}: {hf_name} holds NaN or infinity; get it again")
+        hf_letters = dimensions.replace(" ", "")
+        value = value.reshape([parts[letter].stop - parts[letter].start for letter in hf_letters])
+        return np.einsum(f"{hf_letters}->{letters}", value)
 
-def load(checkpoint, mesh, progress=lambda done, total: None):
-    """Checkpoint -> float32 parameters over `mesh`; host memory holds one device's shard of one parameter."""
-    flat, todo = {}, model.shapes(checkpoint.cfg)
-    for name, shape in todo.items():
-        flat[name] = place(shape, NamedSharding(mesh, model.spec(name)), partial(checkpoint.read, name))
-        progress(len(flat), len(todo))
+
+def open_tensors(directory):
+    """{name: (what to slice, path of its file)} of all tensors in the safetensors of a model."""
+    tensors = {}
+    for path in weight_files(directory):
+        try:
+            f = safe_open(path, "np")
+            found = {name: (f.get_slice(name), path) for name in f.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as e:
+            raise CheckpointError(f"{path} is not a safetensors file: {e}") from e
+        for name in found.keys() & tensors.keys():
+            raise CheckpointError(f"{path} holds {name}, as does {tensors[name][1]}; keep one")
+        tensors |= found
+    return tensors
+
+
+def place(
+    shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """A global array from read(index) -> NumPy; a process reads its own shards, one at a time."""
+    shape = tuple(shape)
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        # With start and stop in numbers, where JAX may leave them None.
+        index = tuple(slice(*part.indices(n)) for part, n in zip(index, shape, strict=True))
+        target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        # Blocks, so that host memory holds no second shard.
+        shard = jax.device_put(read(index), target).block_until_ready()
+        shards.append(shard)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def load(
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> dict:
+    """A checkpoint's float32 parameters, nested and sharded over the mesh as model.spec says.
+
+    Host memory holds one device's shard of one parameter. progress(done, total) counts parameters.
+    """
+    shapes = model.shapes(checkpoint.cfg)
+    flat = {}
+    for name, shape in shapes.items():
+        sharding = NamedSharding(mesh, model.spec(name))
+        flat[name] = place(shape, sharding, partial(checkpoint.read, name))
+        progress(len(flat), len(shapes))
     return model.nest(flat)
 
-def save(directory, params, cfg, mesh, dtype, file_bytes=4 << 30):
-    """Write `params` as safetensors that transformers loads; process 0 writes, every process must call.
-    `dtype` is a NumPy type name ("float32", "bfloat16"). Tensors are gathered one layer at a time; a file
-    holds at most `file_bytes`, and an index names several. The caller adds config.json and the tokenizer."""
-    dtype, flat = np.dtype(getattr(ml_dtypes, dtype, dtype)), model.flatten(params)
+
+# ---------------------------------------------------------------- save
+def save(
+    directory: str,
+    params: dict,
+    cfg: model.ModelConfig,
+    mesh: Mesh,
+    dtype: str,
+    file_bytes: int = 4 << 30,
+) -> None:
+    """Write parameters as safetensors that transformers loads. Every process must call.
+
+    `dtype` is "float32", "bfloat16" or "float16". Tensors are gathered one by one, and process 0
+    writes them, to files of up to `file_bytes` each; an index names several. The caller adds
+    config.json and the tokenizer.
+    """
+    numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    flat = model.flatten(params)
+    gather = compiled_gather(mesh, numpy_dtype)
+    is_writer = jax.process_index() == 0
+    groups = split_into_files(hf_tensors(cfg), numpy_dtype.itemsize, file_bytes)
+    weight_map = {}
+    for number, tensors in enumerate(groups, 1):
+        file_name = "model.safetensors"
+        if len(groups) > 1:
+            file_name = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        weights = {}
+        for tensor in tensors:
+            weight_map[tensor.hf_name] = file_name
+            # All processes take part in the all-gather, and one needs the result.
+            value = gather(flat[tensor.parameter], tensor.layer, tensor.parameter, tensor.hf_shape)
+            if is_writer:
+                weights[tensor.hf_name] = np.asarray(value, order="C")
+        if is_writer:
+            save_safetensors(os.path.join(directory, file_name), weights)
+    if is_writer and len(groups) > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        files.write_json(f"{directory}/model.safetensors.index.json", index)
+
+
+def split_into_files(tensors, itemsize, file_bytes):
+    """Tensors, in their order -> the tensors of each file: up to file_bytes, or a single one."""
+    groups = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = math.prod(tensor.hf_shape) * itemsize
+        if filled and filled + size > file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    return groups
+
+
+def compiled_gather(mesh, dtype):
+    """-> jitted gather(our parameter, layer or None, its name, Hugging Face shape) -> tensor."""
+
     @partial(jax.jit, static_argnames=("name", "shape"), out_shardings=NamedSharding(mesh, P()))
     def gather(a, i, name, shape):
-        ours, theirs = model.letters(name).lstrip("L"), model.TENSORS[name][1].replace(" ", "")
+        letters = model.letters(name).lstrip("L")
+        _, dimensions = model.TENSORS[name]
+        hf_letters = dimensions.replace(" ", "")
         a = jax.device_put(a if i is None else a[i], model.DEVICE)
-        return jnp.einsum(f"{ours}->{theirs}", a).reshape(shape).astype(dtype)
-    files, filled = [[]], 0
-    for tensor in hf_tensors(cfg):
-        size = math.prod(tensor[1]) * dtype.itemsize
-        if filled and filled + size > file_bytes:
-            files, filled = files + [[]], 0
-        files[-1].append(tensor)
-        filled += size
-    weight_map = {}
-    for number, tensors in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
-        weight_map |= {hf_name: file for hf_name, *_ in tensors}
-        out = {}
-        for hf_name, shape, name, i in tensors:
-            value = gather(flat[name], i, name, shape)
-            if jax.process_index() == 0:
-                out[hf_name] = np.asarray(value, order="C")
-        if jax.process_index() == 0:
-            save_file(out, os.path.join(directory, file), metadata={"format": "pt"})
-    if jax.process_index() == 0 and len(files) > 1:
-        files.write_json(f"{directory}/model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+        return jnp.einsum(f"{letters}->{hf_letters}", a).reshape(shape).astype(dtype)
 
-def write_final(cfg, run, params):
-    """`out`/final: the weights in the type they came in, with the other files of the model they came from."""
-    config, final = files.read_json(f"{run.directory}/config.json"), f"{cfg.out}/final"
-    kind = config.get("torch_dtype") or config.get("dtype")
-    kind = kind if kind in ("bfloat16", "float16") else "float32"
-    if jax.process_index() == 0:
-        shutil.rmtree(final + ".tmp", ignore_errors=True)
-        os.makedirs(final + ".tmp")
-    save(final + ".tmp", params, run.shape, run.mesh, kind)
-    if jax.process_index() == 0:
-        for name in os.listdir(run.directory):
+    return gather
+
+
+def write_final(
+    out: str, source_directory: str, params: dict, model_cfg: model.ModelConfig, mesh: Mesh
+) -> None:
+    """Write OUT/final: the parameters, with the other files of the model that training began from.
+
+    The weights have the type that they came in. Every process must call; process 0 writes. The
+    directory appears under its name once it is complete.
+    """
+    final = f"{out}/final"
+    unfinished = f"{final}.tmp"
+    config = files.read_json(f"{source_directory}/config.json")
+    dtype = config.get("torch_dtype") or config.get("dtype")
+    if dtype not in ("bfloat16", "float16"):
+        dtype = "float32"
+    is_writer = jax.process_index() == 0
+    if is_writer:
+        # What a killed run may have left.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        os.makedirs(unfinished)
+    save(unfinished, params, model_cfg, mesh, dtype)
+    if is_writer:
+        for name in os.listdir(source_directory):
+            # Config, tokenizer and chat template; an index there is of the old weights.
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
-                shutil.copy(f"{run.directory}/{name}", final + ".tmp")
-        for name in os.listdir(final + ".tmp"):
-            files.flush_to_disk(f"{final}.tmp/{name}")
+                shutil.copy(f"{source_directory}/{name}", unfinished)
+        for name in os.listdir(unfinished):
+            files.flush_to_disk(f"{unfinished}/{name}")
         shutil.rmtree(final, ignore_errors=True)
-        os.rename(final + ".tmp", final)
+        os.rename(unfinished, final)

@@ -1,58 +1,123 @@
-"""Reward functions, run under a time limit."""
+"""Reward functions, run under a time limit.
+
+A reward function takes (row, answer), the row of the data with all its columns and the text of
+the completion, and returns a float.
+"""
 
 import contextlib
+import inspect
 import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from infra import log
-from infra.log import first_line, warn
+from infra.log import check, first_line, warn
+
+RewardFunction = Callable[[dict, str], float]
+
+# Seconds that a function has for one answer.
+REWARD_SECONDS = 5
+# An alarm rings when the time is up, and again each second. A function that catches what so many
+# of them raise never ends by itself.
+MOST_ALARMS = 10
+# Scores lie within -MOST_REWARD and MOST_REWARD: the squares of such are still float32.
+MOST_REWARD = 1e6
 
 
 class TooSlow(BaseException):
-    """No Exception, which a reward function may catch."""
+    """The time of a reward function is over. No Exception, which the function may catch."""
 
-REWARD_SECONDS = 5  # that a function has for an answer
 
-MOST_RINGS = 10  # the time is up, and a second later again; a function that catches so many never ends
-
-MOST_REWARD = 1e6  # or less than -1e6: squares of such are still float32
-
-def score_answers(functions, rows, answers, cut):
-    """-> [answers, functions] scores, 0 of a cut answer; {function name: {answer: its fault}}, also 0. A
-    function's time is limited in Python, `re` and sleep; other code in C ends first, and scores 0 then."""
-    scores, faults, before = np.zeros((len(answers), len(functions))), {}, signal.getsignal(signal.SIGALRM)
-    for i, (j, function) in itertools.product(np.flatnonzero(~np.asarray(cut)), enumerate(functions)):
+def check_signatures(functions: Sequence[RewardFunction]) -> None:
+    """Stop, with exit code 2, unless every function can be called as function(row, answer)."""
+    for function in functions:
+        name = function.__name__
         try:
-            with time_limit(function, rows[i]["question"]):
-                value = float(function(rows[i]["question"], rows[i]["answer"], answers[i]))
-            if not -MOST_REWARD <= value <= MOST_REWARD:  # nor NaN
-                raise ValueError(f"{value} is not from {-MOST_REWARD:.0f} to {MOST_REWARD:.0f}")
-            scores[i, j] = value
-        except BaseException as e:  # also exit() and KeyboardInterrupt: a real Ctrl-C raises neither
-            faults.setdefault(function.__name__, {})[i] = first_line(e)
-        if sys.stdout.closed or sys.stderr.closed:
-            faults.setdefault(function.__name__, {})[i] = "it closed stdout or stderr"
-            scores[i, j] = 0
-            log.open_streams()
-    signal.signal(signal.SIGALRM, before)
+            signature = inspect.signature(function)
+        except ValueError:
+            # A function written in C may not say what it takes.
+            continue
+        try:
+            signature.bind({}, "")
+        except TypeError:
+            takes = ", ".join(signature.parameters)
+            check(
+                False,
+                f"reward {name} takes ({takes}); it is now called as {name}(row, answer): "
+                "row['question'], row['answer'] and every other column of the data",
+            )
+
+
+def score_answers(
+    functions: Sequence[RewardFunction],
+    rows: Sequence[dict],
+    answers: Sequence[str],
+    truncated: Sequence[bool],
+) -> tuple[np.ndarray, dict[str, dict[int, str]]]:
+    """Score every answer by every function.
+
+    rows[i] is the row of the data that answers[i] belongs to. Returns (scores, faults): float64
+    [answers, functions], and {function name: {i: why it failed on answers[i]}}. A truncated answer
+    scores 0 by all functions, and an answer on which a function fails scores 0 by that one.
+
+    The time limit ends Python code, `re` and sleep. Other code in C ends when it ends; its score is
+    0 if that was too late.
+    """
+    scores = np.zeros((len(answers), len(functions)))
+    faults = {}
+    handler_before = signal.getsignal(signal.SIGALRM)
+    for i, answer in enumerate(answers):
+        if truncated[i]:
+            continue
+        for j, function in enumerate(functions):
+            fault = None
+            try:
+                scores[i, j] = score_answer(function, rows[i], answer)
+            # Also exit() and KeyboardInterrupt of the function: a real Ctrl-C raises neither.
+            except BaseException as e:
+                fault = first_line(e)
+            # The run still has to print.
+            if sys.stdout.closed or sys.stderr.closed:
+                fault = "it closed stdout or stderr"
+                scores[i, j] = 0
+                log.open_streams()
+            if fault is not None:
+                faults.setdefault(function.__name__, {})[i] = fault
+    signal.signal(signal.SIGALRM, handler_before)
     return scores, faults
 
+
+def score_answer(function: RewardFunction, row: dict, answer: str) -> float:
+    """One score, of one function. Raises ValueError for NaN and what is out of range."""
+    with time_limit(function, row["question"]):
+        score = float(function(row, answer))
+    # Written so that it refuses NaN, with which all comparisons are false.
+    if not -MOST_REWARD <= score <= MOST_REWARD:
+        raise ValueError(f"{score} is not from {-MOST_REWARD:.0f} to {MOST_REWARD:.0f}")
+    return score
+
+
 @contextlib.contextmanager
-def time_limit(function, question):
+def time_limit(function: RewardFunction, question: str) -> Iterator[None]:
     """Inside, TooSlow is raised after REWARD_SECONDS, then each second; at last the run ends."""
-    rings = itertools.count(1)
-    def ring(*_):
-        if next(rings) > MOST_RINGS:
-            warn(f"reward {function.__name__} does not end, and catches what is raised to end it; it scored an "
-                 f"answer to {question[:200]!r}; let it catch Exception, not all. The run ends; start it again, "
-                 "and it resumes")
+    alarms = itertools.count(1)
+
+    def on_alarm(*_):
+        if next(alarms) > MOST_ALARMS:
+            warn(
+                f"reward {function.__name__} does not end, and catches what is raised to end it; "
+                f"it scored an answer to {question[:200]!r}; let it catch Exception, not all. The "
+                "run ends; start it again, and it resumes"
+            )
+            # sys.exit would raise another exception for the function to catch.
             os._exit(1)
         raise TooSlow(f"no score within {REWARD_SECONDS} s")
-    signal.signal(signal.SIGALRM, ring)
+
+    signal.signal(signal.SIGALRM, on_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, REWARD_SECONDS, 1)
         yield

@@ -18,7 +18,6 @@ FILES = {  # names and contents, beside which the flags below are given
     "pickle/train.pkl": "cos\nsystem\n(S'touch owned'\ntR.",
     "taken/tiny-seed1.0": "",
     "dir.jsonl/x": "",
-    "pipe/config.json": "{}",
     "broken/config.json": "{",
     "empty/config.json": '{"config": []}',
 }
@@ -37,7 +36,6 @@ PATHS = {  # flags: what the message must say
     "--model no/such/dir": "no/such/dir is not a directory",
     "--model a/b/c": "a/b/c is not a directory",
     "--model plain": "plain is not a directory",
-    "--model pipe": "tokenizer.json is no file",
     "--data none.jsonl": "none.jsonl does not exist",
     "--eval_data none.jsonl": "none.jsonl does not",
     "--data dir.jsonl": "does not exist, or is no file",
@@ -68,7 +66,6 @@ def test_paths_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     (tmp_path / "dangling").symlink_to("gone")
-    os.mkfifo("pipe/tokenizer.json")
     check_messages(PATHS.items())
     assert not os.path.exists("owned"), "a pickle was run"
 
@@ -80,7 +77,7 @@ BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
     # nothing, or not all
     ("empty", "", "empty.jsonl is empty"),
     ("blank", "\n\n", "blank.jsonl is empty"),
-    ("cut", GOOD + '{"question": "What', "cut.jsonl line 2"),
+    ("torn", GOOD + '{"question": "What', "torn.jsonl line 2"),
     ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
     ("null", GOOD + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),
     ("other", '{"prompt": "a"}', "'answer'"),
@@ -95,7 +92,6 @@ BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
     ("digits", '{"question": "a", "answer": ' + "9" * 5000 + "}", "digits.jsonl line 1"),
     ("deep", '{"question": ' + "[" * 99999, "deep.jsonl line 1"),
     ("two", GOOD.strip() + GOOD, "Extra data"),
-    ("twice", GOOD[:-2] + ', "answer": "3"}', "a name comes twice"),
     # texts that cannot be a prompt
     ("spaces", '{"question": " ", "answer": "2"}', "question = ' '"),
     ("marked", GOOD.replace("What", "<|im_end|>"), "mark of the chat"),
@@ -141,7 +137,7 @@ BAD_MODELS = [  # file, how it is edited (see conftest.edit), what the message m
 
 
 def bad_tokenizers(tokenizer):
-    """Of the content of a whole tokenizer.json: (how it is edited, what the message must say)."""
+    """Of the content of a good tokenizer.json: (how it is edited, what the message must say)."""
     tokens = [t for t in tokenizer["added_tokens"] if t["content"] != "<|im_start|>"]
     vocab = tokenizer["model"]["vocab"] | {"zzz": 1000}
     return [
@@ -164,7 +160,9 @@ def test_models_that_cannot_be_used_are_refused(tiny_directory, tmp_path, monkey
     check_messages(table)
 
 
-def test_weights_of_other_kinds_are_told_how_to_convert(tiny_directory, tmp_path, monkeypatch):
+def test_weights_of_other_kinds_are_refused_with_how_to_convert(
+    tiny_directory, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text(GOOD * 8)
     names = {"bin": "pytorch_model.bin", "gguf": "q4.gguf"}

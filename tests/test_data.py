@@ -92,11 +92,11 @@ def test_final_number_is_read_however_it_is_written():
 
 
 def test_rewards_compare_final_numbers_and_look_at_the_form():
-    assert train.correct("", "#### 1,450", "so it is <answer>$1450.00</answer>") == 1
-    assert train.correct("", "#### 1450", "<answer>1451</answer> 1450") == 0
-    assert train.correct("", "no number", "no number") == 0
+    assert train.correct({"answer": "#### 1,450"}, "so it is <answer>$1450.00</answer>") == 1
+    assert train.correct({"answer": "#### 1450"}, "<answer>1451</answer> 1450") == 0
+    assert train.correct({"answer": "no number"}, "no number") == 0
     for text, wanted in FORMATTED.items():
-        assert train.formatted("", "", text) == wanted, text
+        assert train.formatted({}, text) == wanted, text
 
 
 def test_final_number_of_all_gsm8k_solutions(record_property):
@@ -144,7 +144,7 @@ def test_prompts_equal_the_published_chat_template():
     assert ours.encode("hello").ids == [14990]
 
 
-def test_a_tokenizer_that_truncates_and_pads_gives_whole_prompts(tiny_directory, tmp_path):
+def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directory, tmp_path):
     """tokenizer.json may carry such settings, which are of other uses than training."""
     data = tmp_path / "rows.jsonl"
     questions = [{"question": f"What is {i} + 1?", "answer": i + 1} for i in range(99)]
@@ -162,9 +162,9 @@ def test_a_tokenizer_that_truncates_and_pads_gives_whole_prompts(tiny_directory,
     tokenizer.enable_padding(length=24)
     change = tokenizer.to_str().encode()
     truncating = spoiled_copy(tiny_directory, tmp_path / "truncating", "tokenizer.json", change)
-    whole = prompts(tiny_directory, tmp_path / "whole")
-    assert min(map(len, whole)) > 24, "nothing to truncate"
-    assert prompts(truncating, tmp_path / "run") == whole
+    complete = prompts(tiny_directory, tmp_path / "complete")
+    assert min(map(len, complete)) > 24, "nothing to truncate"
+    assert prompts(truncating, tmp_path / "run") == complete
 
 
 # ---------------------------------------------------------------- data sets
@@ -233,13 +233,13 @@ def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path)
     for reply in ConnectionError("Couldn't reach it"), ValueError("no such data"):
         with (
             mock.patch("datasets.load_dataset", side_effect=reply),
-            mock.patch.object(data, "hub_or_cache", return_value=""),
+            mock.patch.object(data, "reach_hub", return_value=""),
         ):
             text = refused("--data a/b --out", tmp_path / "run")
         assert f"a/b cannot be loaded: {log.first_line(reply)}" in text
 
 
-def test_a_hub_that_does_not_answer_is_told_in_one_line(tmp_path):
+def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
     """And soon: its libraries would ask six times."""
     closed = "http://127.0.0.1:9"
     text = run_train("--data gsm8k --out", tmp_path / "run", code=2, HF_ENDPOINT=closed)
@@ -254,7 +254,26 @@ def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
     assert data.load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]
 
 
-def test_a_line_of_metrics_that_is_no_row_is_told_and_left_out(tmp_path, capsys):
+def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directory):
+    written = {"question": "1 + 1?", "answer": 2, "unit": "kg", "tests": [1, None], "note": None}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(written))
+    tokenizer, _ = data.load_tokenizer(tiny_directory)
+    (row,) = data.load_questions(str(path), False, tokenizer, train.Config(system=""))
+    prompt = tokenizer.encode(data.chat("", "1 + 1?")).ids
+    demonstration = tokenizer.encode("2<|im_end|>").ids
+    added = {"answer": "2", "prompt": prompt, "demonstration_ids": demonstration}
+    assert row == written | added
+
+    def has_unit(row, answer):
+        return answer.endswith(row["unit"])
+
+    scores, faults = rewards.score_answers([has_unit], [row] * 2, ["2 kg", "2"], [False] * 2)
+    assert_array_equal(scores, [[1], [0]])
+    assert faults == {}
+
+
+def test_a_line_of_metrics_that_is_no_row_is_reported_and_left_out(tmp_path, capsys):
     good = {"step": 1, "loss": 0.5}
     lines = [
         json.dumps(good),
@@ -276,27 +295,27 @@ def test_a_line_of_metrics_that_is_no_row_is_told_and_left_out(tmp_path, capsys)
 
 
 # ---------------------------------------------------------------- reward functions that misbehave
-def loops(question, reference, answer):
+def loops(row, answer):
     while answer == "hang":
         pass
     return 1
 
 
-def loops_and_catches(question, reference, answer):
+def loops_and_catches(row, answer):
     while answer == "hang":
         with contextlib.suppress(Exception):
             sum(range(999))
     return 1
 
 
-def backtracks(question, reference, answer):
+def backtracks(row, answer):
     text = "a" * 40
     if answer == "hang":
         text += "b"
     return bool(re.match("(a+)+$", text))
 
 
-def sleeps_again(question, reference, answer):
+def sleeps_again(row, answer):
     try:
         if answer == "hang":
             time.sleep(99)
@@ -320,11 +339,11 @@ def test_rewards_that_hang_score_zero(monkeypatch):
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def divides(question, reference, answer):
+def divides(row, answer):
     return 1 / (answer != "bad")
 
 
-def gives_no_number(question, reference, answer):
+def gives_no_number(row, answer):
     odd = {"nan": float("nan"), "text": "much"}
     return odd.get(answer, 0.5)
 
@@ -341,25 +360,25 @@ def test_rewards_that_fail_score_zero():
     assert "ZeroDivisionError" in faults["divides"][1]
 
 
-def closes_stdout(question, reference, answer):
+def closes_stdout(row, answer):
     if answer == "bad":
         sys.stdout.close()
     return 1
 
 
-def interrupts(question, reference, answer):
+def interrupts(row, answer):
     if answer == "bad":
         raise KeyboardInterrupt
     return 1
 
 
-def leaves(question, reference, answer):
+def leaves(row, answer):
     if answer == "bad":
         sys.exit()
     return 1
 
 
-def overflows(question, reference, answer):
+def overflows(row, answer):
     return {"bad": 1e308, "5": -1e6}[answer]
 
 
@@ -381,19 +400,44 @@ def test_rewards_that_would_end_the_run_are_faults(monkeypatch):
 
 
 CATCH_ALL = """
-import time, train
+import time
+from infra import rewards
 
-def catches_all(question, reference, answer):
+def catches_all(row, answer):
     while True:
         try:
             time.sleep(99)
         except BaseException:
             pass
 
-train.REWARD_SECONDS = 0.1
-train.MOST_RINGS = 2
-train.score_answers([catches_all], [{"question": "Why?", "answer": "5"}], ["5"], [False])
+rewards.REWARD_SECONDS = 0.1
+rewards.MOST_ALARMS = 2
+rewards.score_answers([catches_all], [{"question": "Why?", "answer": "5"}], ["5"], [False])
 """
+
+
+def three_arguments(question, reference, answer):
+    return 1
+
+
+def one_argument(answer):
+    return 1
+
+
+def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypatch, tmp_path):
+    for function, takes in (
+        (three_arguments, "(question, reference, answer)"),
+        (one_argument, "(answer)"),
+    ):
+        name = function.__name__
+        monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), (function, 1.0)])
+        assert refused("--out", tmp_path / "run") == (
+            f"train.py: reward {name} takes {takes}; it is now called as {name}(row, answer): "
+            "row['question'], row['answer'] and every other column of the data"
+        )
+    assert not (tmp_path / "run").exists()
+    # more arguments may have defaults; a function in C may not say what it takes
+    rewards.check_signatures([lambda row, answer, bonus=1: bonus, min])
 
 
 def test_a_reward_that_catches_all_ends_the_run_by_name():
@@ -405,7 +449,7 @@ def test_a_reward_that_catches_all_ends_the_run_by_name():
 def test_solved_is_one_named_function(monkeypatch, tmp_path):
     """Whatever is rewarded, the metric and the evaluation count what SOLVED says."""
     monkeypatch.setattr(train, "REWARDS", [(closes_stdout, 1.0)])
-    monkeypatch.setattr(train, "SOLVED", lambda question, reference, answer: 0.5)
+    monkeypatch.setattr(train, "SOLVED", lambda row, answer: 0.5)
     flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 8"
     with restored_signals():
         train.main(arguments([flags, "--out", tmp_path / "run"]))
