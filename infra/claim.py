@@ -2,8 +2,8 @@
 
 Two runs that write the same checkpoints and metrics would mix them. On one machine a lock prevents
 that, which ends with the process that holds it, however that dies. Machines that share a disk or a
-bucket may not see each other's locks: there the run that lives writes `claim.json` anew every few
-seconds, and who finds the claim of another machine looks for a while whether it changes.
+bucket may not have each other's locks: there a run writes `claim.json` anew every few seconds while
+it lives, and one that finds the claim of another machine waits for a while whether it changes.
 """
 
 import contextlib
@@ -13,10 +13,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from infra.bucket import BucketError, gcloud
 
 SECONDS_BETWEEN_SIGNS = 20
+# Longer than a sign takes that was late, or that a bucket failed to take once.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
 
 
@@ -24,25 +27,28 @@ class InUse(Exception):
     """Another run writes there; the message names its process, its machine and since when."""
 
 
-def read_claim(path, bucket):
+def read_claim(path: str, bucket: str) -> dict:
     """What the claim says, {} where there is none. With a bucket, the claim there counts."""
     if bucket:
         try:
             gcloud("cp", f"{bucket}/claim.json", path)
         except BucketError:
+            # There is none, or the bucket cannot be reached, which its next use reports.
             return {}
     try:
         with open(path, encoding="utf-8") as f:
             holder = json.load(f)
     except (OSError, ValueError):
         return {}
+    # JSON of another kind is no claim of ours.
     return holder if isinstance(holder, dict) else {}
 
 
-def write_claim(path, bucket, claim):
-    """Replace the file at once, so that nobody reads half of it; a full disk may prevent it, or
-    gcloud."""
-    with contextlib.suppress(OSError):  # a BucketError is one
+def write_claim(path: str, bucket: str, claim: dict) -> None:
+    """Write the claim here and to the bucket; where that fails, the next sign may succeed."""
+    # For a full disk, and for gcloud: a BucketError is an OSError.
+    with contextlib.suppress(OSError):
+        # By a rename, so that nobody reads half a claim.
         with open(f"{path}.tmp", "w", encoding="utf-8") as f:
             json.dump(claim, f)
         os.replace(f"{path}.tmp", path)
@@ -50,7 +56,8 @@ def write_claim(path, bucket, claim):
             gcloud("cp", path, f"{bucket}/claim.json")
 
 
-def in_use(out, holder):
+def in_use(out: str, holder: dict) -> InUse:
+    # A process may have the lock and no claim yet, so that these are None.
     return InUse(
         f"{out} is in use by process {holder.get('pid')} on {holder.get('host')}, which runs since "
         f"{holder.get('since')}; let it end, stop it, or choose another --out"
@@ -58,9 +65,13 @@ def in_use(out, holder):
 
 
 @contextlib.contextmanager
-def locked(out, holder):
+def locked(out: str, holder: dict) -> Iterator[bool]:
     """Inside, this process has the lock of the directory, unless the file system has none.
-    -> whether it has. Raises InUse where another process of this machine has it."""
+
+    -> whether it has. Raises InUse, which names the holder, where another process of this machine
+    has it.
+    """
+    # The lock is of the directory itself, so that it needs no file that might be deleted.
     directory = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,21 +80,26 @@ def locked(out, holder):
         os.close(directory)
         raise in_use(out, holder) from None
     except OSError:
+        # Some network disks have no locks.
         has_lock = False
     try:
         yield has_lock
     finally:
+        # This also gives up the lock.
         os.close(directory)
 
 
 @contextlib.contextmanager
-def claimed(out, bucket="", say=print):
+def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> Iterator[None]:
     """Inside, no other run uses the directory `out`, nor `bucket` (gs://..., or "" for none).
-    Raises InUse where one does."""
+
+    Raises InUse where one does.
+    """
     path = f"{out}/claim.json"
     holder = read_claim(path, bucket)
     with locked(out, holder) as has_lock:
-        # With the lock in hand, a claim of this machine is that of a process which was killed.
+        # With the lock in hand, a claim of this machine is that of a process which was killed:
+        # only that of another machine, or any without locks, may be of one that lives.
         is_of_this_machine = holder.get("host") == socket.gethostname()
         if holder and not (has_lock and is_of_this_machine):
             say(
@@ -98,8 +114,10 @@ def claimed(out, bucket="", say=print):
 
 
 @contextlib.contextmanager
-def signs_of_life(path, bucket):
+def signs_of_life(path: str, bucket: str) -> Iterator[None]:
     """Inside, the claim is there, and changes every few seconds."""
+    # Host, process and time are for the message of the run that is refused; the count of signs is
+    # what changes.
     claim = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -114,12 +132,14 @@ def signs_of_life(path, bucket):
             claim["signs"] += 1
             write_claim(path, bucket, claim)
 
+    # A daemon, which does not keep a process alive whose training has ended otherwise.
     thread = threading.Thread(target=give_signs, daemon=True)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
+        # A sign under way would bring the claim back; gcloud may hang, and is not waited for long.
         thread.join(SECONDS_BETWEEN_SIGNS)
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -36,6 +36,7 @@ def read_json(path: str) -> dict:
 def write_json(path: str, value: Any) -> None:
     """Write a value as JSON; the file appears complete or not at all."""
     with complete_file(path) as f:
+        # Lines, as people read some of these files.
         f.write(json.dumps(value, indent=1).encode())
 
 
@@ -50,11 +51,13 @@ def complete_file(path: str) -> Iterator[BinaryIO]:
     try:
         with open(unfinished, "wb") as f:
             yield f
+            # The bytes are on the disk before the name is.
             f.flush()
             os.fsync(f.fileno())
         os.replace(unfinished, path)
         # A new name is on the disk only after its directory is.
         flush_to_disk(os.path.dirname(path) or ".")
+    # Also a signal's exception: what was written so far is of no use.
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
@@ -62,7 +65,7 @@ def complete_file(path: str) -> Iterator[BinaryIO]:
 
 
 def flush_to_disk(path: str) -> None:
-    """Have the disk take a file, or the names in a directory."""
+    """Have the disk take a file, or the names in a directory, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -140,10 +140,12 @@ def hf_tensors(cfg: model.ModelConfig) -> Iterator[Tensor]:
 
 def write_random(directory: str, config: dict, seed: int) -> None:
     """Write config.json and random weights, normal of `initializer_range`, as float32."""
+    # First, as the names and shapes of the tensors follow from it.
     files.write_json(os.path.join(directory, "config.json"), config)
     rng = np.random.default_rng(seed)
     weights = {}
     for tensor in hf_tensors(read_config(directory)):
+        # Norms scale by 1 and biases add 0, as in a model that transformers initialises.
         if "norm" in tensor.hf_name:
             weight = np.ones(tensor.hf_shape)
         elif "bias" in tensor.hf_name:
@@ -163,6 +165,7 @@ def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
 def weight_files(directory: str) -> list[str]:
     """The safetensors of a model: those that its index names, or the only one."""
     refuse_other_weights(directory)
+    # Models of more than a few gigabytes have several files and an index.
     index = os.path.join(directory, "model.safetensors.index.json")
     if not os.path.exists(index):
         return [os.path.join(directory, "model.safetensors")]
@@ -213,6 +216,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{directory} lacks the tensor {name} that its config.json calls for"
                 )
+            # These are of the file's header.
             tensor, path = self.tensors[name]
             found = tuple(tensor.get_shape())
             if found != shape:
@@ -242,6 +246,7 @@ class Checkpoint:
         """Our parameter at `index`, a slice per dimension -> float32; nothing else is read."""
         if not parameter.startswith("layers/"):
             return self.read_tensor(parameter, None, index)
+        # Layers are stacked in our parameter, and tensors of their own there.
         layers, *rest = index
         value = np.empty([part.stop - part.start for part in index], np.float32)
         for i, layer in enumerate(range(layers.start, layers.stop)):
@@ -253,6 +258,7 @@ class Checkpoint:
         hf_name, dimensions = model.TENSORS[parameter]
         hf_name = hf_name.format(layer)
         letters = model.letters(parameter).lstrip("L")
+        # {letter: slice} of our dimensions gives the slices of theirs, in their order.
         parts = dict(zip(letters, index, strict=True))
         hf_index = []
         for dimension in dimensions.split():
@@ -267,6 +273,7 @@ class Checkpoint:
         is_finite = -np.inf < value.min() and value.max() < np.inf
         if not is_finite:
             raise CheckpointError(f"{path}: {hf_name} holds NaN or infinity; get it again")
+        # From [N * H, D], say, to [N, H, D] to [D, N, H].
         hf_letters = dimensions.replace(" ", "")
         value = value.reshape([parts[letter].stop - parts[letter].start for letter in hf_letters])
         return np.einsum(f"{hf_letters}->{letters}", value)
@@ -278,10 +285,13 @@ def open_tensors(directory):
     for path in weight_files(directory):
         try:
             f = safe_open(path, "np")
-            found = {name: (f.get_slice(name), path) for name in f.keys()}  # noqa: SIM118
+            names = f.keys()
+            found = {name: (f.get_slice(name), path) for name in names}
         except (SafetensorError, OSError, ValueError) as e:
             raise CheckpointError(f"{path} is not a safetensors file: {e}") from e
-        for name in found.keys() & tensors.keys():
+        twice = found.keys() & tensors.keys()
+        if twice:
+            name = min(twice)
             raise CheckpointError(f"{path} holds {name}, as does {tensors[name][1]}; keep one")
         tensors |= found
     return tensors
@@ -340,6 +350,7 @@ def save(
     flat = model.flatten(params)
     gather = compiled_gather(mesh, numpy_dtype)
     is_writer = jax.process_index() == 0
+    # The index names the number of files, so that tensors are dealt out before one is written.
     groups = split_into_files(hf_tensors(cfg), numpy_dtype.itemsize, file_bytes)
     weight_map = {}
     for number, tensors in enumerate(groups, 1):
@@ -352,6 +363,7 @@ def save(
             # All processes take part in the all-gather, and one needs the result.
             value = gather(flat[tensor.parameter], tensor.layer, tensor.parameter, tensor.hf_shape)
             if is_writer:
+                # In rows, as safetensors writes the bytes in the order in which they lie.
                 weights[tensor.hf_name] = np.asarray(value, order="C")
         if is_writer:
             save_safetensors(os.path.join(directory, file_name), weights)
@@ -382,6 +394,7 @@ def compiled_gather(mesh, dtype):
         letters = model.letters(name).lstrip("L")
         _, dimensions = model.TENSORS[name]
         hf_letters = dimensions.replace(" ", "")
+        # With --offload params the parameter rests in the host's memory.
         a = jax.device_put(a if i is None else a[i], model.DEVICE)
         return jnp.einsum(f"{letters}->{hf_letters}", a).reshape(shape).astype(dtype)
 
@@ -398,6 +411,7 @@ def write_final(
     """
     final = f"{out}/final"
     unfinished = f"{final}.tmp"
+    # transformers 4 wrote torch_dtype, transformers 5 writes dtype.
     config = files.read_json(f"{source_directory}/config.json")
     dtype = config.get("torch_dtype") or config.get("dtype")
     if dtype not in ("bfloat16", "float16"):
@@ -413,6 +427,7 @@ def write_final(
             # Config, tokenizer and chat template; an index there is of the old weights.
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(f"{source_directory}/{name}", unfinished)
+        # On the disk before the name is, which says that it is complete.
         for name in os.listdir(unfinished):
             files.flush_to_disk(f"{unfinished}/{name}")
         shutil.rmtree(final, ignore_errors=True)
