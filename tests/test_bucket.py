@@ -53,6 +53,8 @@ def test_local_copies_go_once_they_are_in_the_bucket(machine):
     metrics = without_times(read_jsonl(bucket / "metrics.jsonl"))
     weights = load_file(bucket / "final/model.safetensors")
 
+    # Another machine, and a bucket as a run leaves it that is killed before its last save is
+    # complete; it had another number of processes, of which one wrote half a file.
     shutil.rmtree(here)
     shutil.rmtree(bucket / "step_000004")
     shutil.rmtree(bucket / "final")
@@ -83,6 +85,7 @@ def test_a_bucket_that_cannot_be_reached_keeps_checkpoints_here(machine):
     text = train("--steps 2")
     assert "step 1 cannot be saved" in text and "ERROR: unavailable" in text, text
     assert steps(here) == [1, 2] and steps(bucket) == [], (steps(here), steps(bucket))
+    # Now the bucket can be reached.
     shutil.rmtree(here / "final")
     shutil.rmtree(bucket / "final")
     text = train("--resume force")
@@ -95,6 +98,7 @@ def test_a_bucket_that_cannot_be_reached_keeps_checkpoints_here(machine):
 def test_what_cannot_be_used_is_put_aside_in_the_bucket_too(machine):
     here, bucket, train = machine
     train("--steps 2")
+    # Every checkpoint is damaged, and only the bucket has them.
     for path in bucket.glob("step_*/*"):
         path.write_bytes(path.read_bytes()[:-9])
     shutil.rmtree(here)
@@ -118,6 +122,7 @@ def test_an_evaluation_alone_is_sent_too(machine):
     here, bucket, train = machine
     train("--steps 0 --eval_data arith --eval_n 8")
     assert "eval/solved" in read_jsonl(bucket / "metrics.jsonl")[0]
+    # Of what differs, what is newer here goes to the bucket, and what is missing here comes back.
     (here / "metrics.jsonl").write_text('{"step": 0, "newer": 1}\n')
     (here / "samples.jsonl").unlink()
     train("--steps 0 --eval_data arith --eval_n 8", code=0)

@@ -89,6 +89,7 @@ def test_the_claim_of_another_machine_counts_while_it_changes(tmp_path, monkeypa
     holder = json.loads(Path(out, "claim.json").read_text())
     is_over = threading.Event()
 
+    # Its clock does not count: only that the claim changes.
     def live_elsewhere():
         while not is_over.wait(0.05):
             holder["signs"] += 1
@@ -151,13 +152,13 @@ def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, buck
         on_host(monkeypatch, "there")
         with pytest.raises(claim.InUse, match="on here, which runs since"):
             claim.claimed(there, bucket, said.append).__enter__()
-    # The first has ended, and its claim is gone from the bucket too.
+    # The first has ended, and its claim is gone from the bucket too, so that nobody has to wait.
     said.clear()
     with claim.claimed(there, bucket, said.append):
         assert said == []
 
 
-# ---------------------------------------------------------------- whole runs
+# ---------------------------------------------------------------- complete runs
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_run_is_refused_and_the_first_goes_on(processes, tmp_path, tmp_path_factory):

@@ -425,10 +425,8 @@ def one_argument(answer):
 
 
 def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypatch, tmp_path):
-    for function, takes in (
-        (three_arguments, "(question, reference, answer)"),
-        (one_argument, "(answer)"),
-    ):
+    refusals = {three_arguments: "(question, reference, answer)", one_argument: "(answer)"}
+    for function, takes in refusals.items():
         name = function.__name__
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), (function, 1.0)])
         assert refused("--out", tmp_path / "run") == (

@@ -182,7 +182,7 @@ def read_questions(source):
 
 # ---------------------------------------------------------------- the test
 class HangError(BaseException):
-    """No Exception, which would be told to the user as a mistake."""
+    """No Exception, which would be reported to the user as a mistake."""
 
 
 @contextlib.contextmanager
