@@ -1,19 +1,20 @@
-"""Qwen2 and Qwen2.5 (dense) by hand: config, sharding, load and save, training forward, generation.
+"""Qwen2 and Qwen2.5 (dense): config, parameters, training forward, cached forward, sampling.
 
-Shapes are suffixes: B rows, T query positions, S key positions, P prompt positions, D model, F feed-forward,
-N query heads, K key/value heads, G = N/K, H head dim, V vocab, L layers. `wq_LDNH` has shape [L, D, N, H];
+Shapes are suffixes: B rows, T query positions, S key positions, D model, F feed-forward, N query
+heads, K key/value heads, G = N/K, H head dim, V vocab, L layers. `wq_LDNH` has shape [L, D, N, H];
 inside the scan over layers a weight keeps its name and has lost its L.
 
-Parameters are a nested dict of arrays, layers stacked on L. Master weights are float32, sharded over the mesh
-axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumulates in float32, and takes
-norms and softmax in float32. Architecture: Qwen2 technical report, arXiv 2407.10671.
+Parameters are a nested dict of arrays, layers stacked on L. Master weights are float32, sharded
+over the mesh axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumulates
+in float32, and takes norms and softmax in float32.
+Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
 import dataclasses
 import math
 from collections import namedtuple
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = ("dp", "fsdp", "tp")  # of a mesh
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host  # where parameters rest: mostly the former
-ROWS = ("dp", "fsdp")  # those that share out the rows of a batch
+ROWS = ("dp", "fsdp")  # the axes that share out the rows of a batch
+# Memory that parameters rest in; with --offload, some of them in the host's.
+DEVICE = jax.memory.Space.Device
+HOST = jax.memory.Space.Host
+
 
 # ---------------------------------------------------------------- config
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The shape of a Qwen2 model, by the letters above."""
+
     V: int
     D: int
     F: int
@@ -40,21 +45,119 @@ class ModelConfig:
     L: int
     rope_theta: float
     rms_eps: float
-    tied: bool          # the LM head is the embedding
+    tied: bool  # the LM head is the embedding
     max_positions: int
-    stop_ids: tuple     # token ids that end an answer
+    stop_ids: tuple  # token ids that end an answer
 
     @property
-    def n_params(self):
+    def n_params(self) -> int:
         return sum(math.prod(shape) for shape in shapes(self).values())
 
     @property
-    def n_multiplied(self):
-        """Parameters less an embedding that is no head, of which only rows are looked up."""
+    def n_multiplied(self) -> int:
+        """Parameters that a token is multiplied by: not an embedding that is no LM head."""
         return self.n_params - (0 if self.tied else self.V * self.D)
 
-# ---------------------------------------------------------------- parameters: names, sharding, random weights
-# ours: (the Hugging Face tensor, its dimensions in our letters; two letters together are one dimension)
+
+def config_from_hf(config: dict, generation: dict) -> ModelConfig:
+    """The ModelConfig of a Hugging Face config.json.
+
+    generation: its generation_config.json, which overrules the stop ids, or {}.
+    Raises ValueError for all but a dense Qwen2; its text is to follow the path of the file.
+    """
+    try:
+        refusal = unsupported(config)
+        if refusal is None:
+            return supported_config(config, generation)
+    # Whatever JSON the file holds, a wrong type somewhere must not become a traceback.
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        raise ValueError(f"lacks a usable value: {type(e).__name__} {e}") from e
+    raise ValueError(f"has {refusal} supported")
+
+
+def unsupported(config: dict) -> str | None:
+    """What a config.json asks for that is not computed here, and what is; None if there is none."""
+    # transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling.
+    ropes = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    rope_types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
+    scaled = [kind for kind in rope_types if kind != "default"]
+    rope = {**ropes[0], **ropes[1]}
+    scaling = ", ".join(scaled) or rope
+    is_scaled = scaled or rope.keys() - {"rope_type", "type", "rope_theta"}
+    thetas = rope_thetas(config)
+    model_type = config.get("model_type")
+    architectures = config.get("architectures")
+    activation = config.get("hidden_act", "silu")
+    layer_types = {*(config.get("layer_types") or [])}
+    tied = config.get("tie_word_embeddings")
+
+    # is it refused, what the file has, what is supported
+    # fmt: off
+    table = [
+        (model_type != "qwen2", f"model_type {model_type!r}", "'qwen2' is"),
+        (architectures not in (None, ["Qwen2ForCausalLM"]),
+         f"architectures {architectures}", "Qwen2ForCausalLM is"),
+        (is_scaled, f"rope scaling {scaling}", "plain rotary embedding is"),
+        (any(theta != thetas[0] for theta in thetas), f"rope_theta {thetas}", "one is"),
+        (config.get("use_sliding_window"), "use_sliding_window = true", "full attention is"),
+        (layer_types - {"full_attention"}, "sliding layers", "full ones are"),
+        ("quantization_config" in config, "quantised weights", "float32, bfloat16 and float16 are"),
+        (activation != "silu", f"hidden_act {activation!r}", "silu is"),
+        (not isinstance(tied, bool | None), "no true or false for tie_word_embeddings", "these are"),
+    ]
+    # fmt: on
+    refused = [f"{found}; only {known}" for is_refused, found, known in table if is_refused]
+    return refused[0] if refused else None
+
+
+def rope_thetas(config: dict) -> list:
+    """The base of the rotary angles, from each place where versions of transformers write it."""
+    places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
+    return [place["rope_theta"] for place in places if place.get("rope_theta") is not None]
+
+
+def number(config: dict, name: str, default=None, kind: type = int, end: float = 2**31):
+    # In these files null stands for the default.
+    value = default if config.get(name) is None else config[name]
+    if type(value) not in (int, kind) or not 0 < value < end:
+        raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
+    return value
+
+
+def supported_config(config: dict, generation: dict) -> ModelConfig:
+    N = number(config, "num_attention_heads")
+    D = number(config, "hidden_size")
+    V = number(config, "vocab_size")
+    stop_ids = (config | generation).get("eos_token_id")
+    if not isinstance(stop_ids, list):
+        stop_ids = [] if stop_ids is None else [stop_ids]
+    if not all(type(i) is int and 0 <= i < V for i in stop_ids):
+        raise ValueError(f"eos_token_id = {stop_ids} is not of vocab_size = {V}")
+    one_theta = {"rope_theta": [*rope_thetas(config), None][0]}
+    cfg = ModelConfig(
+        V=V,
+        D=D,
+        F=number(config, "intermediate_size"),
+        L=number(config, "num_hidden_layers", end=10**4),
+        N=N,
+        K=number(config, "num_key_value_heads", default=N),
+        H=number(config, "head_dim", default=D // N),
+        rope_theta=float(number(one_theta, "rope_theta", 1e4, float, end=1e38)),
+        rms_eps=float(number(config, "rms_norm_eps", 1e-6, float, end=1)),
+        tied=bool(config.get("tie_word_embeddings")),
+        max_positions=number(config, "max_position_embeddings", default=32768),
+        stop_ids=tuple(stop_ids),
+    )
+    if cfg.N % cfg.K or cfg.H % 2:
+        raise ValueError(
+            f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
+            "be a multiple of the second, the head size even"
+        )
+    return cfg
+
+
+# ---------------------------------------------------------------- parameters
+# ours: (the Hugging Face tensor, its dimensions in our letters; "NH" is one dimension of N * H)
 TENSORS = {
     "embed_VD": ("model.embed_tokens.weight", "V D"),
     "layers/attn_norm_LD": ("model.layers.{}.input_layernorm.weight", "D"),
@@ -70,102 +173,146 @@ TENSORS = {
     "layers/w_up_LDF": ("model.layers.{}.mlp.up_proj.weight", "F D"),
     "layers/w_down_LFD": ("model.layers.{}.mlp.down_proj.weight", "D F"),
     "norm_D": ("model.norm.weight", "D"),
-    "head_VD": ("lm_head.weight", "V D"),  # absent when tied
+    "head_VD": ("lm_head.weight", "V D"),
 }
 
-def letters(name):
+
+def letters(name: str) -> str:
+    """The dimensions of a parameter: "LDNH" of "layers/wq_LDNH"."""
     return name.rsplit("_", 1)[1]
 
-def shapes(cfg):
+
+def shapes(cfg: ModelConfig) -> dict:
     """{flat name: shape} of all parameters."""
-    return {name: tuple(getattr(cfg, c) for c in letters(name))
-            for name in TENSORS if not (cfg.tied and name == "head_VD")}
+    names = [name for name in TENSORS if not (cfg.tied and name == "head_VD")]
+    return {name: tuple(getattr(cfg, letter) for letter in letters(name)) for name in names}
 
-def spec(name, fsdp=True):
-    """PartitionSpec of a parameter: matrices split D over fsdp, heads and F over tp; to decode, fsdp=False.
-    Embedding and head split D over both axes, so V may be any number; vectors without heads stay whole."""
+
+def spec(name: str) -> P:
+    """PartitionSpec of a parameter in training."""
     dims = letters(name)
-    axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp" if fsdp else None}
+    # Matrices split D over fsdp; heads and F are split over tp.
+    axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp"}
     if "V" in dims:
-        axes = {"D": ("fsdp", "tp") if fsdp else None}
+        # V may be any number, so that embedding and head split D over both.
+        axes = {"D": ("fsdp", "tp")}
     elif dims in ("D", "LD"):
+        # Scales of norms are complete on every device.
         axes = {}
-    return P(*(axes.get(c) for c in dims))
+    return P(*(axes.get(letter) for letter in dims))
 
-def nest(flat):
-    """{'layers/wq_LDNH': a} -> {'layers': {'wq_LDNH': a}}"""
-    top = {name: a for name, a in flat.items() if "/" not in name}
-    return top | {"layers": {name[7:]: a for name, a in flat.items() if "/" in name}}
 
-def flatten(tree):
-    """{'layers/wq_LDNH': a} of any tree of dicts and tuples."""
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): a
-            for path, a in jax.tree_util.tree_leaves_with_path(tree)}
+def nest(flat: dict) -> dict:
+    """{"layers/wq_LDNH": a} -> {"layers": {"wq_LDNH": a}}"""
+    nested = {name: a for name, a in flat.items() if "/" not in name}
+    layers = {name.removeprefix("layers/"): a for name, a in flat.items() if "/" in name}
+    return nested | {"layers": layers}
 
-def shardings(cfg, mesh):
+
+def flatten(tree) -> dict:
+    """{"layers/wq_LDNH": a} of any tree of dicts and tuples."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): a for path, a in leaves}
+
+
+def shardings(cfg: ModelConfig, mesh: Mesh) -> dict:
     """NamedSharding of every parameter, as a nested dict."""
     return nest({name: NamedSharding(mesh, spec(name)) for name in shapes(cfg)})
 
-# ---------------------------------------------------------------- load and save
+
+def head(params: dict) -> jax.Array:
+    """The LM head [V, D]: its own, or the tied embedding."""
+    return params.get("head_VD", params["embed_VD"])
+
+
+def flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
+    """Operations of a forward and backward over sequences, recomputation not counted.
+
+    6 a parameter and token, and 12 a layer, head dimension and pair of tokens of which one attends
+    to the other (arXiv 2204.02311, appendix B).
+    """
+    of_parameters = 6 * cfg.n_multiplied
+    of_attention = 6 * cfg.L * cfg.N * cfg.H
+    return float(sum(of_parameters * n + of_attention * n * (n + 1) for n in lengths))
+
 
 # ---------------------------------------------------------------- the transformer
-def constrain(x, mesh, *axes):
+def constrain(x, mesh: Mesh, *axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
-def matmul(equation, x, w):
+
+def matmul(equation: str, x, w) -> jax.Array:
     """einsum in x's dtype, accumulated and returned in float32."""
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
-def rms_norm(x, scale, eps):
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
-def rope_tables(positions_BT, cfg):
-    """cos and sin of the rotary angles, [B, 1, T, H/2] float32 (arXiv 2104.09864, in half-split form)."""
+def rms_norm(x, scale, eps: float) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(x32 * x32, -1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
+
+
+def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
+    """cos and sin of the rotary angles, [B, 1, T, H/2] float32 (arXiv 2104.09864)."""
     inverse = cfg.rope_theta ** (-jnp.arange(0, cfg.H, 2, dtype=jnp.float32) / cfg.H)
     angle = positions_BT[:, None, :, None].astype(jnp.float32) * inverse
     return jnp.cos(angle), jnp.sin(angle)
 
-def rotate(x, rope):
+
+def rotate(x, rope: tuple) -> jax.Array:
     """Rotate the pairs (i, i + H/2) of float32 [B, heads, T, H]."""
-    (cos, sin), (a, b) = rope, jnp.split(x, 2, -1)
+    cos, sin = rope
+    a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order="BKSH"):
-    """Grouped-query attention without repeating keys -> [B, N, T, H] float32; mask: what a query sees; order:
-    of the dimensions of keys and values. Queries come scaled."""
+
+def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order: str = "BKSH") -> jax.Array:
+    """Grouped-query attention without repeating keys -> [B, N, T, H] float32.
+
+    Queries come scaled by H ** -0.5. mask: whether a query attends to a key. order: of the
+    dimensions of keys and values.
+    """
     B, N, T, H = q_BNTH.shape
-    q_BKGTH = q_BNTH.reshape(B, k_BKSH.shape[order.index("K")], -1, T, H)
+    K = k_BKSH.shape[order.index("K")]
+    q_BKGTH = q_BNTH.reshape(B, K, -1, T, H)
     scores = matmul(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH)
     probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1)
     out = matmul(f"BKGTS,{order}->BKGTH", probs.astype(v_BKSH.dtype), v_BKSH)
     return out.reshape(B, N, T, H)
 
-def layer(cfg, x_BTD, w, rope, attend, enter=lambda h: h, leave=lambda y: y):
-    """One transformer layer -> (x_BTD, extra); attend(q, k, v) -> ([B,N,T,H], extra) is what queries see.
-    enter, leave: around what a device has a part of the heads and of F for."""
-    dtype, kept = x_BTD.dtype, lambda a: checkpoint_name(a.astype(x_BTD.dtype), "dot")
+
+def layer(cfg, x_BTD, w: dict, rope, attend: Callable, enter=lambda h: h, leave=lambda y: y):
+    """One transformer layer -> (x_BTD, extra).
+
+    attend(q, k, v) -> ([B, N, T, H], extra) attends to what the caller has of keys and values.
+    enter and leave stand around the products of which a device may have a part of the heads or F.
+    """
+    dtype = x_BTD.dtype
+
+    def save(a):
+        # Named for the remat policies: products are rounded where they may be kept.
+        return checkpoint_name(a.astype(dtype), "dot")
+
+    # Attention.
     h = enter(rms_norm(x_BTD, w["attn_norm_LD"], cfg.rms_eps))
     q = matmul("BTD,DNH->BNTH", h, w["wq_LDNH"]) + w["bq_LNH"][:, None]
     k = matmul("BTD,DKH->BKTH", h, w["wk_LDKH"]) + w["bk_LKH"][:, None]
     v = matmul("BTD,DKH->BKTH", h, w["wv_LDKH"]) + w["bv_LKH"][:, None]
-    q = q * cfg.H ** -0.5
-    out, extra = attend(kept(rotate(q, rope)), kept(rotate(k, rope)), kept(v))
-    x_BTD = kept(x_BTD + leave(matmul("BNTH,NHD->BTD", kept(out), w["wo_LNHD"])).astype(dtype))
+    q = q * cfg.H**-0.5
+    out, extra = attend(save(rotate(q, rope)), save(rotate(k, rope)), save(v))
+    out = matmul("BNTH,NHD->BTD", save(out), w["wo_LNHD"])
+    x_BTD = save(x_BTD + leave(out).astype(dtype))
+
+    # Feed-forward.
     h = enter(rms_norm(x_BTD, w["mlp_norm_LD"], cfg.rms_eps))
-    gate, up = kept(matmul("BTD,DF->BTF", h, w["w_gate_LDF"])), kept(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
-    return x_BTD + leave(matmul("BTF,FD->BTD", jax.nn.silu(gate) * up, w["w_down_LFD"])).astype(dtype), extra
+    gate = save(matmul("BTD,DF->BTF", h, w["w_gate_LDF"]))
+    up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
+    out = matmul("BTF,FD->BTD", jax.nn.silu(gate) * up, w["w_down_LFD"])
+    return x_BTD + leave(out).astype(dtype), extra
 
-def flops(cfg, lengths):
-    """Of a forward and backward over sequences, recomputation not counted: 6 a parameter and token, and 12 a
-    layer, head dimension and pair of tokens of which one sees the other (arXiv 2204.02311, appendix B)."""
-    return float(sum(6 * cfg.n_multiplied * n + 6 * cfg.L * cfg.N * cfg.H * n * (n + 1) for n in lengths))
-
-def head(params):
-    """The LM head [V, D]: its own, or the tied embedding."""
-    return params.get("head_VD", params["embed_VD"])
 
 # ---------------------------------------------------------------- the training forward, and the way back
+# fmt: off
 ATTENTION = "splash", "cudnn", "blockwise"
 REMAT = {  # what of a layer is kept for the way back, beside its input; all else is computed again
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -329,104 +476,164 @@ def forward(params, cfg, mesh, rows, how):
         run = on(down, in_specs=(places, places, P(AXES), *[of_rows] * 5), out_specs=places)
         return grads | run({name: grads[name] for name in names}, mine, kept, d_hidden, *packed)
     return hidden, back
+# fmt: on
 
-# ---------------------------------------------------------------- the layout of a rollout
-class Layout(NamedTuple):
-    """Where a rollout's rows, weights and cache lie."""
-    kind: str
-    mesh: Mesh     # the training mesh's devices, regrouped
-    rows: tuple    # the axes that share out the rows
-    order: str     # of the dimensions of a cache, by letter
+
+# ---------------------------------------------------------------- the cached forward
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the rows, weights and KV cache of a rollout lie."""
+
+    kind: str  # replicated, tp, fsdp or maxtext; infra/layouts.py chooses
+    mesh: Mesh  # the training mesh's devices, regrouped
+    rows: tuple  # the mesh axes that share out the rows
+    order: str  # of a cache's dimensions, by letter: "LBKSH"
 
     @property
-    def cache_spec(self):
-        return P(*({"B": self.rows, "K": "tp"}.get(c) for c in self.order))
+    def cache_spec(self) -> P:
+        axes = {"B": self.rows, "K": "tp"}
+        return P(*(axes.get(letter) for letter in self.order))
 
-# ---------------------------------------------------------------- generation: prefill and decode step
-def cached_forward(weights, cfg, layout, tokens_BT, positions_BT, mask_BTS, cache, slot):
-    """Forward for T new tokens whose keys and values go to cache slots slot.. -> (last hidden [B, D], cache).
-    The cache is carried through the scan and updated in place: as a scan's xs and ys it would be copied, and
-    also if XLA were free to lay it out otherwise, as it does for many rows."""
-    order, rope = layout.order, rope_tables(positions_BT, cfg)
-    at = lambda **start: [start.get(c, 0) for c in order]
-    pin = jax.shard_map(  # in which it is local: outside, jax 0.10 gathers the whole cache for it
-        lambda c: with_layout_constraint(c, DeviceLayout(tuple(range(len(order))))), mesh=layout.mesh,
-        in_specs=layout.cache_spec, out_specs=layout.cache_spec)
-    def body(carry, xs):
-        (x, cache), (w, number) = carry, xs
+
+def write_slots(cache, new_BKTH, layer_number, slot, layout: Layout) -> jax.Array:
+    """A layer's keys or values of T new tokens go to slots slot.. of a cache, in place."""
+    order = layout.order
+    new = jnp.einsum(f"BKSH->{order[1:]}", new_BKTH)[None]
+    starts = {"L": layer_number, "S": slot}
+    cache = jax.lax.dynamic_update_slice(cache, new, [starts.get(letter, 0) for letter in order])
+    # For many rows XLA would change the order of dimensions in memory, and copy the cache. Inside
+    # a shard_map, as outside of one jax 0.10 all-gathers an array whose layout is constrained.
+    in_order = DeviceLayout(tuple(range(len(order))))
+    specs = dict(in_specs=layout.cache_spec, out_specs=layout.cache_spec)
+    pin = jax.shard_map(lambda c: with_layout_constraint(c, in_order), mesh=layout.mesh, **specs)
+    return pin(cache)
+
+
+def cached_forward(
+    weights, cfg: ModelConfig, layout: Layout, tokens_BT, positions_BT, mask_BTS, cache, slot
+) -> tuple:
+    """Forward of T new tokens, whose keys and values go to slots slot.. of the KV cache.
+
+    -> (hidden state of the last token after the last norm [B, D], cache). cache: (keys, values) in
+    layout.order; mask: which slots a token attends to.
+    """
+    rope = rope_tables(positions_BT, cfg)
+
+    def one_layer(carry, xs):
+        x_BTD, (keys, values) = carry
+        w, number = xs
         if layout.kind == "fsdp":
+            # All-gather this layer's weights.
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}
-        def attend(q, *new):
-            new = (jnp.einsum(f"BKSH->{order[1:]}", a)[None] for a in new)
-            full = tuple(pin(jax.lax.dynamic_update_slice(c, n, at(L=number, S=slot)))
-                         for c, n in zip(cache, new))
-            k, v = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in full)
-            return attention(q, k, v, mask_BTS, order[1:]), full
-        x, cache = layer(cfg, x, w, rope, attend)
-        return (constrain(x, layout.mesh, layout.rows), cache), None
-    x = constrain(weights["embed_VD"][tokens_BT], layout.mesh, layout.rows)
-    (x, cache), _ = jax.lax.scan(body, (x, tuple(cache)), (weights["layers"], jnp.arange(cfg.L)))
-    return rms_norm(x[:, -1], weights["norm_D"], cfg.rms_eps), cache
 
-def truncate(z_BV, top_k, top_p):
-    """Set logits outside the top k, then outside the smallest set of mass top_p, to -inf: all below a
-    threshold, of which 32 looks find a bit each, as floats are in the order of their bits."""
-    total = lambda a_BV: jax.lax.psum(a_BV.sum(-1, keepdims=True), "tp")
-    def above_threshold(enough, z_BV):
-        bits = jax.lax.bitcast_convert_type(z_BV, jnp.int32)
-        bits ^= (bits >> 31) & 0x7fffffff
-        def look(i, found):
-            trial = found + (jnp.int32(1) << (31 - i))
-            return jnp.where(enough(bits >= trial), trial, found)
-        least = jax.lax.fori_loop(0, 32, look, jnp.full((len(z_BV), 1), -2 ** 31, jnp.int32))
-        return jnp.where(bits >= least, z_BV, -jnp.inf)
-    if top_k:
-        z_BV = above_threshold(lambda kept: total(1.0 * kept) >= top_k, z_BV)
-    if top_p < 1:
-        p = jnp.exp(z_BV - jax.lax.pmax(z_BV.max(-1, keepdims=True), "tp"))
-        wanted = top_p * total(p)
-        z_BV = above_threshold(lambda kept: total(kept * p) >= wanted, z_BV)
-    return z_BV
+        def attend(q, k, v):
+            new_keys = write_slots(keys, k, number, slot, layout)
+            new_values = write_slots(values, v, number, slot, layout)
+            k_BKSH = jax.lax.dynamic_index_in_dim(new_keys, number, keepdims=False)
+            v_BKSH = jax.lax.dynamic_index_in_dim(new_values, number, keepdims=False)
+            out = attention(q, k_BKSH, v_BKSH, mask_BTS, layout.order[1:])
+            return out, (new_keys, new_values)
 
-def invert(mass_BX, target_B):
-    """First index where the CDF passes the target, and how far in. An empty one is never picked, though a
-    parallel cumsum rounds without being monotone."""
+        x_BTD, new_cache = layer(cfg, x_BTD, w, rope, attend)
+        return (constrain(x_BTD, layout.mesh, layout.rows), new_cache), None
+
+    x_BTD = constrain(weights["embed_VD"][tokens_BT], layout.mesh, layout.rows)
+    # The cache is carried through the scan and updated in place: as xs and ys it would be copied.
+    layers = weights["layers"], jnp.arange(cfg.L)
+    (x_BTD, cache), _ = jax.lax.scan(one_layer, (x_BTD, tuple(cache)), layers)
+    return rms_norm(x_BTD[:, -1], weights["norm_D"], cfg.rms_eps), cache
+
+
+# ---------------------------------------------------------------- sampling
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from its logits."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # only the k most likely tokens; 0 = all
+    top_p: float = 1.0  # only the most likely tokens that have this mass together; 1 = all
+
+
+def truncate(z_BV, sampling: Sampling) -> jax.Array:
+    """Set the logits of tokens outside the top k, and then outside the top p, to -inf.
+
+    Tokens as likely as the last one that is kept are kept, too.
+    """
+    if sampling.top_k == 0 and sampling.top_p >= 1:
+        return z_BV
+    # Every logit of these rows, in descending order: V may be split over tp.
+    sorted_BV = jnp.sort(jax.lax.all_gather(z_BV, "tp", axis=1, tiled=True), descending=True)
+    if sampling.top_k:
+        least_B1 = sorted_BV[:, : sampling.top_k][:, -1:]
+        sorted_BV = jnp.where(sorted_BV >= least_B1, sorted_BV, -jnp.inf)
+    mass_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), -1)
+    # The last token of the top p is the first at which the mass is reached.
+    last_B = jnp.argmax(mass_BV >= sampling.top_p * mass_BV[:, -1:], -1)
+    threshold_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], 1)
+    return jnp.where(z_BV >= threshold_B1, z_BV, -jnp.inf)
+
+
+def invert_cdf(mass_BX, target_B) -> tuple:
+    """The first index where the CDF exceeds the target, and by how much the target exceeds the
+    mass before it."""
+    # An entry without mass is never chosen, though a parallel cumsum rounds without being monotone.
     cdf_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, -1), -jnp.inf)
     target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))
-    index = jnp.argmax(cdf_BX > target_B[:, None], -1)
-    return index, target_B - jnp.take_along_axis(cdf_BX - mass_BX, index[:, None], 1)[:, 0]
+    index_B = jnp.argmax(cdf_BX > target_B[:, None], -1)
+    before_BX = cdf_BX - mass_BX
+    return index_B, target_B - jnp.take_along_axis(before_BX, index_B[:, None], 1)[:, 0]
 
-def sample(z_BV, u_B, temperature, top_k, top_p):
-    """-> (token_B, its log-prob under the distribution it was drawn from), by inverting the CDF at uniforms
-    u_B in [0, 1): first over 128 columns X of the vocabulary, every 128th token, then in one. temperature 0:
-    greedy, as at 1. Inside a shard_map: V may be split over tp, and the draws are the same."""
-    z_BV = truncate(z_BV / (temperature or 1), top_k, top_p)
-    (B, V), shard, before = z_BV.shape, jax.lax.axis_index("tp"), 0
+
+def in_columns(z_BV) -> tuple:
+    """This device's logits as [B, Y, 128], so that token v of the complete vocabulary lies in
+    column v % 128; and how many places are left empty before the first one."""
+    B, V = z_BV.shape
+    if V % 128 == 0:
+        return z_BV.reshape(B, -1, 128), 0
+    empty = jax.lax.axis_index("tp") * V % 128
+    padded = jnp.full((B, (V + 254) // 128 * 128), -jnp.inf)
+    padded = jax.lax.dynamic_update_slice(padded, z_BV, (0, empty))
+    return padded.reshape(B, -1, 128), empty
+
+
+def sample(z_BV, u_B, sampling: Sampling) -> tuple:
+    """Draw a token per row -> (token_B int32, its logprob in what it was drawn from, float32).
+
+    Inside a shard_map: V may be split over tp, and the draws are the same. z: float32 logits;
+    u: uniforms in [0, 1), at which the CDF is inverted. Greedy logprobs are those at temperature 1.
+    """
+    z_BV = truncate(z_BV / (sampling.temperature or 1), sampling)
+    B, V = z_BV.shape
+    shard = jax.lax.axis_index("tp")
     best_B = z_BV.max(-1)
     top_B = jax.lax.pmax(best_B, "tp")
-    z_BYX = z_BV
-    if V % 128:  # token v of all belongs into column v % 128
-        before, z_BYX = shard * V % 128, jnp.full((B, (V + 254) // 128 * 128), -jnp.inf)
-        z_BYX = jax.lax.dynamic_update_slice(z_BYX, z_BV, (0, before))
-    z_BYX = z_BYX.reshape(B, -1, 128)
-    mass_SBX = jax.lax.all_gather(jnp.exp(z_BYX - top_B[:, None, None]).sum(1), "tp")  # of S shards
-    mass_BX = mass_SBX.sum(0)
+
+    # Mass per shard (Z of them) and column of the vocabulary. exp is at most 1: top_B is the
+    # greatest logit.
+    z_BYX, empty = in_columns(z_BV)
+    mass_BX = jnp.exp(z_BYX - top_B[:, None, None]).sum(1)
+    mass_ZBX = jax.lax.all_gather(mass_BX, "tp")
+    mass_BX = mass_ZBX.sum(0)
     total_B = mass_BX.sum(-1)
-    if temperature == 0:
+
+    if sampling.temperature == 0:
+        # The first of the most likely tokens.
         last = V * jax.lax.axis_size("tp") - 1
-        token_B = jax.lax.pmin(jnp.where(best_B == top_B, shard * V + jnp.argmax(z_BV, -1), last), "tp")
+        mine_B = jnp.where(best_B == top_B, shard * V + jnp.argmax(z_BV, -1), last)
+        token_B = jax.lax.pmin(mine_B, "tp")
     else:
-        column_B, rest_B = invert(mass_BX, u_B * total_B)
-        which_B, rest_B = invert(mass_SBX[:, jnp.arange(B), column_B].T, rest_B)
+        # A cumsum over 128 columns, one over the shards, and one down a column cost less than one
+        # over V, and round less.
+        column_B, rest_B = invert_cdf(mass_BX, u_B * total_B)
+        shard_B, rest_B = invert_cdf(mass_ZBX[:, jnp.arange(B), column_B].T, rest_B)
         z_BY = jnp.take_along_axis(z_BYX, column_B[:, None, None], 2)[:, :, 0]
-        place_B, _ = invert(jnp.exp(z_BY - top_B[:, None]), rest_B)
-        token_B = shard * V + place_B * 128 + column_B - before
-        token_B = jax.lax.psum(jnp.where(which_B == shard, token_B, 0), "tp")
-    mine_B = token_B - shard * V
-    chosen_B = jnp.take_along_axis(z_BV, jnp.clip(mine_B, 0, V - 1)[:, None], 1)[:, 0]
-    chosen_B = jax.lax.psum(jnp.where((0 <= mine_B) & (mine_B < V), chosen_B, 0.0), "tp")
-    return token_B.astype(jnp.int32), chosen_B - top_B - jnp.log(total_B)
+        y_B, _ = invert_cdf(jnp.exp(z_BY - top_B[:, None]), rest_B)
+        token_B = shard * V + y_B * 128 + column_B - empty
+        # Only the shard that has the token knows which it is.
+        token_B = jax.lax.psum(jnp.where(shard_B == shard, token_B, 0), "tp")
 
-# ---------------------------------------------------------------- generate
-
-# ---------------------------------------------------------------- benchmark
+    local_B = token_B - shard * V
+    is_here_B = (local_B >= 0) & (local_B < V)
+    z_B = jnp.take_along_axis(z_BV, jnp.clip(local_B, 0, V - 1)[:, None], 1)[:, 0]
+    z_B = jax.lax.psum(jnp.where(is_here_B, z_B, 0.0), "tp")
+    return token_B.astype(jnp.int32), z_B - top_B - jnp.log(total_B)

@@ -1,29 +1,23 @@
 """podgrpo: train a Qwen2 model with GRPO on questions whose answers can be checked.
 
-    python train.py                                      the embedded default: a tiny model learns to add
+    python train.py                                      the embedded default: a tiny model adds
     python train.py --model Qwen/Qwen2.5-0.5B-Instruct   any Qwen2 checkpoint, on GSM8K
 
-One step: sample `npq` answers to each of `batch` questions a host, score them, turn each group's scores into
-advantages, update. A process has its own questions, all run every jitted call, process 0 prints and writes.
+One step: sample `npq` answers to each of `batch` questions per host, score them, turn each group's
+scores into advantages, update the policy. A host is a JAX process: it has questions of its own, and
+all of them run every jitted call. Process 0 prints and writes.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import difflib
-import inspect
-import json
 import math
 import os
 import re
 import signal
 import sys
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
-from types import SimpleNamespace
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,783 +33,874 @@ from infra import (
     cluster,
     data,
     files,
+    flags,
     hf,
     layouts,
     log,
     memory,
+    packing,
     rewards,
     rollout,
     run_dir,
 )
 from infra.cluster import all_gather_hosts
-from infra.files import CheckpointError
 from infra.layouts import LAYOUTS
-from infra.log import check, exit_on, first_line, progress, say, warn
-from model import ATTENTION, REMAT
-
+from infra.log import check, exit_on, progress, say, warn
+from infra.state import abstract_state, initial_state, reference
+from model import ATTENTION, DEVICE, HOST, REMAT
 
 # ---------------------------------------------------------------- Config: every flag of the program
+SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     # what to train, on what
-    model: str = "tiny"          # tiny (made in code) | a Hugging Face directory | a hub id, of a Qwen2 model
-    data: str = "gsm8k"          # arith | gsm8k | a hub id[:config] | file.jsonl with `question` and `answer`
-    eval_data: str = ""          # held-out questions, likewise; "" = the held-out part of data | none
-    system: str = "Think step by step, then give the final number as <answer>number</answer>."  # prompt
-    out: str = ""                # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
-    seed: int = 1                # of the order of questions, of sampling, and of the tiny model's weights
-    steps: int = 200             # GRPO steps
-    sft_steps: int = 0           # supervised steps on the reference answers, before GRPO
+    model: str = "tiny"  # tiny (made in code) | a Hugging Face directory | a hub id, of a Qwen2
+    data: str = "gsm8k"  # arith | gsm8k | a hub id[:config] | file.jsonl: `question`, `answer`, ..
+    eval_data: str = ""  # held-out questions, as data; "" = the held-out part of data | none
+    system: str = SYSTEM  # the system prompt, for Qwen's tokenizer
+    out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
+    seed: int = 1  # of the order of questions, of sampling, and of the tiny model's weights
+    steps: int = 200  # GRPO steps
+    sft_steps: int = 0  # supervised steps on the reference answers, before GRPO
     # the rollout; lengths are in tokens
-    batch: int = 8               # questions per host per step
-    npq: int = 8                 # answers per question: the group of GRPO
-    max_prompt: int = 512        # longer prompts, template included, are skipped
-    max_answer: int = 512        # longer answers are cut, and a cut answer scores 0
-    temperature: float = 1.0     # of sampling; the loss divides its logits by the same number
-    rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # where the weights lie meanwhile
+    batch: int = 8  # questions per host per step
+    npq: int = 8  # answers per question: the group of GRPO
+    max_prompt: int = 512  # longer prompts, template included, are skipped
+    max_answer: int = 512  # longer answers are truncated, and a truncated answer scores 0
+    temperature: float = 1.0  # of sampling; the loss divides its logits by the same number
+    rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # weight layout during the rollout
     # the update
-    lr: float = 1e-6             # learning rate of GRPO
-    sft_lr: float = 1e-5         # learning rate of the supervised steps
-    warmup: int = 5              # steps of linear warm-up, at the start of either phase
+    lr: float = 1e-6  # learning rate of GRPO
+    sft_lr: float = 1e-5  # learning rate of the supervised steps
+    warmup: int = 5  # steps of linear warm-up, at the start of either phase
     decay: Literal["constant", "linear", "cosine"] = "constant"  # of lr after warm-up, towards 0
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
-    b2: float = 0.99             # second-moment decay of adamw, momentum decay of lion
-    weight_decay: float = 0.0    # of matrices, per unit of learning rate
-    grad_clip: float = 1.0       # largest global norm of the gradient; 0 = any
-    clip_low: float = 0.2        # the probability ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.28      # see clip_low
-    beta: float = 0.0            # weight of the KL to the model as GRPO starts; 0 = none, and none is held
-    is_cap: float = 2.0          # cap of the importance weight trainer/sampler; 0 = no such weight
-    entropy_bonus: float = 0.0   # weight of the policy's entropy in the loss of GRPO; 0 = none
-    advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-mean of others
-    loss_agg: Literal["token", "sequence", "constant"] = "token"  # mean | of answers' means | sum/max_answer
-    ppo_epochs: int = 1          # passes over a step's answers
-    minibatches: int = 1         # updates per pass
-    micro_batch: int = 0         # rows per device in one forward/backward; 0 = the largest that fits
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = bfloat16, on CPU float32
-    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPUs in bfloat16
+    b2: float = 0.99  # second-moment decay of adamw, momentum decay of lion
+    weight_decay: float = 0.0  # of matrices, per unit of learning rate
+    grad_clip: float = 1.0  # largest global norm of the gradient; 0 = no clipping
+    clip_low: float = 0.2  # the probability ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.28  # see clip_low
+    beta: float = 0.0  # weight of the KL to the policy as GRPO starts; 0 = none, and none is held
+    is_cap: float = 2.0  # cap of the importance weight trainer/sampler; 0 = no such weight
+    entropy_bonus: float = 0.0  # weight of the policy's entropy in the loss of GRPO; 0 = none
+    advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-others' mean
+    loss_agg: Literal["token", "sequence", "constant"] = "token"  # mean | of means | sum/max_answer
+    ppo_epochs: int = 1  # times a step's answers are trained on
+    minibatches: int = 1  # updates per epoch
+    micro_batch: int = 0  # rows per device in one forward/backward; 0 = the largest that fits
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = float32 on CPU only
+    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas: TPUs, bfloat16
     attention: Literal["auto", *ATTENTION] = "auto"  # auto = splash on TPUs, cudnn on GPUs
-    remat: Literal[tuple(REMAT)] = "full"  # what is computed again: all | not matrix products | nothing
+    remat: Literal[tuple(REMAT)] = "full"  # computed again: all | all but matrix products | nothing
     offload: Literal["none", "optimizer", "params"] = "none"  # to the host's memory; params: both
     # the devices
-    mesh: str = "auto"           # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
-    require_processes: int = 0   # stop unless so many JAX processes run; 0 = any number
-    require_devices: int = 0     # stop unless they have so many devices together; 0 = any number
-    coordinator: str = ""        # host:port of process 0; "" = as Slurm or the TPU slice have it, else alone
-    processes: int = 1           # JAX processes of the run, where there is a coordinator
-    process_id: int = 0          # which of them this is: 0, 1, ...
-    start_timeout: int = 20      # seconds to wait for the others to start; launch.sh, which starts all: 900
+    mesh: str = "auto"  # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
+    require_processes: int = 0  # stop unless so many JAX processes run; 0 = any number
+    require_devices: int = 0  # stop unless they have so many devices together; 0 = any number
+    coordinator: str = ""  # host:port of process 0; "" = from Slurm or the TPU slice, or alone
+    processes: int = 1  # JAX processes of the run, where there is a coordinator
+    process_id: int = 0  # which of them this is: 0, 1, ...
+    start_timeout: int = 20  # seconds to wait for the other processes; launch.sh sets 900
     # evaluation, and what the run leaves behind
-    eval_every: int = 50         # GRPO steps between evaluations; 0 = only before and after
-    eval_n: int = 0              # held-out questions to evaluate; 0 = all
+    eval_every: int = 50  # GRPO steps between evaluations; 0 = only before and after
+    eval_n: int = 0  # held-out questions to evaluate; 0 = all
     eval_temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0               # of sampled evaluation only: the loss wants rollouts from the whole softmax
-    top_p: float = 1.0           # likewise
-    save_every: int = 50         # steps between checkpoints; there is always one at the end; 0 = only that
-    keep: int = 2                # newest checkpoints kept
-    resume: Literal["auto", "force"] = "auto"  # force = go on even if flags changed the meaning of the run
-    wandb: str = ""              # project on wandb.ai; "" = none
+    top_k: int = 0  # of sampled evaluation: the k most likely tokens; 0 = all
+    top_p: float = 1.0  # of sampled evaluation: the most likely tokens with this total probability
+    save_every: int = 50  # steps between checkpoints; there is always one at the end; 0 = only that
+    keep: int = 2  # newest checkpoints kept
+    resume: Literal["auto", "force"] = "auto"  # force = go on with other flags, or start over
+    wandb: str = ""  # project on wandb.ai; "" = none
+
 
 # What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
-TINY = dict(data="arith", system="", steps=80, sft_steps=80, batch=32, npq=8, max_prompt=32, max_answer=40,
-            lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
+TINY = dict(
+    data="arith", system="", steps=80, sft_steps=80, batch=32, npq=8, max_prompt=32, max_answer=40,
+    lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
 
-def parse(argv):
-    """Command line -> Config, whose fields are the flags, with their types, choices and help."""
-    def error(message):
-        unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
-        near = difflib.get_close_matches(unknown[1], comments, 1) if unknown else []
-        check(False, message + (f"; did you mean --{near[0]}?" if near else "; see --help"))
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\n--model tiny sets first: {TINY}", usage="python train.py [--flag value ...]",
-        formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.error = error
-    for f in dataclasses.fields(Config):
-        choices = get_args(f.type) or None
-        parser.add_argument(f"--{f.name}", type=str if choices else f.type, choices=choices,
-                            help=f"{comments[f.name]} (default {f.default!r})")
-    argv = list(argv)
-    for i in reversed(range(1, len(argv))):
-        if re.match(r"-\d", argv[i]):  # argparse would take the value in `--mesh -1,8,1` for a flag
-            argv[i - 1:i + 1] = [f"{argv[i - 1]}={argv[i]}"]
-    flags = vars(parser.parse_args(argv))
-    cfg = Config(**(TINY if flags.get("model", "tiny") == "tiny" else {}) | flags)
-    for name in "model", "data":
-        check(flags.get(name, "-").strip(), f"--{name} is given nothing; name one, or drop the flag")
-    check_flags(cfg)
-    names = [os.path.basename(name.rstrip("/")).removesuffix(".jsonl") for name in (cfg.data, cfg.model)]
-    out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/")) or f"out/{'-'.join(names).replace(':', '-')}"
-    return dataclasses.replace(cfg, out=out)
 
-def check_flags(cfg):
-    """What can be said without devices and files."""
-    least = dict.fromkeys("batch npq max_prompt max_answer ppo_epochs minibatches keep processes".split(), 1)
-    below = dict(b2=1, clip_low=1, steps=10**6, sft_steps=10**6, processes=10**4, process_id=cfg.processes)
-    for f in dataclasses.fields(cfg):
-        value, low = getattr(cfg, f.name), least.get(f.name, 0)
-        high = below.get(f.name, 2**31 if f.type is int else 1e38)  # int32's; below float32's
-        check(f.type not in (int, float) or low <= value < high and not 0 < value < 1e-30,
-              f"{f.name} = {value} is out of range; it must be a number >= {low} and < {high}")
-        odd = data.MARKS if f.name == "system" else "[\0-\x1f\ud800-\udfff]|.{1000}"
-        check(f.type is not str or not re.search(odd, value), f"{f.name} = {str(value)[:50]!r} holds a line "
-              "break, a mark of the chat or half a character, which no name or prompt may, or is too long")
-        check(value in (get_args(f.type) or [value]), f"{f.name} = {value} is none of {get_args(f.type)}")
-    check(cfg.temperature > 0, "temperature = 0 gives npq equal answers; GRPO needs a --temperature above 0")
-    check(0 < cfg.top_p <= 1, f"top_p = {cfg.top_p} is not a probability above 0; 1 keeps all tokens")
-    check(cfg.npq >= 2 or cfg.steps == 0, f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8")
-    check(cfg.steps + cfg.sft_steps or cfg.eval_data != "none", "no steps, no eval_data: nothing to do")
-    port = re.fullmatch(r".+:([1-9]\d{0,4})", cfg.coordinator)
-    check(port and int(port[1]) < 2**16 if cfg.coordinator else (cfg.processes, cfg.process_id) == (1, 0),
-          f"coordinator = {cfg.coordinator!r} is not host:port of process 0, a port from 1 to 65535, which "
-          f"processes = {cfg.processes} and process_id = {cfg.process_id} want")
-    check(cfg.eval_temperature or (cfg.top_k, cfg.top_p) == (0, 1), f"top_k = {cfg.top_k} and top_p = "
-          f"{cfg.top_p} are for sampled evaluation: add --eval_temperature 1, or drop them; rollouts sample "
-          "the whole distribution, whose log-probs the loss computes")
+def parse(argv: list[str]) -> Config:
+    """Command line -> Config. Exits 2 for what is wrong whatever the devices and files are."""
+    cfg = flags.parse_flags(argv, Config, TINY, __doc__)
+    has_work = cfg.steps + cfg.sft_steps or eval_data(cfg) != "none"
+    check(has_work, "no steps, no eval_data: nothing to do")
+    return cfg
 
-def eval_data(cfg):
+
+def eval_data(cfg: Config) -> str:
+    """Where held-out questions come from: a file has none beside it."""
     return cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
 
-# ---------------------------------------------------------------- questions
 
-# ---------------------------------------------------------------- answers and rewards: made to be edited
+# ---------------------------------------------------------------- rewards: made to be edited
+def correct(row: dict, answer: str) -> float:
+    """1 if the answer's final number equals the reference's."""
+    number = data.final_number(answer)
+    return float(number is not None and number == data.final_number(row["answer"]))
 
-def correct(row, answer):
-    """1 if the final numbers are equal."""
-    return float(data.final_number(answer) is not None and data.final_number(answer) == data.final_number(row["answer"]))
 
-def formatted(row, answer):
+def formatted(row: dict, answer: str) -> float:
     """1 if the answer ends with its one <answer>number</answer>."""
-    return float(bool(re.fullmatch(r"((?!<answer>).)*<answer>[^<]*\d[^<]*</answer>\s*", answer, re.S)))
+    one_tag = r"((?!<answer>).)*<answer>[^<]*\d[^<]*</answer>\s*"
+    return float(bool(re.fullmatch(one_tag, answer, re.S)))
 
-# (function of (row of the data, answer) -> float, weight): the reward is the weighted sum
+
+# A reward function gets a row of the data, with all its columns, and the text of an answer.
+# The reward is the weighted sum.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # What the metric `solved` and evaluation count, whatever is rewarded.
 SOLVED = correct
 
-# ---------------------------------------------------------------- the processes of a run
 
-# ---------------------------------------------------------------- model directory, mesh, sizes and checks
+# ---------------------------------------------------------------- mesh and checks
+def make_mesh(spec: str, devices: list) -> Mesh:
+    """`dp,fsdp,tp` over the devices."""
+    # Those of a process stand together, so that the rows of a batch lie in the order of processes.
+    devices = np.array(sorted(devices, key=lambda device: (device.process_index, device.id)))
+    n = len(devices)
+    processes = len({device.process_index for device in devices})
+    named = {"auto": "1,-1,1", "host_local": f"{processes},{n // processes},1"}
+    sizes = named.get(spec, spec).split(",")
+    is_mesh = len(sizes) == 3 and all(re.fullmatch(r"-1|[1-9]\d*", size) for size in sizes)
+    check(is_mesh and sizes.count("-1") <= 1, f"mesh {spec} is neither auto nor host_local nor "
+          "three sizes dp,fsdp,tp, of which one may be -1, as in --mesh=-1,8,1")
+    # The size that is -1 takes what the others leave.
+    known = math.prod(int(size) for size in sizes if size != "-1")
+    is_open = "-1" in sizes
+    wanted = f"a multiple of {known}" if is_open else str(known)
+    check(n % known == 0 and (is_open or n == known), f"mesh {spec} needs {wanted} devices; there "
+          f"are {n}; try --mesh auto")
+    dims = [n // known if size == "-1" else int(size) for size in sizes]
+    return Mesh(devices.reshape(dims), model.AXES)
 
-def hosts(mesh):
-    """JAX processes that its devices belong to."""
-    return len({d.process_index for d in mesh.devices.flat})
 
-def resolve(cfg, mesh):
-    """What is `auto`, by the kind of device."""
-    kind = mesh.devices.flat[0].platform
-    dtype = cfg.dtype.replace("auto", "float32" if kind == "cpu" else "bfloat16")
-    attention = {("tpu", "bfloat16"): "splash", ("gpu", "bfloat16"): "cudnn"}.get((kind, dtype), "blockwise")
-    loss_impl = "pallas" if (kind, dtype) == ("tpu", "bfloat16") else "jax"
-    return dataclasses.replace(cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
-                               loss_impl=cfg.loss_impl.replace("auto", loss_impl))
+def resolve(cfg: Config, mesh: Mesh) -> Config:
+    """The flags with what is `auto` chosen by the kind of device."""
+    platform = mesh.devices.flat[0].platform
+    dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
+    attention, loss_impl = "blockwise", "jax"
+    # The fast kernels are for bfloat16.
+    if dtype == "bfloat16" and platform == "tpu":
+        attention, loss_impl = "splash", "pallas"
+    elif dtype == "bfloat16" and platform == "gpu":
+        attention = "cudnn"
+    return dataclasses.replace(
+        cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
+        loss_impl=cfg.loss_impl.replace("auto", loss_impl))
 
-def row_width(longest, mesh):
-    """Of sequences up to `longest` tokens: rounded up, as tp divides the tokens of a row."""
-    return -(-longest // (8 * mesh.shape["tp"])) * 8 * mesh.shape["tp"]
 
-def make_mesh(spec, devices):
-    """`dp,fsdp,tp` over the devices, each process's together: the rows of a batch lie in process order."""
-    n, processes = len(devices), len({d.process_index for d in devices})
-    parts = {"auto": "1,-1,1", "host_local": f"{processes},{n // processes},1"}.get(spec, spec).split(",")
-    check(len(parts) == 3 and all(re.fullmatch(r"-1|[1-9]\d*", p) for p in parts) and parts.count("-1") <= 1,
-          f"mesh {spec} is neither auto nor host_local nor three sizes dp,fsdp,tp, of which one may be -1")
-    known = math.prod(int(p) for p in parts if p != "-1")
-    check(n % known == 0 and ("-1" in parts or n == known), f"mesh {spec} needs "
-          f"{'a multiple of ' * ('-1' in parts)}{known} devices; there are {n}; try --mesh auto")
-    devices = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
-    return Mesh(devices.reshape([n // known if p == "-1" else int(p) for p in parts]), ("dp", "fsdp", "tp"))
-
-def check_sizes(cfg, shape, mesh, tokenizer_size):
+def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer_size: int) -> None:
     """Every divisibility of the run, in one place, before weights load."""
-    processes, sequences = hosts(mesh), cfg.batch * cfg.npq
-    local, (dp, fsdp, tp), backend = mesh.size // processes, mesh.devices.shape, mesh.devices.flat[0].platform
-    check(cfg.loss_impl != "pallas" or (backend, cfg.dtype) == ("tpu", "bfloat16"),
-          f"pallas is for tpu, bfloat16, not {backend}, {cfg.dtype}; try --loss_impl jax")
-    check(cfg.attention != "cudnn" or (backend, cfg.dtype) == ("gpu", "bfloat16"),
-          f"cudnn is for gpu, bfloat16, not {backend}, {cfg.dtype}; try --attention auto")
-    unit = local // math.gcd(cfg.batch, local)  # what npq must be a multiple of
+    processes = cluster.host_count(mesh)
+    local_devices = mesh.size // processes
+    dp, fsdp, tp = mesh.devices.shape
+    kind = (mesh.devices.flat[0].platform, cfg.dtype)
+    check(cfg.loss_impl != "pallas" or kind == ("tpu", "bfloat16"),
+          f"pallas is for tpu, bfloat16, not {', '.join(kind)}; try --loss_impl jax")
+    check(cfg.attention != "cudnn" or kind == ("gpu", "bfloat16"),
+          f"cudnn is for gpu, bfloat16, not {', '.join(kind)}; try --attention auto")
+
+    # The rollout shares out sequences over all devices of a host.
+    sequences = cfg.batch * cfg.npq
+    unit = local_devices // math.gcd(cfg.batch, local_devices)
     low = max(1, cfg.npq // unit) * unit
-    check(sequences % local == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do "
-          f"not divide over {local} local devices; try --npq {low} or --npq {low + unit}")
-    check(dp * fsdp % processes == 0, f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} "
-          f"processes; a tp = {tp} must stay within a host's {local} devices")
-    rows, whole = sequences * processes // (dp * fsdp), math.gcd(shape.D, mesh.size)
+    check(sequences % local_devices == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} "
+          f"sequences per host do not divide over {local_devices} local devices; try --npq {low} "
+          f"or --npq {low + unit}")
+
+    # The update shares out rows over dp and fsdp; tp is inside a host.
+    check(dp * fsdp % processes == 0, f"mesh dp*fsdp = {dp}*{fsdp} does not divide over "
+          f"{processes} processes; a tp = {tp} must stay within a host's {local_devices} devices")
+    rows = sequences * processes // (dp * fsdp)
     check(rows % cfg.minibatches == 0, f"{rows} rows per device do not divide into minibatches = "
           f"{cfg.minibatches}; try --minibatches {math.gcd(rows, cfg.minibatches)}")
-    check(cfg.micro_batch * cfg.minibatches <= rows, f"micro_batch = {cfg.micro_batch} is more than a "
-          f"minibatch's {rows // cfg.minibatches} rows per device; try --micro_batch 0: the largest")
-    check(shape.D % (fsdp * tp) == 0, f"hidden size {shape.D} does not divide over fsdp*tp = {fsdp}*{tp}; "
-          f"try --mesh {mesh.size // whole},{whole},1")
-    for what, n in ("query heads", shape.N), ("key/value heads", shape.K), ("feed-forward size", shape.F):
-        check(n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; try a tp of {math.gcd(n, tp)}")
-    check(tokenizer_size <= shape.V, f"the tokenizer has ids below {tokenizer_size}, more than the model's "
-          f"vocabulary of {shape.V}; take both from one model")
-    check(cfg.max_prompt + cfg.max_answer <= shape.max_positions, f"max_prompt + max_answer = "
-          f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {shape.max_positions} positions")
+    check(cfg.micro_batch * cfg.minibatches <= rows, f"micro_batch = {cfg.micro_batch} is more "
+          f"than a minibatch's {rows // cfg.minibatches} rows per device; try --micro_batch 0: the "
+          "largest")
 
-def check_step(cfg, questions, width):
-    """That a step asks each question once, and that its rows have room in the host's memory."""
-    asked, sequences = cfg.batch * jax.process_count(), cfg.batch * cfg.npq
-    check(asked <= questions or cfg.steps == 0, f"batch = {cfg.batch} on {jax.process_count()} processes asks "
-          f"{asked} questions a step; {cfg.data} has {questions}; try --batch {questions // jax.process_count()}")
-    gib, most = sequences * width * ROW_BYTES / 2 ** 30, memory.host_memory() / 4
-    check(gib <= most, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host, in rows of {width} "
-          f"tokens, take {gib:.1f} GiB of this host's memory, more than a quarter of it, {most:.1f}; try "
-          f"--batch {max(1, int(cfg.batch * most / gib))}")
+    # Weights are split by hidden size over fsdp and tp, and by heads and feed-forward over tp.
+    common = math.gcd(model_cfg.D, mesh.size)
+    check(model_cfg.D % (fsdp * tp) == 0, f"hidden size {model_cfg.D} does not divide over "
+          f"fsdp*tp = {fsdp}*{tp}; try --mesh {mesh.size // common},{common},1")
+    split = {"query heads": model_cfg.N, "key/value heads": model_cfg.K,
+             "feed-forward size": model_cfg.F}
+    for what, n in split.items():
+        check(n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; try a tp of "
+              f"{math.gcd(n, tp)}")
+    check(tokenizer_size <= model_cfg.V, f"the tokenizer has ids below {tokenizer_size}, more than "
+          f"the model's vocabulary of {model_cfg.V}; take both from one model")
+    check(cfg.max_prompt + cfg.max_answer <= model_cfg.max_positions, f"max_prompt + max_answer = "
+          f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {model_cfg.max_positions} "
+          "positions")
 
-ROW_BYTES = 100  # of a token on the host: eight arrays of 4 bytes, lists of Python's integers, a text
 
-# ---------------------------------------------------------------- rollout, advantages, rows
-def sample_answers(weights, rows, group, key, what, cfg, run, temperature, top_k=0, top_p=1.0):
-    """Answers to this host's rows, `group` after another alike -> (what `model.generate` returns, texts)."""
-    clock = [time.time()] * 2
-    def tell(done, tokens):
-        cluster.check_for_stop(run)
-        line = f"{what}: {done} answers done, {tokens} tokens, {tokens / (time.time() - clock[0]):.0f} tok/s"
-        progress(line)
-        if not sys.stdout.isatty() and time.time() - clock[1] > 30:
-            clock[1] = time.time()
-            say(line)
-    out = rollout.generate(weights, run.shape, run.layout, [row["prompt"] for row in rows], key, group=group,
-                         max_answer=cfg.max_answer, temperature=temperature, top_k=top_k, top_p=top_p,
-                         at_once=run.at_once, progress=tell)
-    return out, [run.tokenizer.decode(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"])]
+# ---------------------------------------------------------------- what a run is made of
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a run trains, on what, and where: it does not change once the run has begun."""
 
-def group_advantages(rewards, npq, kind):
-    """[groups * npq] rewards -> advantages in each group, exactly 0 where all are equal; std: population's.
-    Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740."""
-    r = np.asarray(rewards, np.float64).reshape(-1, npq)
-    flat = r.max(1, keepdims=True) == r.min(1, keepdims=True)  # std may round to more than 0
-    a = r - r.mean(1, keepdims=True)
-    a *= {"grpo": 1 / np.where(flat, 1, r.std(1, keepdims=True)), "drgrpo": 1, "rloo": npq / (npq - 1)}[kind]
-    return np.where(flat, 0, a).reshape(-1)
+    model_dir: str  # the Hugging Face directory that it starts from
+    model_cfg: model.ModelConfig
+    mesh: Mesh
+    layout: model.Layout  # of rows, weights and KV cache during the rollout
+    tokenizer: Any
+    questions: list[dict]  # rows of the data, with `prompt`: token ids
+    examples: list[dict]  # those whose demonstration is short enough for supervised steps
+    held_out: list[dict]  # rows of the evaluation
+    row_width: int  # tokens of a packed row
+    rows_at_once: int  # rows that a device decodes together
+    micro_batch: int  # rows of a device in one forward and backward
 
-def pack(lengths, width):
-    """Sequences into rows of `width` -> [[places in lengths] per row], by best fit, longest first."""
-    rows, free = [], np.zeros(0, int)
-    for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        left = np.where(free >= lengths[i], free, width + 1)
-        if not rows or left.min() > width:
-            rows, free, left = rows + [[]], np.append(free, width), np.append(left, width)
-        rows[j := int(left.argmin())].append(i)
-        free[j] -= lengths[i]
-    return rows
 
-def pack_all(lengths, minibatches, shards, width):
-    """-> (the rows of each minibatch, how many a device computes: infinitely, if a sequence is longer)"""
-    parts = [[[ids[i] for i in row] for row in pack([lengths[i] for i in ids], width)] for ids in minibatches]
-    return parts, sum(-(-len(p) // shards) for p in parts) if max(lengths) <= width else math.inf
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins: at the weights of its model, or after a checkpoint."""
 
-def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler=None):
-    """Packed sequences -> NumPy arrays of `shape` [rows, width]: what a position sees (tokens, positions,
-    segments; 0 is padding) and is to predict (targets; per target weight, 0 = no loss, advantage, sampler's
-    log-prob)."""
-    rows = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segments", "targets")}
-    floats = ["weight", "advantage"] + ["sampler"] * (sampler is not None)
-    rows |= {k: np.zeros(shape, np.float32) for k in floats}
+    weights: hf.Checkpoint
+    step: int  # of the checkpoint, 0 for none
+    files: list[str]  # of the checkpoint
+    skipped: int  # updates in a row that were skipped before it
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Where a run leaves what it finds, and what may end it early."""
+
+    saver: checkpoint.Saver
+    metrics: log.JsonLines
+    samples: log.JsonLines
+    wandb: Any  # a run of wandb, or None
+    stop_signal: cluster.StopSignal
+
+    def write(self, row: dict) -> None:
+        """Append to metrics.jsonl, and send to wandb."""
+        self.metrics.append(row)
+        if self.wandb:
+            self.wandb.log(row, step=row["step"])
+
+
+# ---------------------------------------------------------------- rollout and advantages
+def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_signal):
+    """Sample an answer to each of this host's rows, of which `group` in a row are the same.
+
+    -> (what rollout.generate returns, the answers' texts)
+    """
+    print_progress = log.RolloutProgress(label)
+
+    def between_stages(answers, tokens):
+        # A rollout is long: here it may be left.
+        cluster.check_for_stop(stop_signal)
+        print_progress(answers, tokens)
+
+    prompts = [row["prompt"] for row in rows]
+    out = rollout.generate(
+        weights, setup.model_cfg, setup.layout, prompts, key, sampling, max_answer=cfg.max_answer,
+        group=group, at_once=setup.rows_at_once, progress=between_stages)
+    texts = [setup.tokenizer.decode(tokens) for tokens in answer_tokens(out)]
+    return out, texts
+
+
+def answer_tokens(out: dict) -> list[list[int]]:
+    """The token ids of each answer of a rollout, its stop token included."""
+    return [row[:n].tolist() for row, n in zip(out["tokens_BT"], out["lengths_B"], strict=True)]
+
+
+def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
+    """Rewards [groups * npq] -> advantages [groups * npq] within each group, float64.
+
+    Exactly 0 where all rewards of a group are equal; the standard deviation is the population's.
+    Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740.
+    """
+    reward_GQ = np.asarray(reward_B, np.float64).reshape(-1, npq)
+    # Asked of the rewards, as the deviation of equal ones may round to more than 0.
+    all_equal_G1 = reward_GQ.max(1, keepdims=True) == reward_GQ.min(1, keepdims=True)
+    advantage_GQ = reward_GQ - reward_GQ.mean(1, keepdims=True)
+    if kind == "grpo":
+        std_G1 = reward_GQ.std(1, keepdims=True)
+        advantage_GQ *= 1 / np.where(all_equal_G1, 1, std_G1)
+    elif kind == "rloo":
+        # r minus the mean of the others is (r minus the mean of all) times npq / (npq - 1).
+        advantage_GQ *= npq / (npq - 1)
+    return np.where(all_equal_G1, 0, advantage_GQ).reshape(-1)
+
+
+# ---------------------------------------------------------------- packed rows
+# What a packed row holds of each token. A token's target is the next one, if that is of an answer.
+TOKEN_FIELDS = {
+    "tokens": np.int32,  # ids
+    "positions": np.int32,  # in the token's sequence
+    "segments": np.int32,  # number of the sequence in its row, from 1; 0 is padding
+    "targets": np.int32,  # the id to predict
+    "weight": np.float32,  # of the target in the loss; 0 = none
+    "advantage": np.float32,  # of the target's answer
+    "sampler": np.float32,  # the target's logprob as it was sampled
+    "old": np.float32,  # its logprob before the first update of the step
+    "ref": np.float32,  # its logprob under the reference
+}
+
+
+def token_fields(cfg: Config, supervised: bool) -> dict:
+    """The fields that a step's rows have, with their types."""
+    absent = {"sampler", "old", "ref"} if supervised else set()
+    # A step's only update meets the policy that sampled: the ratio is 1.
+    if cfg.minibatches * cfg.ppo_epochs == 1:
+        absent.add("old")
+    if cfg.beta == 0:
+        absent.add("ref")
+    return {name: dtype for name, dtype in TOKEN_FIELDS.items() if name not in absent}
+
+
+def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs=None) -> dict:
+    """Sequences into rows: packed {row: [index of a sequence]} -> {field: [rows, width]} in NumPy.
+
+    sampler_logprobs: of each sequence, at least as many as its answer has tokens; None when
+    supervised. `weight` is that of the aggregation, not yet normalised. `old` and `ref` are scored
+    later.
+    """
+    fields = ["tokens", "positions", "segments", "targets", "weight", "advantage"]
+    if sampler_logprobs is not None:
+        fields.append("sampler")
+    rows = {name: np.zeros(shape, TOKEN_FIELDS[name]) for name in fields}
     for r, sequences in packed.items():
         start = 0
         for segment, i in enumerate(sequences, 1):
-            n, end = len(answers[i]), start + len(prompts[i] + answers[i])
-            whole, said = np.s_[r, start:end], np.s_[r, end - n - 1:end - 1]
-            rows["tokens"][whole] = prompts[i] + answers[i]
-            rows["positions"][whole] = range(end - start)
-            rows["segments"][whole] = segment
-            rows["targets"][said] = answers[i]
+            n = len(answers[i])
+            end = start + len(prompts[i]) + n
+            rows["tokens"][r, start:end] = prompts[i] + answers[i]
+            rows["positions"][r, start:end] = range(end - start)
+            rows["segments"][r, start:end] = segment
+            # Each token of the answer is predicted at the one before it.
+            predicting = np.s_[r, end - n - 1 : end - 1]
             weights = {"token": 1, "sequence": 1 / n, "constant": 1 / cfg.max_answer}
-            rows["weight"][said] = weights[cfg.loss_agg]
-            rows["advantage"][said] = advantages[i]
-            if sampler is not None:
-                rows["sampler"][said] = sampler[i][:n]
+            rows["targets"][predicting] = answers[i]
+            rows["weight"][predicting] = weights[cfg.loss_agg]
+            rows["advantage"][predicting] = advantages[i]
+            if sampler_logprobs is not None:
+                rows["sampler"][predicting] = sampler_logprobs[i][:n]
             start = end
     return rows
 
-def make_batches(prompts, answers, advantages, cfg, run, sampler=None):
-    """This host's sequences -> (`minibatches` lists of passes, counts over all hosts). A pass is a dict of
-    global arrays [micro_batch rows of each device, width], of which a device computes the first `filled`. In
-    GRPO rows are 1/16 narrower where a step needs no more of them then: else 8 might be a tenth padding. A
-    minibatch takes every minibatches-th sequence, so that the same go together on any number of hosts.
-    Weights are normalised here, once, over all hosts: the split into rows and passes changes no gradient."""
-    shards = run.mesh.shape["dp"] * run.mesh.shape["fsdp"] // jax.process_count()
-    lengths, placed = [len(p + a) for p, a in zip(prompts, answers)], NamedSharding(run.mesh, P(model.ROWS))
-    minibatches = [range(len(prompts))[m::cfg.minibatches] for m in range(cfg.minibatches)]
-    widths = run.row_width, row_width(run.row_width * (16 - (sampler is not None)) // 16, run.mesh)
-    parts, rows = zip(*(pack_all(lengths, minibatches, shards, width) for width in widths))
-    wide, narrow = all_gather_hosts(np.array(rows, np.float32)).sum(0)
-    parts, width = (parts[1], widths[1]) if narrow <= wide else (parts[0], widths[0])
-    needs, batches, computed, height = [], [], 0, shards * run.micro_batch
-    for ids, packed in zip(minibatches, parts):
-        valid = sum(len(answers[i]) for i in ids)
-        needs.append([-(-len(packed) // height), valid if cfg.loss_agg == "token" else len(ids), valid])
-    needs, at_once = all_gather_hosts(np.array(needs)), model.rows_at_once(run.micro_batch, width)  # of all hosts
-    for packed, passes, total in zip(parts, needs.max(0)[:, 0], needs.sum(0)[:, 1]):
-        batches.append([])
-        for k in range(passes):
-            mine = packed[k * height:(k + 1) * height]  # dealt out: each device has as many, but for one
-            places = {i % shards * run.micro_batch + i // shards: row for i, row in enumerate(mine)}
-            rows = make_rows(places, prompts, answers, advantages, (height, width), cfg, sampler)
-            rows["weight"] /= total
-            rows["filled"] = ((len(mine) + shards - 1 - np.arange(shards)) // shards).astype(np.int32)
-            computed += int((-(-rows["filled"] // at_once) * at_once).sum())
-            batches[-1].append(
-                {k: jax.make_array_from_process_local_data(placed, a) for k, a in rows.items()})
-    counts = all_gather_hosts([computed * width, sum(lengths), model.flops(run.shape, lengths)]).sum(0).tolist()
-    return batches, dict(zip(("slots", "tokens", "flops", "valid"), counts + [int(needs[..., 2].sum())]))
+
+def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None):
+    """This host's sequences -> (a list of micro-batches per minibatch, counts over all hosts).
+
+    A micro-batch is {field: global array [micro_batch rows of each device, width]}, and `filled`
+    [shards]: how many of its rows, the first ones, a device computes.
+    """
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    packed = packing.pack_minibatches(
+        lengths, cfg.minibatches, setup.row_width, setup.micro_batch, setup.mesh)
+    # Weights are normalised here, once, by sums over all hosts: then the split into rows and
+    # micro-batches changes no gradient.
+    valid_M = [sum(len(answers[i]) for i in part) for part in packed.minibatches]
+    sequences_M = [len(part) for part in packed.minibatches]
+    normaliser_M = all_gather_hosts(valid_M if cfg.loss_agg == "token" else sequences_M).sum(0)
+
+    batches = []
+    by_rows = NamedSharding(setup.mesh, P(model.ROWS))
+    for micro_batches, normaliser in zip(packed.micro_batches, normaliser_M, strict=True):
+        batch = []
+        for part in micro_batches:
+            shape = (packed.height, packed.width)
+            rows = make_rows(
+                part.sequences, prompts, answers, advantages, shape, cfg, sampler_logprobs)
+            rows["weight"] /= normaliser
+            rows["filled"] = part.filled
+            # Each host brings its rows; together they are one array.
+            batch.append({name: jax.make_array_from_process_local_data(by_rows, array)
+                          for name, array in rows.items()})
+        batches.append(batch)
+
+    flops = model.flops(setup.model_cfg, lengths)
+    own_counts = [packed.slots, sum(lengths), flops, sum(valid_M)]
+    counts = all_gather_hosts(own_counts).sum(0).tolist()
+    return batches, dict(zip(("slots", "tokens", "flops", "valid"), counts, strict=True))
+
 
 # ---------------------------------------------------------------- the update
-def optimizer(cfg, name):
-    """Gradient of the parameter `name` -> step direction (optax), which is to be times the learning rate."""
-    scale = {"adamw": optax.scale_by_adam(b2=cfg.b2), "lion": optax.scale_by_lion(b2=cfg.b2),
-             "sgd": optax.identity()}[cfg.optimizer]
-    decay = 0.0 if re.search("norm|/b[qkv]_", name) else cfg.weight_decay
-    return optax.chain(scale, optax.add_decayed_weights(decay))
+def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
+    """Gradient of the parameter `name` -> direction of its step, to be times the learning rate."""
+    scale = {
+        "adamw": optax.scale_by_adam(b2=cfg.b2),
+        "lion": optax.scale_by_lion(b2=cfg.b2),
+        "sgd": optax.identity(),
+    }[cfg.optimizer]
+    # Norms and biases do not decay.
+    is_vector = re.search("norm|/b[qkv]_", name)
+    return optax.chain(scale, optax.add_decayed_weights(0.0 if is_vector else cfg.weight_decay))
 
-def learning_rate(cfg, step):
-    """Of step 1, 2, ...: linear warm-up, then decay, within the supervised phase and within GRPO."""
-    base, k, n = ((cfg.sft_lr, step, cfg.sft_steps) if step <= cfg.sft_steps
-                  else (cfg.lr, step - cfg.sft_steps, cfg.steps))
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """Of step 1, 2, ...: linear warm-up, then decay, in the supervised phase and in GRPO."""
+    if step <= cfg.sft_steps:
+        base, k, n = cfg.sft_lr, step, cfg.sft_steps
+    else:
+        base, k, n = cfg.lr, step - cfg.sft_steps, cfg.steps
+    # The fraction of the steps after warm-up that are behind.
     done = max(0, k - cfg.warmup) / max(1, n - cfg.warmup + 1)
-    return base * min(1, k / max(1, cfg.warmup)) * {
-        "constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[cfg.decay]
+    decayed = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return base * min(1, k / max(1, cfg.warmup)) * decayed[cfg.decay]
 
-def loss_inputs(params, rows, cfg, shape, mesh):
-    """Rows -> (hidden [N, D], LM head, targets [N]): what log-probs are a function of; and the way back."""
+
+def loss_inputs(params, rows, cfg, model_cfg, mesh):
+    """Rows -> (hidden [N, D], LM head [V, D], targets [N]), of which logprobs are a function; and
+    the way back from the gradient of hidden."""
     how = model.How(cfg.dtype, cfg.attention, cfg.remat)
-    params = {k: a if k == "layers" else jax.device_put(a, model.DEVICE) for k, a in params.items()}
-    hidden, back = model.forward(params, shape, mesh, rows, how)
-    return (hidden.reshape(-1, shape.D), model.head(params), rows["targets"].reshape(-1)), back
+    # The layers of offloaded parameters are fetched one by one, in the forward.
+    params = {
+        name: a if name == "layers" else jax.device_put(a, DEVICE) for name, a in params.items()}
+    hidden, back = model.forward(params, model_cfg, mesh, rows, how)
+    inputs = hidden.reshape(-1, model_cfg.D), model.head(params), rows["targets"].reshape(-1)
+    return inputs, back
 
-@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"))
-def score(params, rows, *, cfg, shape, mesh):
-    """Log-probs of the targets of a pass under `params`, [rows, width]."""
+
+@partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
+def score(params, rows, *, cfg, model_cfg, mesh):
+    """Logprobs of the targets of a micro-batch under `params`, [rows, width]."""
     say(f"tracing score: {rows['tokens'].shape}")
-    inputs, _ = loss_inputs(params, rows, cfg, shape, mesh)
-    logp_N, _ = kernel.score(
-        *inputs, rows["weight"].reshape(-1), mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
-    return model.constrain(logp_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
+    inputs, _ = loss_inputs(params, rows, cfg, model_cfg, mesh)
+    weight_N = rows["weight"].reshape(-1)
+    logprob_N, _ = kernel.score(
+        *inputs, weight_N, mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
+    return model.constrain(logprob_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
+
 
 def loss_and_metrics(hidden_ND, head_VD, targets_N, rows, cfg, mesh):
-    """-> (loss, metrics) of one pass; metrics are sums over its tokens, or maxima (`/max`)."""
-    vectors = {k: rows[k].reshape(-1) for k in ("weight", "advantage", "old", "sampler", "ref") if k in rows}
+    """-> (loss, metrics) of one micro-batch: {"sum": over its tokens, "max": over its tokens}.
+
+    A step's metric is the mean over valid tokens of what is summed here, and the largest of what
+    is maximised.
+    """
+    fields = ("weight", "advantage", "old", "sampler", "ref")
+    vectors = {name: rows[name].reshape(-1) for name in fields if name in rows}
+    # Demonstrations are to be imitated, not to be varied.
+    entropy_bonus = cfg.entropy_bonus if "sampler" in rows else 0.0
     loss, stats = kernel.grpo_loss(
         hidden_ND, head_VD, targets_N, vectors, mesh, temperature=cfg.temperature,
         clip_low=cfg.clip_low, clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap,
-        entropy_bonus=cfg.entropy_bonus * ("sampler" in rows), impl=cfg.loss_impl)  # none when imitating
+        entropy_bonus=entropy_bonus, impl=cfg.loss_impl)
     stats["nll"] = -stats.pop("logp")
-    maxima = {k + "/max": stats[k].max() for k in ("ratio", "logprob_gap") if k in stats}
-    return loss, {"loss": loss} | {k: v.sum() for k, v in stats.items()} | maxima
+    sums = {name: a.sum() for name, a in stats.items()}
+    maxima = {name: stats[name].max() for name in ("ratio", "logprob_gap") if name in stats}
+    return loss, {"loss": loss, "sum": sums, "max": maxima}
 
-@partial(jax.jit, static_argnames=("cfg", "shape", "mesh"), donate_argnames="grads", keep_unused=True)
-def accumulate(grads, params, rows, others, *, cfg, shape, mesh):
-    """Add the gradient of one pass to grads, in place -> (grads, metrics). others: what else lies on the
-    devices meanwhile; not read, but for the compiler to count."""
+
+@partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"), donate_argnames="grads")
+def accumulate(grads, params, rows, *, cfg, model_cfg, mesh):
+    """Add the gradient of one micro-batch to grads, in place -> (grads, metrics)."""
     say(f"tracing accumulate: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    (*inputs, targets_N), back = loss_inputs(params, rows, cfg, shape, mesh)
+    (*inputs, targets_N), back = loss_inputs(params, rows, cfg, model_cfg, mesh)
     gradient = jax.value_and_grad(loss_and_metrics, argnums=(0, 1), has_aux=True)
     (_, metrics), (d_hidden, d_head) = gradient(*inputs, targets_N, rows, cfg, mesh)
     grads = back(grads, d_hidden.reshape(*rows["tokens"].shape, -1))
-    name = "embed_VD" if shape.tied else "head_VD"
+    name = "embed_VD" if model_cfg.tied else "head_VD"
     grads |= {name: grads[name] + d_head}
-    return jax.lax.with_sharding_constraint(grads, model.shardings(shape, mesh)), metrics
+    return jax.lax.with_sharding_constraint(grads, model.shardings(model_cfg, mesh)), metrics
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def zero_gradients(model_cfg, mesh):
+    """Gradients to add to, sharded like the parameters."""
+    zeros = {name: jnp.zeros(shape) for name, shape in model.shapes(model_cfg).items()}
+    return jax.lax.with_sharding_constraint(model.nest(zeros), model.shardings(model_cfg, mesh))
+
 
 @partial(jax.jit, static_argnames="cfg")
 def clip(grads, loss, cfg):
-    """-> (norm of all gradients, what they are to be multiplied by); NaN if it or loss is not finite."""
+    """-> (norm of all gradients, the factor that clips them); NaN if norm or loss is not finite."""
     norm = optax.global_norm(grads)
     norm = jnp.where(jnp.isfinite(norm + loss), norm, jnp.nan)
     return norm, jnp.minimum(1.0, (cfg.grad_clip or jnp.inf) / norm)
 
+
 @partial(jax.jit, static_argnames=("name", "cfg", "mesh"), donate_argnames=("param", "state"))
 def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
-    """One optimizer step of one parameter -> (it, its state), as they were if factor is NaN; from where they
-    rest and back: as these come and go one by one, little of what rests with the host is here at once."""
-    old = param, state = jax.device_put((param, state), model.DEVICE)
-    direction, state = optimizer(cfg, name).update(factor * grad, state, param)
-    param = jax.lax.with_sharding_constraint(param - lr * direction, NamedSharding(mesh, model.spec(name)))
-    param, state = jax.tree.map(partial(jnp.where, jnp.isnan(factor)), old, (param, state))
-    back = lambda a: jax.device_put(a, model.HOST) if a.ndim else a
-    return (back(param) if cfg.offload == "params" else param,
-            jax.tree.map(back, state) if cfg.offload != "none" else state)
+    """One optimizer step of one parameter -> (parameter, its state), as they were if factor is NaN.
 
-def meanwhile(state, cfg):
-    """What lies on the devices while gradients are taken."""
-    return state["opt"] if cfg.offload == "none" else None, state.get("ref")
+    They come from where they rest, and go back there. As parameters come and go one by one, little
+    of what is offloaded is on the device at a time.
+    """
+    param, state = jax.device_put((param, state), DEVICE)
+    direction, new_state = optimizer(cfg, name).update(factor * grad, state, param)
+    sharding = NamedSharding(mesh, model.spec(name))
+    new_param = jax.lax.with_sharding_constraint(param - lr * direction, sharding)
+    keep_old = partial(jnp.where, jnp.isnan(factor))
+    param, state = jax.tree.map(keep_old, (param, state), (new_param, new_state))
+    if cfg.offload == "params":
+        param = jax.device_put(param, HOST)
+    if cfg.offload != "none":
+        state = jax.tree.map(lambda a: jax.device_put(a, HOST) if a.ndim else a, state)
+    return param, state
 
-def update(state, batch, lr, *, cfg, shape, mesh):
-    """One optimizer step on one minibatch -> (state, metrics of each pass, norm of the gradient: NaN if the
-    step was skipped, as it or a loss is not finite)."""
-    grads, params, opt, metrics, others = zeros(shape, mesh), {}, {}, [], meanwhile(state, cfg)
+
+def update(state, batch, lr, *, cfg, model_cfg, mesh):
+    """One optimizer step on one minibatch -> (state, metrics of each micro-batch, gradient norm).
+
+    The norm is NaN if the step was skipped, as it or a loss is not finite.
+    """
+    grads = zero_gradients(model_cfg, mesh)
+    parts = []
     for rows in batch:
-        grads, one = accumulate(grads, state["params"], rows, others, cfg=cfg, shape=shape, mesh=mesh)
-        metrics.append(one)
-    (norm, factor), grads = clip(grads, sum(one["loss"] for one in metrics), cfg), model.flatten(grads)
+        grads, metrics = accumulate(
+            grads, state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
+        parts.append(metrics)
+    norm, factor = clip(grads, sum(metrics["loss"] for metrics in parts), cfg)
+    # Parameter by parameter; a gradient is dropped once it is used.
+    grads = model.flatten(grads)
+    params, opt = {}, {}
     for name, param in model.flatten(state["params"]).items():
         params[name], opt[name] = apply(
             param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg, mesh=mesh)
-    return state | {"params": model.nest(params), "opt": opt}, metrics, norm
+    return state | {"params": model.nest(params), "opt": opt}, parts, norm
 
-@partial(jax.jit, static_argnums=(0, 1))
-def zeros(shape, mesh):
-    """Gradients to add to."""
-    make = lambda size, place: jax.lax.with_sharding_constraint(jnp.zeros(size), place)
-    return jax.tree.map(make, model.nest(model.shapes(shape)), model.shardings(shape, mesh),
-                        is_leaf=lambda a: isinstance(a, tuple))
 
-@partial(jax.jit, static_argnames="dtype")
-def reference(params, dtype):
-    """A copy on the devices, sharded alike."""
-    return jax.tree.map(lambda a: jax.device_put(a, model.DEVICE).astype(dtype), params)
+# The programs of an update, for those who want to know its memory before they run it.
+UPDATE = memory.UpdatePrograms(accumulate, apply, optimizer, token_fields)
 
-def abstract_state(cfg, shape, mesh):
-    """{params, opt by parameter, ref where there is a KL}: shapes, and where they lie, at rest in the host's
-    memory if `offload` says so."""
-    def place(tree, name, rests=False):
-        where = NamedSharding(mesh, model.spec(name))
-        where = where.with_memory_kind("pinned_host") if rests else where
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=where if a.ndim else NamedSharding(mesh, P())), tree)
-    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in model.shapes(shape).items()}
-    state = {"params": model.nest({k: place(a, k, cfg.offload == "params") for k, a in params.items()}),
-             "opt": {k: place(jax.eval_shape(optimizer(cfg, k).init, a), k, cfg.offload != "none")
-                     for k, a in params.items()}}
-    copied = {k: jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.dtype)) for k, a in params.items()}
-    return state | ({"ref": model.nest({k: place(a, k) for k, a in copied.items()})} if cfg.beta else {})
 
-def abstract_grads(cfg, shape, mesh):
-    return abstract_state(dataclasses.replace(cfg, offload="none"), shape, mesh)["params"]
+# ---------------------------------------------------------------- evaluation
+def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
+    """Before GRPO, every `eval_every` of its steps, and at the end."""
+    grpo_step = step - cfg.sft_steps
+    is_due = cfg.eval_every and grpo_step > 0 and grpo_step % cfg.eval_every == 0
+    return bool(setup.held_out and (is_due or grpo_step in (0, cfg.steps)))
 
-# ---------------------------------------------------------------- files and checkpoints
 
-# ---------------------------------------------------------------- what a person sees
+def evaluate(params, step, cfg, setup, outputs) -> None:
+    """Answer the held-out questions, and write the fraction solved as a row of its own. Three
+    answers go to samples.jsonl."""
+    began = time.time()
+    n = len(setup.held_out)
+    per_host = cfg.batch * cfg.npq
+    per_round = per_host * jax.process_count()
+    sampling = model.Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
+    weights = layouts.to_rollout(params, setup.layout, cfg.dtype)
+    # Other draws than those of the rollouts, which fold in their step.
+    eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
+    solved = 0.0
+    samples = []
+    for start in range(0, n, per_round):
+        # As many rows on each host; those beyond the last question do not count.
+        first = start + jax.process_index() * per_host
+        rows = [setup.held_out[i % n] for i in range(first, first + per_host)]
+        key = jax.random.fold_in(eval_key, start)
+        label = f"evaluating {start}/{n}"
+        out, texts = sample_answers(
+            weights, rows, 1, key, label, sampling, cfg, setup, outputs.stop_signal)
+        scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
+        solved_B = scores[:, 0].tolist()
+        solved += sum(solved_B[: max(0, n - first)])
+        if start == 0:
+            samples = [sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
+                       for i in range(min(3, n, per_host))]
+        progress("evaluating", min(start + per_round, n), n)
+    fraction = float(all_gather_hosts(solved).sum()) / n
+    # At the end, which a signal may prevent: then the evaluation is made again.
+    outputs.samples.append(*samples)
+    outputs.write({"step": step, "eval/solved": fraction})
+    say(f"eval at step {step} | solved {fraction:.4f} of {n} | {time.time() - began:.1f}s")
+
+
+def sample(step, row, text, **scores) -> dict:
+    """A row of samples.jsonl."""
+    row = {"step": step, "question": row["question"], "reference": row["answer"], "answer": text}
+    return row | scores
+
+
+# ---------------------------------------------------------------- metrics
+def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
+    """Metrics over the answers of all hosts. Reward functions that failed are named.
+
+    scores: [answers, 1 + functions], the first of which is SOLVED.
+    """
+    for name, messages in faults.items():
+        first = max(messages.values())
+        print(f"reward {name} failed on {len(messages)} answers, which score 0: {first}")
+    # Each of these is a mean over answers.
+    of_answers = {
+        "reward/mean": reward_B,
+        "len/prompt": [len(prompt) for prompt in prompts],
+        "len/answer": out["lengths_B"],
+        "truncated": out["truncated_B"],
+        "solved": scores[:, 0],
+    }
+    for i, (function, _) in enumerate(REWARDS, 1):
+        of_answers[f"reward/{function.__name__}"] = scores[:, i]
+    table = np.column_stack(list(of_answers.values()))
+    table = all_gather_hosts(table).reshape(-1, len(of_answers))
+    means = dict(zip(of_answers, table.mean(0).tolist(), strict=True))
+    column = dict(zip(of_answers, table.T, strict=True))
+    reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
+    fault_count = sum(len(messages) for messages in faults.values())
+    return means | {
+        "reward/std": float(reward_GQ.std()),
+        "len/answer_max": float(column["len/answer"].max()),
+        "group/zero_variance": float((reward_GQ.max(1) == reward_GQ.min(1)).mean()),
+        "reward/faults": int(all_gather_hosts(fault_count).sum()),
+    }
+
+
+def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
+    """Metrics of a step's micro-batches -> means over valid tokens (loss and grad_norm: over
+    updates), padding, speed, memory."""
+    finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
+    metrics = {
+        "kl": 0.0,
+        "loss": float(sum(part["loss"] for part in parts)) / len(norms),
+        "grad_norm": sum(finite_norms) / len(finite_norms) if finite_norms else math.nan,
+        "skipped": len(norms) - len(finite_norms),
+        "valid_tokens": counts["valid"],
+        "padding_fraction": 1 - counts["tokens"] / counts["slots"],
+        "micro_batch": setup.micro_batch,
+    }
+    for name in parts[0]["sum"]:
+        total = float(sum(part["sum"][name] for part in parts))
+        # What has a maximum too is charted beside it.
+        key = f"{name}/mean" if name in parts[0]["max"] else name
+        metrics[key] = total / counts["valid"] / cfg.ppo_epochs
+    for name in parts[0]["max"]:
+        metrics[f"{name}/max"] = float(max(part["max"][name] for part in parts))
+    flops = cfg.ppo_epochs * counts["flops"]
+    return metrics | memory.device_metrics(setup.mesh, flops, seconds)
+
 
 # ---------------------------------------------------------------- set up: from flags to arrays
-
 @exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
-def set_up(cfg, claims):
-    """-> (Config, run: what does not change); all mistakes are found here."""
+def set_up(cfg: Config, claims: contextlib.ExitStack):
+    """-> (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
     rewards.check_signatures([SOLVED] + [function for function, _ in REWARDS])
     cluster.connect(cfg)
-    run_dir.claim_out(cfg, claims)
+    run_dir.claim_out(cfg.out, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
     cfg = resolve(dataclasses.replace(cfg, require_processes=jax.process_count()), mesh)
-    done, paths, about = run_dir.open_run(cfg)
-    directory = data.model_directory(cfg, "*.json", "*.txt", "*.jinja")
-    shape = hf.read_config(directory)
-    tokenizer, end = data.load_tokenizer(directory)
-    check_sizes(cfg, shape, mesh, 1 + max(tokenizer.get_vocab().values()))
-    layout, why = layouts.rollout_layout(cfg.rollout_sharding, shape, mesh, cfg.dtype)
-    check(cfg.rollout_sharding != "tp" or layout.mesh.shape["tp"] > 1, "rollout_sharding = tp finds "
-          f"nothing that divides {jax.local_device_count()} local devices, {shape.K} key/value heads, "
-          f"feed-forward size {shape.F} and vocabulary {shape.V}; try --rollout_sharding auto")
-    say(f"rollout: {why}")
-    shape = dataclasses.replace(shape, stop_ids=tuple(sorted({*shape.stop_ids, end})))
-    rows = data.load_questions(cfg.data, False, tokenizer, cfg)
-    held_out = [] if eval_data(cfg) == "none" else data.load_questions(eval_data(cfg), True, tokenizer, cfg)
-    examples = [row for row in rows if len(row["demonstration_ids"]) <= cfg.max_answer]
-    check(examples or not cfg.sft_steps, f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
-    longest = max(len(row["prompt"]) for row in rows + held_out)
-    width = row_width(longest + cfg.max_answer, mesh)
-    check_step(cfg, len(rows), width)
-    wanted = abstract_state(cfg, shape, mesh)
-    run_dir.check_disk(cfg, wanted, done)
-    at_once = layouts.rows_that_fit(shape, layout, cfg.dtype, rollout.padded_length(longest) + cfg.max_answer,
-                                  memory.on_device(wanted))
-    weights, logger = hf.Checkpoint(data.model_directory(cfg, "*.safetensors"), shape), None
-    if cfg.wandb and jax.process_index() == 0:
-        with exit_on(Exception, f"--wandb {cfg.wandb} wants wandb and WANDB_API_KEY; mend or drop it"):
-            import wandb
-            logger = wandb.init(project=cfg.wandb, name=cfg.out, id=cfg.out.replace("/", "-"), resume="allow",
-                                config=dataclasses.asdict(cfg))
-    files.write_json(f"{cfg.out}/config.json", {  # by every process: its disk may be its own
-        "config": dataclasses.asdict(cfg), "commit": cluster.commit(),
-        "versions": {m.__name__: m.__version__ for m in (jax, optax, np)}})
-    check(checkpoint.send_rest(cfg), f"--out {cfg.out} cannot be written to; see above")
-    return cfg, SimpleNamespace(
-        directory=directory, checkpoint=weights, shape=shape, mesh=mesh, tokenizer=tokenizer,
-        rows=rows, held_out=held_out, examples=examples, row_width=width, layout=layout, at_once=at_once,
-        wandb=logger,
-        micro_batch=choose_micro_batch(cfg, shape, mesh, width) if cfg.steps + cfg.sft_steps else 0,
-        # of checkpoints: the newest step, its files; what is to be saved if the run ends, is being saved
-        done=done, files=paths, latest=(done, {}, None), saving=None, writer=ThreadPoolExecutor(1),
-        id=int(all_gather_hosts(int(time.time()))[0]), signal=0,
-        **{k: json.loads(about.get(k, "null")) or empty
-           for k, empty in (("owed", {}), ("skipped", 0), ("unwritten", {}))})
+    config = dataclasses.asdict(cfg)
+    total_steps = cfg.sft_steps + cfg.steps
+    done, paths, header = run_dir.open_run(cfg.out, total_steps, config, cfg.resume)
 
-def load_state(cfg, run):
-    """-> {params, opt, ref where there is a KL}: from the model's files, or the run's newest checkpoint."""
-    wanted = abstract_state(cfg, run.shape, run.mesh)
-    places = jax.tree.map(lambda a: a.sharding, wanted)
-    if run.done:
-        state = checkpoint.load_shards(run.files, wanted)
-        say(f"resuming {cfg.out} after step {run.done}")
-    else:
-        params = hf.load(run.checkpoint, run.mesh, partial(progress, "loading weights"))
-        make = lambda name, a: jax.jit(optimizer(cfg, name).init, out_shardings=places["opt"][name])(a)
-        state = {"params": params, "opt": {name: make(name, a) for name, a in model.flatten(params).items()}}
-        if cfg.beta:
-            state["ref"] = reference(params, cfg.dtype)
-        state["params"] = jax.device_put(params, places["params"])
-    if jax.process_index() == 0:
-        run_dir.cut_back(cfg, run)
-    return state
+    # The model, without its weights, and where they will lie.
+    model_dir = data.model_directory(cfg, "*.json", "*.txt", "*.jinja")
+    model_cfg = hf.read_config(model_dir)
+    tokenizer, end_of_turn = data.load_tokenizer(model_dir)
+    check_sizes(cfg, model_cfg, mesh, 1 + max(tokenizer.get_vocab().values()))
+    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
+    stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
+    model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
 
-# ---------------------------------------------------------------- evaluation and metrics
-def evaluate(params, step, cfg, run):
-    """-> {eval/solved}: the part of the held-out questions solved. Three answers go to samples.jsonl."""
-    each, n, solved, began, told = cfg.batch * cfg.npq, len(run.held_out), 0.0, time.time(), []
-    stride, weights = each * jax.process_count(), layouts.to_rollout(params, run.layout, cfg.dtype)
-    for start in range(0, n, stride):
-        first = start + jax.process_index() * each
-        rows = [run.held_out[i % n] for i in range(first, first + each)]  # as many on each; not all count
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.seed), 0), start)
-        out, answers = sample_answers(weights, rows, 1, key, f"evaluating {start}/{n}", cfg, run,
-                                      cfg.eval_temperature, cfg.top_k, cfg.top_p)
-        right = rewards.score_answers([SOLVED], rows, answers, out["cut_B"])[0][:, 0].tolist()
-        solved += sum(right[:max(0, n - first)])
-        told = told or [
-            {"step": step, "eval": True, "question": rows[i]["question"], "reference": rows[i]["answer"],
-             "answer": answers[i], "solved": right[i]} for i in range(min(3, n, each))]
-        progress("evaluating", min(start + stride, n), n)
-    solved = float(all_gather_hosts(solved).sum()) / n
-    log.append_jsonl(cfg, run, "samples.jsonl", told)  # at the end, which a signal may prevent
-    say(f"eval at step {step} | solved {solved:.4f} of {n} | {time.time() - began:.1f}s")
-    return {"eval/solved": solved}
+    # The data: what is asked, imitated, held out.
+    questions = data.load_questions(cfg.data, False, tokenizer, cfg)
+    examples = [row for row in questions if len(row["demonstration_ids"]) <= cfg.max_answer]
+    held_out = []
+    if eval_data(cfg) != "none":
+        held_out = data.load_questions(eval_data(cfg), True, tokenizer, cfg)
+    check(examples or not cfg.sft_steps,
+          f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
+    processes = jax.process_count()
+    asked = cfg.batch * processes
+    check(asked <= len(questions) or cfg.steps == 0, f"batch = {cfg.batch} on {processes} "
+          f"processes asks {asked} questions a step; {cfg.data} has {len(questions)}; try --batch "
+          f"{len(questions) // processes}")
 
-def rollout_metrics(reward_B, prompts, out, scores, faults, cfg):
-    """Reward and length metrics over the answers of all hosts; reward functions that failed are named."""
-    for name, messages in faults.items():
-        print(f"reward {name} failed on {len(messages)} answers, which score 0: {max(messages.values())}")
-    names = ["reward/mean", "len/prompt", "len/answer", "truncated", "solved"]
-    names += [f"reward/{function.__name__}" for function, _ in REWARDS]
-    table = np.column_stack([reward_B, [len(p) for p in prompts], out["lengths_B"], out["cut_B"], scores])
-    table = all_gather_hosts(table).reshape(-1, len(names))
-    groups = table[:, 0].reshape(-1, cfg.npq)
-    return dict(zip(names, table.mean(0).tolist())) | {
-        "reward/std": float(groups.std()), "len/answer_max": float(table[:, 2].max()),
-        "reward/faults": int(all_gather_hosts(sum(map(len, faults.values()))).sum()),
-        "group/zero_variance": float((groups.max(1) == groups.min(1)).mean())}
+    # What has room: a step's rows on the host, checkpoints on its disk, the rest on the devices.
+    longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
+    row_width = packing.row_width(longest_prompt + cfg.max_answer, mesh)
+    memory.check_host_memory(cfg, row_width)
+    state = abstract_state(cfg, model_cfg, mesh, optimizer)
+    run_dir.check_disk(cfg.out, state, done, total_steps, cfg.save_every, cfg.keep)
+    slots = rollout.padded_length(longest_prompt) + cfg.max_answer
+    resting = memory.device_bytes(state)
+    rows_at_once = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, slots, resting)
+    weights = hf.Checkpoint(data.model_directory(cfg, "*.safetensors"), model_cfg)
+    wandb = log.start_wandb(cfg.wandb, cfg.out, config)
+    run_dir.write_config(cfg.out, config)
+    micro_batch = 0
+    if total_steps:
+        micro_batch = memory.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)
 
-def update_metrics(parts, norms, counts, seconds, cfg, run):
-    """Metrics of a step's passes -> means over tokens (loss, grad_norm: over updates), padding, memory."""
-    m = {k: float((max if k.endswith("/max") else sum)(part[k] for part in parts)) for k in parts[0]}
-    good = [float(norm) for norm in norms if np.isfinite(norm)]
-    m |= {"loss": m["loss"] / len(norms), "grad_norm": sum(good) / len(good) if good else math.nan,
-          "skipped": len(norms) - len(good)}
-    for k in m.keys() & {"nll", "entropy", "clip_fraction", "kl", "logprob_gap", "ratio"}:
-        m[k + "/mean" if k + "/max" in m else k] = m.pop(k) / counts["valid"] / cfg.ppo_epochs
-    stats = [d.memory_stats() or {} for d in jax.local_devices()]  # None where a backend does not tell
-    gib = [max(d.get(k, 0) for d in stats) / 2 ** 30 for k in ("bytes_in_use", "peak_bytes_in_use")]
-    used, peak = all_gather_hosts(gib).max(0).tolist()
-    speed = memory.chip(run.mesh.devices.flat[0]).flops * run.mesh.size * seconds
-    return {"kl": 0.0} | m | {
-        "valid_tokens": counts["valid"], "padding_fraction": 1 - counts["tokens"] / counts["slots"],
-        "micro_batch": run.micro_batch,
-        "mfu": cfg.ppo_epochs * counts["flops"] / speed if speed else None,  # None: a chip not known
-        "memory/train/bytes_in_use_max_gib": used or None,
-        "memory/train/peak_bytes_in_use_max_gib": peak or None}
+    setup = Setup(
+        model_dir, model_cfg, mesh, layout, tokenizer, questions, examples, held_out, row_width,
+        rows_at_once, micro_batch)
+    start = Start(weights, done, paths, int(header.get("skipped", 0)))
+    saver = checkpoint.Saver(cfg.out, cfg.keep, done)
+    metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
+    samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
+    outputs = Outputs(saver, metrics, samples, wandb, cluster.watch_signals())
+    return cfg, setup, start, outputs
 
-# ---------------------------------------------------------------- what an update takes of a device
-
-def needed_by_apply(cfg, shape, mesh):
-    """-> (GiB that the optimizer step of the largest parameter takes of a device, does it fit)."""
-    state, grads = abstract_state(cfg, shape, mesh), abstract_grads(cfg, shape, mesh)
-    flat = model.flatten(state["params"])
-    name = max(flat, key=lambda name: flat[name].size)
-    mine = flat[name], state["opt"][name], model.flatten(grads)[name]
-    factor = jax.ShapeDtypeStruct((), jnp.float32)
-    gib, fits = memory.compiled_gib(apply.lower(*mine, factor, 0.0, name=name, cfg=cfg, mesh=mesh), mesh)
-    return gib + (memory.on_device((state, grads)) - memory.on_device(mine)) / 2 ** 30, fits
-
-def choose_micro_batch(cfg, shape, mesh, width):
-    program = dataclasses.replace(cfg, out="", seed=0), shape, mesh
-    return memory.choose_micro_batch(
-        cfg.micro_batch, rows_to_fill(cfg, mesh), width, lambda n: needed(n, width, cfg, shape, mesh), program,
-        mesh.devices.flat[0])
-
-@cache
-def needed(micro_batch, width, cfg, shape, mesh):
-    """-> (GiB that an update takes of a device, does it fit), with all that lies there meanwhile."""
-    state, n = abstract_state(cfg, shape, mesh), mesh.shape["dp"] * mesh.shape["fsdp"]
-    grpo, on = cfg.steps > 0, NamedSharding(mesh, P(model.ROWS))
-    floats = ["weight", "advantage"] + ["sampler"] * grpo + ["ref"] * (grpo and cfg.beta > 0)
-    floats += ["old"] * (grpo and cfg.minibatches * cfg.ppo_epochs > 1)
-    kinds = dict.fromkeys("tokens positions segments targets".split(), "i4") | dict.fromkeys(floats, "f4")
-    rows = {k: jax.ShapeDtypeStruct((n * micro_batch, width), kind, sharding=on) for k, kind in kinds.items()}
-    rows["filled"] = jax.ShapeDtypeStruct((n,), "i4", sharding=on)
-    lowered = accumulate.lower(abstract_grads(cfg, shape, mesh), state["params"], rows, meanwhile(state, cfg),
-                               cfg=cfg, shape=shape, mesh=mesh)
-    both = memory.compiled_gib(lowered, mesh), needed_by_apply(cfg, shape, mesh)
-    gib = max(gib for gib, _ in both)
-    return gib, all(fits for _, fits in both) and gib <= memory.device_memory(mesh.devices.flat[0])
-
-def rows_to_fill(cfg, mesh):
-    """Rows per device of a minibatch whose sequences have a row each."""
-    return cfg.batch * cfg.npq * hosts(mesh) // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 # ---------------------------------------------------------------- main: the loop
-@exit_on(CheckpointError, "these files cannot be used")
-def main(argv):
-    if devices := int(os.environ.get("JAX_NUM_CPU_DEVICES", 0)):  # else XLA has a thread a core, and
-        os.environ.setdefault("NPROC", str(4 * devices))  # collectives of more devices than that may deadlock
-    cfg = parse(argv)
-    with contextlib.ExitStack() as claims:
-        cfg, run = set_up(cfg, claims)
-        cluster.watch_signals(run)
-        train_or_rescue(cfg, run)
-
-def train_or_rescue(cfg, run):
-    """Train; what ends that early is told, and saves what there is."""
-    try:
-        train(cfg, run)
-    except cluster.Stop as stop:
-        say(f"\nended by {signal.Signals(stop.args[0]).name}: {checkpoint.rescue(cfg, run)}")
-        raise SystemExit(128 + stop.args[0])
-    except OSError as e:  # of files beside those that wait for room
-        warn(f"{first_line(e)}\n{checkpoint.rescue(cfg, run)}, once that is mended")
-        raise SystemExit(1)
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        warn(f"a device ran out of memory in step {run.latest[0] + 1}: {first_line(e)[:300]}\n"
-             f"{checkpoint.rescue(cfg, run)} with --micro_batch {max(1, run.micro_batch // 2)} or {memory.ADVICE}")
-        raise SystemExit(1)
-
-def train(cfg, run):
-    """The whole run, from the first question to `out`/final."""
+def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
+    """The run, from its first question to `out`/final."""
     began = time.time()
-    n_hosts, host, total = jax.process_count(), jax.process_index(), cfg.sft_steps + cfg.steps
-    sequences, updates = cfg.batch * cfg.npq, cfg.minibatches * cfg.ppo_epochs
-    static = dict(cfg=cfg, shape=run.shape, mesh=run.mesh)
-    say(f"{n_hosts} processes x {jax.local_device_count()} {jax.devices()[0].device_kind} devices, mesh "
-        f"{dict(run.mesh.shape)} | {run.shape.n_params / 1e6:.2f}M parameters, compute {cfg.dtype}\n"
-        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, {sequences * n_hosts} "
-        f"in all, in rows of {run.row_width} tokens | {updates} updates a step"
-        + f" | {len(run.examples)} answers of up to {cfg.max_answer} tokens to imitate" * (cfg.sft_steps > 0)
-        + " | no --eval_data, no evaluation" * (not run.held_out))
-    inner, spans = run.mesh.devices[0].size, len({d.process_index for d in run.mesh.devices[0].flat})
-    if spans > 1:
-        gib = run.shape.n_params * 2 * (1 - 1 / spans) / 2 ** 30
-        say(f"fsdp*tp = {inner} spans {spans} hosts: a pass over the weights brings {gib:.2g} GiB into every "
-            f"host; --mesh host_local avoids that, at {spans} times the memory for parameters and optimizer")
-    state, key, recent = load_state(cfg, run), jax.random.key(cfg.seed), []
-    if run.owed:
-        finish(run.done, state, run.owed, cfg, run)
-    elif run.done == 0 and is_evaluated(0, cfg, run):
-        log.append_jsonl(cfg, run, "metrics.jsonl", [{"step": 0} | evaluate(state["params"], 0, cfg, run)])
-    for step in range(run.done + 1, total + 1):
-        clock, supervised, metrics = [time.time()], step <= cfg.sft_steps, {"step": step}
-        run.latest = step - 1, state, None
-        cluster.check_for_stop(run)
-        # questions, each host its own
-        pool, each, past = ((run.examples, sequences, step - 1) if supervised
-                            else (run.rows, cfg.batch, step - 1 - cfg.sft_steps))
-        order = data.question_order(cfg.seed, (past * n_hosts + host) * each, each, len(pool))
-        asked = [pool[i] for i in order for _ in range(sequences // each)]
-        prompts = [row["prompt"] for row in asked]
-        if supervised:  # advantage 1 on given answers, ratio 1: the gradient of the log-likelihood
-            tokens, advantages, sampler = [row["demonstration_ids"] for row in asked], np.ones(sequences), None
+    host, hosts = jax.process_index(), jax.process_count()
+    total_steps = cfg.sft_steps + cfg.steps
+    sequences = cfg.batch * cfg.npq
+    static = dict(cfg=cfg, model_cfg=setup.model_cfg, mesh=setup.mesh)
+    log.print_setup(cfg, setup)
+
+    state = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
+    if start.step:
+        say(f"resuming {cfg.out} after step {start.step}")
+        state = checkpoint.load_shards(start.files, state)
+    else:
+        state = initial_state(start.weights, state, cfg, setup.mesh, optimizer)
+    run_dir.truncate_to(cfg.out, start.step)
+    skipped = start.skipped
+    step_seconds = []
+    outputs.saver.remember(start.step, state, skipped)
+    # A run that resumes may have been cut short in its evaluation.
+    is_due = is_evaluated_after(start.step, cfg, setup)
+    if is_due and not run_dir.has_evaluation(cfg.out, start.step):
+        evaluate(state["params"], start.step, cfg, setup, outputs)
+
+    for step in range(start.step + 1, total_steps + 1):
+        t_start = time.time()
+        supervised = step <= cfg.sft_steps
+        metrics = {"step": step}
+        cluster.check_for_stop(outputs.stop_signal)
+
+        # ------------------------------------------------ questions: each host has its own
+        if supervised:
+            pool, per_host, past_steps = setup.examples, sequences, step - 1
         else:
-            # rollout: npq answers to each
-            weights = layouts.to_rollout(state["params"], run.layout, cfg.dtype)
-            out, answers = sample_answers(weights, asked, cfg.npq, jax.random.fold_in(key, step),
-                                          f"step {step}/{total}", cfg, run, cfg.temperature)
-            del weights  # before the update, which wants the memory
-            tokens = [t[:n].tolist() for t, n in zip(out["tokens_BT"], out["lengths_B"])]
-            sampler = out["logp_BT"]
-            clock.append(time.time())
-            # rewards, and advantages within each group
-            scores, faults = rewards.score_answers([SOLVED] + [f for f, _ in REWARDS], asked, answers, out["cut_B"])
+            pool, per_host, past_steps = setup.questions, cfg.batch, step - 1 - cfg.sft_steps
+        first = (past_steps * hosts + host) * per_host
+        order = data.question_order(cfg.seed, first, per_host, len(pool))
+        # A question's answers stand together: its group.
+        rows = [pool[i] for i in order for _ in range(sequences // per_host)]
+        prompts = [row["prompt"] for row in rows]
+
+        if supervised:
+            # Advantage 1 on given answers, at a ratio of 1: the gradient of the log-likelihood.
+            answers = [row["demonstration_ids"] for row in rows]
+            advantages = np.ones(sequences)
+            sampler_logprobs = None
+        else:
+            # -------------------------------------------- rollout: npq answers to each question
+            weights = layouts.to_rollout(state["params"], setup.layout, cfg.dtype)
+            key = jax.random.fold_in(jax.random.key(cfg.seed), step)
+            label = f"step {step}/{total_steps}"
+            out, texts = sample_answers(
+                weights, rows, cfg.npq, key, label, model.Sampling(cfg.temperature), cfg, setup,
+                outputs.stop_signal)
+            del weights  # the update wants the memory
+            answers = answer_tokens(out)
+            sampler_logprobs = out["logprobs_BT"]
+            t_rollout = time.time()
+
+            # -------------------------------------------- rewards, and advantages in each group
+            functions = [SOLVED] + [function for function, _ in REWARDS]
+            scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
             reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
             advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
             metrics |= rollout_metrics(reward_B, prompts, out, scores, faults, cfg)
-            log.append_jsonl(cfg, run, "samples.jsonl", [
-                {"step": step, "question": asked[i]["question"], "reference": asked[i]["answer"],
-                 "answer": answers[i], "reward": reward_B[i], "cut": bool(out["cut_B"][i])} for i in range(2)])
-            clock.append(time.time())
-        # packed rows; log-probs as they were, where there are several updates, and of the reference
-        batches, counts = make_batches(prompts, tokens, advantages, cfg, run, sampler)
-        judges = {"old": state["params"]} if updates > 1 and not supervised else {}
-        judges |= {"ref": state["ref"]} if cfg.beta and not supervised else {}
-        batches = [[rows | {k: score(judge, rows, **static) for k, judge in judges.items()} for rows in batch]
-                   for batch in batches]
-        # update
-        parts, norms, lr = [], [], learning_rate(cfg, step)
-        progress(f"step {step}/{total}: {updates} updates")
+            outputs.samples.append(*[
+                sample(step, rows[i], texts[i], reward=reward_B[i],
+                       truncated=bool(out["truncated_B"][i])) for i in range(2)])
+            t_reward = time.time()
+            metrics |= {
+                "time/rollout_s": t_rollout - t_start,
+                "time/reward_s": t_reward - t_rollout,
+                "rollout/tokens_per_s":
+                    metrics["len/answer"] * sequences * hosts / (t_rollout - t_start),
+            }
+
+        # ------------------------------------------------ packed rows, and logprobs to compare with
+        t_packing = time.time()
+        batches, counts = make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs)
+        fields = token_fields(cfg, supervised)
+        for name, params in (("old", state["params"]), ("ref", state.get("ref"))):
+            if name in fields:
+                batches = [[micro_batch | {name: score(params, micro_batch, **static)}
+                            for micro_batch in batch] for batch in batches]
+
+        # ------------------------------------------------ update: one per minibatch
+        lr = learning_rate(cfg, step)
+        progress(f"step {step}/{total_steps}: {cfg.minibatches * cfg.ppo_epochs} updates")
+        parts, norms = [], []
         for batch in batches * cfg.ppo_epochs:
-            state, more, norm = update(state, batch, lr, **static)
-            parts, norms = parts + more, norms + [norm]
+            state, parts_of_update, norm = update(state, batch, lr, **static)
+            parts += parts_of_update
+            norms.append(norm)
         parts, norms = jax.device_get((parts, norms))
-        metrics |= update_metrics(parts, norms, counts, time.time() - clock[-1], cfg, run) | {"lr": lr}
         if cfg.beta and step == cfg.sft_steps:
+            # The reference is the policy as GRPO starts.
             state["ref"] = reference(state["params"], cfg.dtype)
-        # metrics, evaluation, checkpoint
-        clock.append(time.time())
-        seconds = clock[-1] - clock[0]
-        recent = (recent + [seconds])[-10:]
-        metrics |= {"time/step_s": seconds, "time/update_s": clock[-1] - clock[-2],
-                    "time/train/step_avg_last10_s": sum(recent) / len(recent),
-                    "throughput/train/valid_tokens_per_s": metrics["valid_tokens"] / seconds}
-        if not supervised:
-            sampling = clock[1] - clock[0]
-            metrics |= {"time/rollout_s": sampling, "time/reward_s": clock[2] - clock[1],
-                        "rollout/tokens_per_s": metrics["len/answer"] * sequences * n_hosts / sampling}
-        thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
-        say((log.SFT_LINE if supervised else log.GRPO_LINE).format(total=total, thousands=thousands, **metrics))
-        note_skipped(step, norms, cfg, run)
-        finish(step, state, metrics, cfg, run)
-    checkpoint.finish_save(cfg, run)
-    for name in run.unwritten:  # there may be room by now
-        log.append_jsonl(cfg, run, name, [])
-    if total:
-        hf.write_final(cfg.out, run.directory, state["params"], run.shape, run.mesh)
-    checkpoint.send_rest(cfg)
+
+        # ------------------------------------------------ metrics, evaluation, checkpoint
+        t_end = time.time()
+        metrics |= update_metrics(parts, norms, counts, t_end - t_packing, cfg, setup)
+        step_seconds = (step_seconds + [t_end - t_start])[-10:]
+        metrics |= {
+            "lr": lr,
+            "time/step_s": t_end - t_start,
+            "time/update_s": t_end - t_packing,
+            "time/train/step_avg_last10_s": sum(step_seconds) / len(step_seconds),
+            "throughput/train/valid_tokens_per_s": counts["valid"] / (t_end - t_start),
+        }
+        say(log.step_line(metrics, total_steps))
+        skipped = count_skipped(step, norms, skipped)
+        outputs.saver.remember(step, state, skipped)
+        outputs.write(metrics)
+        end_if_diverged(step, skipped, cfg.out, outputs.saver)
+        if is_evaluated_after(step, cfg, setup):
+            evaluate(state["params"], step, cfg, setup, outputs)
+        if step == total_steps or (cfg.save_every and step % cfg.save_every == 0):
+            outputs.saver.begin()
+
+    outputs.saver.finish()
+    if total_steps:
+        hf.write_final(cfg.out, setup.model_dir, state["params"], setup.model_cfg, setup.mesh)
+    checkpoint.send_small_files(cfg.out)
     if host == 0:
-        log.print_report(cfg, time.time() - began)
+        log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)
 
-def is_evaluated(step, cfg, run):
-    total = cfg.sft_steps + cfg.steps
-    return run.held_out and (step == total or step in range(cfg.sft_steps, total, cfg.eval_every or 10**9))
 
-MAX_SKIPPED = 10  # updates in a row, before the run ends
+MAX_SKIPPED = 10  # updates in a row that are not finite, before the run ends
 
-def note_skipped(step, norms, cfg, run):
-    """Tell of updates that were skipped; too many in a row end the run."""
+
+def count_skipped(step, norms, skipped: int) -> int:
+    """-> updates in a row that were skipped, up to the end of this step, which says so."""
     for norm in norms:
-        run.skipped = 0 if np.isfinite(norm) else run.skipped + 1
-    if count := int(np.sum(~np.isfinite(norms))):
-        say(f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not finite")
-    if run.skipped >= MAX_SKIPPED:
-        checkpoint.finish_save(cfg, run)
-        last = f"{cfg.out}/step_{run.done:06}" if run.done else "none"
-        warn(f"{run.skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is not "
-             f"finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, --dtype float32")
-        raise SystemExit(1)
+        skipped = 0 if np.isfinite(norm) else skipped + 1
+    count = int(np.sum(~np.isfinite(norms)))
+    if count:
+        say(f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
+            "finite")
+    return skipped
 
-def finish(step, state, metrics, cfg, run):
-    """End a step: evaluate, write down, save. What a signal cuts short here is done first on resume."""
-    run.latest = step, state, metrics
-    cluster.check_for_stop(run)
-    if is_evaluated(step, cfg, run):
-        metrics = metrics | evaluate(state["params"], step, cfg, run)
-    log.append_jsonl(cfg, run, "metrics.jsonl", [metrics])
-    run.latest = step, state, None
-    if run.wandb:
-        run.wandb.log(metrics, step=step)
-    if step == cfg.sft_steps + cfg.steps or cfg.save_every and step % cfg.save_every == 0:
-        checkpoint.save(step, state, cfg, run)
+
+def end_if_diverged(step, skipped, out, saver) -> None:
+    """End a run that skips one update after another."""
+    if skipped < MAX_SKIPPED:
+        return
+    saver.finish()
+    last = f"{out}/step_{saver.newest:06}" if saver.newest else "none"
+    warn(f"{skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is "
+         f"not finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, "
+         "--dtype float32")
+    raise SystemExit(1)
+
+
+@exit_on(files.CheckpointError, "these files cannot be used")
+def main(argv: list[str]) -> None:
+    devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", 0))
+    if devices:
+        # Else XLA has a thread per core, and collectives of more devices than that may deadlock.
+        os.environ.setdefault("NPROC", str(4 * devices))
+    cfg = parse(argv)
+    # Until this is left, no other run may use `out`.
+    with contextlib.ExitStack() as claims:
+        cfg, setup, start, outputs = set_up(cfg, claims)
+        with checkpoint.saved_if_cut_short(outputs.saver, setup.micro_batch):
+            train(cfg, setup, start, outputs)
+
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     log.open_streams()
     try:
         main(sys.argv[1:])
-    except BaseException as e:  # at an orderly exit JAX would wait for the others, which wait for this one
-        code = e.code if isinstance(e, SystemExit) else 1
-        if not jax.distributed.is_initialized() or cluster.code_hash == 0:
-            raise
-        if cluster.code_hash == 1:
-            traceback.print_exc()
-        sys.stdout.flush()
-        time.sleep(3 * (jax.process_index() == 0))  # last, since the others abort when it is gone
-        os._exit(cluster.code_hash)
+    except BaseException as e:
+        cluster.leave(e)

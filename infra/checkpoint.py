@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,10 +22,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 import model
-from infra import bucket, files, hf
+from infra import bucket, cluster, files, hf, memory
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
-from infra.log import first_line, warn
+from infra.log import first_line, say, warn
 
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # NumPy's names of types, and those of safetensors.
@@ -52,10 +54,13 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
     about: strings that are kept in its header, beside a checksum of all else in the file. They are
     written one after the other, since the host may lack the memory for a copy of all.
     """
+    # The checksum stands in the header, which it covers too: for that it is taken as zeros.
     header = {"__metadata__": {"crc32": NO_CHECKSUM.decode()} | about}
+    # The data of one shard follow on those of the last.
     end = 0
     for key, array in shards.items():
-        start, end = end, end + array.nbytes
+        start = end
+        end += array.nbytes
         header[key] = {
             "dtype": DTYPES[array.dtype.name],
             "shape": array.shape,
@@ -92,6 +97,7 @@ def read_about(path: str) -> dict:
 def verify(path: str) -> None:
     """Raise CheckpointError unless the file is what save_shards wrote."""
     wanted = read_about(path)["crc32"].encode()
+    # In pieces: a shard may be larger than what the host has left.
     with open(path, "rb") as f:
         text = f.read(int.from_bytes(f.read(8), "little"))
         crc = zlib.crc32(text.replace(wanted, NO_CHECKSUM, 1))
@@ -143,6 +149,7 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
             continue
         paths, _ = runs.setdefault((about["run"], of), ({}, about))
         paths[part] = path
+    # A run is numbered by the time of its start.
     newest_first = sorted(runs.items(), key=lambda item: item[0], reverse=True)
     for (_, of), (paths, about) in newest_first:
         has_own = of == count and index in paths
@@ -177,6 +184,7 @@ class Pieces:
 
     def read(self, name: str, dtype, index: tuple) -> np.ndarray:
         """The array `name` at `index` (a slice per dimension), from all pieces that overlap it."""
+        # Filled piece by piece; that nothing lacks is checked by counting.
         out = np.empty([part.stop - part.start for part in index], dtype)
         filled = 0
         for start, f, key in self.of_array.get(name, {}).values():
@@ -224,14 +232,16 @@ def load_shards(paths: list, tree):
 class Saver:
     """Writes the checkpoints of a run, beside training where the hosts have the memory for it.
 
-    out: the run's directory; keep: how many of the newest stay; about: strings for each header;
-    newest: the step of the newest complete checkpoint, 0 for none.
+    out: the run's directory; keep: how many of the newest stay; newest: the step of the newest
+    complete checkpoint, 0 for none.
     """
 
-    def __init__(self, out: str, keep: int, about: dict, newest: int):
+    def __init__(self, out: str, keep: int, newest: int):
         self.out = out
         self.keep = keep
-        self.about = about
+        # One number for all processes tells this run's files from those of another in its place.
+        run = int(all_gather_hosts(int(time.time()))[0])
+        self.about = {"run": str(run), "commit": cluster.commit()}
         self.newest = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.latest = None  # (step, state, skipped): what to save should the run end here
@@ -306,6 +316,7 @@ class Saver:
             step, future = self.pending
             if future.result():
                 self.newest = step
+        # An update takes the arrays of the state: what it was given is gone.
         if self.latest:
             step, state, skipped = self.latest
             is_taken = any(array.is_deleted() for array in jax.tree.leaves(state))
@@ -314,6 +325,31 @@ class Saver:
         if self.newest:
             return f"step {self.newest} is saved; start again, and it resumes"
         return "nothing is saved yet"
+
+
+@contextlib.contextmanager
+def saved_if_cut_short(saver: Saver, micro_batch: int):
+    """What ends the training inside early is explained, and what there is gets saved."""
+    try:
+        yield
+    except cluster.Stop as stop:
+        number = stop.args[0]
+        say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
+        # As a shell has it.
+        raise SystemExit(128 + number) from None
+    except OSError as e:
+        warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is mended")
+        raise SystemExit(1) from None
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        step = saver.latest[0] + 1
+        half = max(1, micro_batch // 2)
+        warn(
+            f"a device ran out of memory in step {step}: {first_line(e)[:300]}\n"
+            f"{saver.save_before_exit()} with --micro_batch {half} or {memory.ADVICE}"
+        )
+        raise SystemExit(1) from None
 
 
 def available_memory() -> int:
@@ -325,6 +361,7 @@ def available_memory() -> int:
 
 def too_old(steps: list, newest: int, kept: int) -> list:
     """Of these steps all up to `newest`, but for the last `kept`."""
+    # One that is newer is not complete yet.
     steps = [step for step in steps if step <= newest]
     return steps[: max(0, len(steps) - kept)]
 

@@ -5,6 +5,7 @@ on the same flags, and every one runs every jitted call.
 """
 
 import contextlib
+import dataclasses
 import functools
 import glob
 import hashlib
@@ -28,6 +29,8 @@ from jax.experimental import multihost_utils
 from infra.log import check, exit_on, first_line
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Flags that may differ between the processes of a run.
+FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
 START_ALL = "`bash launch.sh TYPE` starts all"
 
 
@@ -191,9 +194,9 @@ def first_difference(names, facts_of):
     return ""
 
 
-def connect(cfg, facts: dict) -> None:
-    """Join the run's other processes, if it has any, once all are there and have the same facts
-    (flags, beside which the code is compared). Exits 2 where they do not belong together."""
+def connect(cfg) -> None:
+    """Join the run's other processes, if it has any, once all are there and have the same flags and
+    code. Exits 2 where they do not belong together."""
     with exit_on(
         Exception,
         "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; mend them, "
@@ -206,9 +209,11 @@ def connect(cfg, facts: dict) -> None:
             f"this is process {found.index}, but there are {count}: 0, 1, ...",
         )
     if count > 1:
-        code = {"commit": commit(), "code": code_hash(), "jax": jax.__version__}
+        flags = dataclasses.asdict(cfg)
+        facts = {name: flags[name] for name in flags if name not in FREE_PER_PROCESS}
+        facts |= {"commit": commit(), "code": code_hash(), "jax": jax.__version__}
         with exit_on(OSError, f"{found.address} cannot be listened on: does another run use it?"):
-            fault = roll_call(found, facts | code, cfg.start_timeout)
+            fault = roll_call(found, facts, cfg.start_timeout)
         check(not fault, fault)
         # JAX's service would swallow SIGTERM.
         jax.config.update("jax_enable_preemption_service", False)

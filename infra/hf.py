@@ -27,91 +27,18 @@ from infra.files import CheckpointError
 
 
 # ---------------------------------------------------------------- config
-def read_config(directory):
-    """ModelConfig of a Hugging Face directory. Raises CheckpointError, by name, for all but a dense Qwen2."""
+def read_config(directory: str) -> model.ModelConfig:
+    """The ModelConfig of a Hugging Face directory. Raises CheckpointError for all but a dense
+    Qwen2; the message names the file, what it has and what is supported."""
     path = os.path.join(directory, "config.json")
-    c = files.read_json(path)
-    generation = os.path.join(directory, "generation_config.json")
-
-    def number(name, default=None, kind=int, end=2**31, values=c):
-        value = default if values.get(name) is None else values[name]
-        if type(value) not in (int, kind) or not 0 < value < end:
-            raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
-        return value
-
+    config = files.read_json(path)
+    # This optional file may name more token ids that end an answer.
+    generation_path = os.path.join(directory, "generation_config.json")
+    generation = files.read_json(generation_path) if os.path.exists(generation_path) else {}
     try:
-        rope, old = (
-            c.get("rope_parameters") or {},
-            c.get("rope_scaling") or {},
-        )  # of transformers 5, 4
-        ropes = [r.get("rope_type", r.get("type", "default")) for r in (rope, old)]
-        both = [r["rope_theta"] for r in (rope, old, c) if r.get("rope_theta") is not None]
-        for refused, what in (
-            (
-                c.get("model_type") != "qwen2",
-                f"model_type {c.get('model_type')!r}; only 'qwen2' is",
-            ),
-            (
-                c.get("architectures") not in (None, ["Qwen2ForCausalLM"]),
-                f"architectures {c.get('architectures')}; only Qwen2ForCausalLM is",
-            ),
-            (
-                ropes != ["default"] * 2 or {*rope, *old} - {"rope_type", "type", "rope_theta"},
-                f"rope scaling {', '.join(r for r in ropes if r != 'default') or {**rope, **old}}; only plain "
-                "rotary embedding is",
-            ),
-            (any(theta != both[0] for theta in both), f"rope_theta {both}; only one is"),
-            (c.get("use_sliding_window"), "use_sliding_window = true; only full attention is"),
-            (
-                {*(c.get("layer_types") or [])} - {"full_attention"},
-                "sliding layers; only full ones are",
-            ),
-            (
-                "quantization_config" in c,
-                "quantised weights; only float32, bfloat16 and float16 are",
-            ),
-            (
-                c.get("hidden_act", "silu") != "silu",
-                f"hidden_act {c.get('hidden_act')!r}; only silu is",
-            ),
-            (
-                type(c.get("tie_word_embeddings", False)) not in (bool, type(None)),
-                "no true or false for tie_word_embeddings; only these are",
-            ),
-        ):
-            if refused:
-                raise CheckpointError(f"{path} has {what} supported")
-        N, D, V = map(number, ("num_attention_heads", "hidden_size", "vocab_size"))
-        stop = (c | (files.read_json(generation) if os.path.exists(generation) else {})).get(
-            "eos_token_id"
-        )
-        stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
-        if not all(type(i) is int and 0 <= i < V for i in stop):
-            raise ValueError(f"eos_token_id = {stop} is not of vocab_size = {V}")
-        cfg = model.ModelConfig(
-            V=V,
-            D=D,
-            F=number("intermediate_size"),
-            L=number("num_hidden_layers", end=10**4),
-            N=N,
-            K=number("num_key_value_heads", N),
-            H=number("head_dim", D // N),
-            rope_theta=float(
-                number("rope_theta", 1e4, float, 1e38, {"rope_theta": [*both, None][0]})
-            ),
-            rms_eps=float(number("rms_norm_eps", 1e-6, float, 1)),
-            stop_ids=tuple(stop),
-            tied=bool(c.get("tie_word_embeddings")),
-            max_positions=number("max_position_embeddings", 32768),
-        )
-        if cfg.N % cfg.K or cfg.H % 2:
-            raise ValueError(
-                f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
-                "be a multiple of the second, the head size even"
-            )
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as e:
-        raise CheckpointError(f"{path} lacks a usable value: {type(e).__name__} {e}")
-    return cfg
+        return model.config_from_hf(config, generation)
+    except ValueError as e:
+        raise CheckpointError(f"{path} {e}") from e
 
 
 # ---------------------------------------------------------------- names

@@ -1,72 +1,219 @@
-"""Where weights and rows lie during a rollout."""
+"""Where the weights, rows and KV cache of a rollout lie, and moving the weights there."""
 
 import math
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
 from infra import memory
+from infra.log import check, say
+from model import Layout, ModelConfig
 
+# replicated: complete weights on each device. tp: split by key/value heads within a host. fsdp:
+# sharded as in training, and all-gathered layer by layer in each step. maxtext: sharded like fsdp,
+# with the rows split over dp only.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 
-def rollout_layout(kind, cfg, mesh, dtype):
-    """-> (Layout, why). replicated: whole weights on each device; tp: split by key/value heads within a host;
-    fsdp: as in training, gathered layer by layer in each step; maxtext: likewise, rows over dp only; auto:
-    replicated where that takes a quarter of the memory, else tp where that takes half, else fsdp."""
-    device, (dp, fsdp, tp), n = mesh.devices.flat[0], mesh.devices.shape, mesh.size
-    host = sum(d.process_index == device.process_index for d in mesh.devices.flat)
-    t = max(t for t in range(1, host + 1) if not (host % t or cfg.K % t or cfg.F % t or cfg.V % t))
-    gib, why = cfg.n_params * jnp.dtype(dtype).itemsize / 2 ** 30, "as asked"
-    free = memory.least_memory(mesh)
-    if kind == "auto":
-        kind = "replicated" if gib <= free / 4 else "tp" if t > 1 and gib / t <= free / 2 else "fsdp"
-        why = f"a device has {free:.0f} GiB" if math.isfinite(free) else "memory is not known"
-    dims = {"replicated": (n, 1, 1), "tp": (n // t, 1, t)}.get(kind, (dp, fsdp * tp, 1))
-    each = gib / math.prod(dims[1:])
-    rows, order = ("dp",) if kind == "maxtext" else model.ROWS, "LSKBH" if device.platform == "tpu" else "LBKSH"
-    return (model.Layout(kind, Mesh(mesh.devices.reshape(dims), mesh.axis_names), rows, order),
-            f"{kind}, {dims[0]} x {n // dims[0]} devices, {each:.2g} of {gib:.2g} GiB of weights each; {why}")
 
-def rollout_spec(name, layout):
+# ---------------------------------------------------------------- the choice
+def largest_tp(cfg: ModelConfig, mesh: Mesh) -> int:
+    """Devices of a host over which key/value heads, F and V can be split."""
+    process = mesh.devices.flat[0].process_index
+    host_devices = sum(device.process_index == process for device in mesh.devices.flat)
+    must_divide = host_devices, cfg.K, cfg.F, cfg.V
+    sizes = range(1, host_devices + 1)
+    return max(n for n in sizes if all(total % n == 0 for total in must_divide))
+
+
+def smallest_kind_that_fits(weights_gib: float, free_gib: float, tp: int) -> str:
+    """The layout with the least communication that leaves room for a KV cache."""
+    if weights_gib <= free_gib / 4:
+        return "replicated"
+    if tp > 1 and weights_gib / tp <= free_gib / 2:
+        return "tp"
+    return "fsdp"
+
+
+def rollout_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> tuple[Layout, str]:
+    """-> (Layout of a kind, or of the one that suits the memory for "auto"; why, in words)."""
+    n = mesh.size
+    tp = largest_tp(cfg, mesh)
+    weights_gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
+    why = "as asked"
+    free_gib = memory.least_memory(mesh)
+    if kind == "auto":
+        kind = smallest_kind_that_fits(weights_gib, free_gib, tp)
+        is_known = math.isfinite(free_gib)
+        why = f"a device has {free_gib:.0f} GiB" if is_known else "memory is not known"
+
+    # The devices of the training mesh, in the same order.
+    training_dp, training_fsdp, training_tp = mesh.devices.shape
+    if kind == "replicated":
+        dims = n, 1, 1
+    elif kind == "tp":
+        dims = n // tp, 1, tp
+    else:
+        dims = training_dp, training_fsdp * training_tp, 1
+    rollout_mesh = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
+    rows = ("dp",) if kind == "maxtext" else model.ROWS
+    # On TPUs a tile then holds rows and heads, not slots: a step writes one slot of every row.
+    order = "LSKBH" if mesh.devices.flat[0].platform == "tpu" else "LBKSH"
+
+    shards = math.prod(dims[1:])
+    text = (
+        f"{kind}, {dims[0]} x {shards} devices, {weights_gib / shards:.2g} of "
+        f"{weights_gib:.2g} GiB of weights each; {why}"
+    )
+    return Layout(kind, rollout_mesh, rows, order), text
+
+
+def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> Layout:
+    """The layout of the rollout, printed with its reason; exit 2 where tp was asked for in vain."""
+    layout, why = rollout_layout(kind, cfg, mesh, dtype)
+    check(
+        kind != "tp" or layout.mesh.shape["tp"] > 1,
+        f"rollout_sharding = tp finds nothing that divides {jax.local_device_count()} local "
+        f"devices, {cfg.K} key/value heads, feed-forward size {cfg.F} and vocabulary {cfg.V}; try "
+        "--rollout_sharding auto",
+    )
+    say(f"rollout: {why}")
+    return layout
+
+
+def rollout_spec(name: str, layout: Layout) -> P:
     """PartitionSpec of a parameter in a rollout."""
     if layout.kind in ("fsdp", "maxtext"):
         return model.spec(name)
-    return P(*("tp" if c in "NKFV" else None for c in model.letters(name)))
+    return P(*("tp" if letter in "NKFV" else None for letter in model.letters(name)))
 
-@cache
-def compiled_move(names, layout, dtype):
-    """The compiled `to_rollout`, of parameters with these names."""
-    def move(tree, cut):
-        tree = {name: jax.device_put(a, model.DEVICE).astype(dtype) for name, a in tree.items()}
-        if layout.kind == "tp":  # by way of the whole, as XLA knows no shorter one, and warns
-            tree = {name: model.constrain(a, layout.mesh) for name, a in tree.items()}
-        return {k: model.constrain(a, layout.mesh, *rollout_spec(k, layout)[cut:]) for k, a in tree.items()}
-    def move_all(params):  # a layer at a time: all at once would take their memory twice
-        top = {name: a for name, a in params.items() if name != "layers"}
-        return move(top, 0) | {"layers": jax.lax.map(partial(move, cut=1), params["layers"])}
-    places = {name: NamedSharding(layout.mesh, rollout_spec(name, layout)) for name in names}
-    return jax.jit(move_all, out_shardings=model.nest(places))  # constraints alone may be dropped
 
-def to_rollout(params, layout, dtype):
+# ---------------------------------------------------------------- moving the weights
+def to_rollout(params: dict, layout: Layout, dtype) -> dict:
     """The weights of a rollout: cast where they lie, then moved to its layout."""
     return compiled_move(tuple(model.flatten(params)), layout, dtype)(params)
 
-def bytes_read(cfg, layout, dtype):
-    """Bytes that a device cannot but read in a decode step -> (of weights, of the cache a row and slot)."""
-    tp, each = layout.mesh.shape["tp"], jnp.dtype(dtype).itemsize
-    return cfg.n_multiplied // tp * each, 2 * cfg.L * cfg.K // tp * cfg.H * each
 
-def row_shards(layout):
+@cache
+def compiled_move(names: tuple, layout: Layout, dtype):
+    """The compiled `to_rollout`, of parameters with these names."""
+
+    def move(weights, specs):
+        weights = {name: jax.device_put(a, model.DEVICE) for name, a in weights.items()}
+        weights = {name: a.astype(dtype) for name, a in weights.items()}
+        if layout.kind == "tp":
+            # By way of complete weights, as XLA knows no shorter way, and warns.
+            weights = {name: model.constrain(a, layout.mesh) for name, a in weights.items()}
+        return {name: model.constrain(a, layout.mesh, *specs[name]) for name, a in weights.items()}
+
+    specs = model.nest({name: rollout_spec(name, layout) for name in names})
+    # The layers are mapped over, so that their specs have lost the L.
+    layer_specs = {name: spec[1:] for name, spec in specs["layers"].items()}
+
+    def move_all(params):
+        top = {name: a for name, a in params.items() if name != "layers"}
+        # A layer at a time, as all at once would take their memory twice.
+        layers = jax.lax.map(lambda w: move(w, layer_specs), params["layers"])
+        return move(top, specs) | {"layers": layers}
+
+    # XLA may drop constraints, but not these.
+    out = {name: NamedSharding(layout.mesh, rollout_spec(name, layout)) for name in names}
+    return jax.jit(move_all, out_shardings=model.nest(out))
+
+
+# ---------------------------------------------------------------- rows and bytes
+def bytes_read(cfg: ModelConfig, layout: Layout, dtype) -> tuple[int, int]:
+    """Bytes that a device cannot but read in a decode step -> (of the weights, of the KV cache per
+    row and slot)."""
+    tp = layout.mesh.shape["tp"]
+    itemsize = jnp.dtype(dtype).itemsize
+    weight_bytes = cfg.n_multiplied // tp * itemsize
+    slot_bytes = 2 * cfg.L * cfg.K // tp * cfg.H * itemsize
+    return weight_bytes, slot_bytes
+
+
+def row_shards(layout: Layout) -> int:
+    """Parts that the rows of a rollout are split into."""
     return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
 
-def rows_that_fit(cfg, layout, dtype, slots, resting):
-    """Rows that a device decodes at once beside the weights and `resting` bytes: their cache takes half of
-    what is free; the rest is for prompts, logits, and the one from which the last cache grew, of up to 3/4
-    its size. Of sizes alone, so that a run that resumes decodes the same rows together."""
-    weights = cfg.n_params * jnp.dtype(dtype).itemsize / (layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"])
-    free = memory.least_memory(layout.mesh) * 2 ** 30 - resting - weights
-    return max(1, int(min(2 ** 30, 0.5 * free / (bytes_read(cfg, layout, dtype)[1] * slots))))
+
+def rows_that_fit(cfg: ModelConfig, layout: Layout, dtype, slots: int, resting: int) -> int:
+    """Rows that a device decodes at once beside the weights and `resting` bytes.
+
+    Their KV cache, of so many slots, takes half of what is free. The rest is for prompts, logits,
+    and the cache that it grew from, of up to 3/4 its size.
+    """
+    # Computed from sizes alone, so that a run that resumes decodes the same rows together.
+    shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
+    weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
+    free_bytes = memory.least_memory(layout.mesh) * 2**30 - resting - weight_bytes
+    _, slot_bytes = bytes_read(cfg, layout, dtype)
+    rows = 0.5 * free_bytes / (slot_bytes * slots)
+    return max(1, int(min(2**30, rows)))
+
+
+# ---------------------------------------------------------------- the state of decoding
+class State(NamedTuple):
+    """What decoding carries from token to token, over all devices."""
+
+    keys: jax.Array  # the KV cache, its dimensions in the layout's order
+    values: jax.Array
+    hidden_BD: jax.Array  # of the last token, after the last norm
+
+
+def shard_rows(a: np.ndarray, layout: Layout) -> jax.Array:
+    """An array that every process has complete, split over the devices by its rows."""
+    sharding = NamedSharding(layout.mesh, P(layout.rows))
+    return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
+
+def state_specs(layout: Layout) -> State:
+    """PartitionSpecs of a state's arrays."""
+    return State(layout.cache_spec, layout.cache_spec, P(layout.rows))
+
+
+@partial(jax.jit, static_argnames=("B", "cfg", "layout", "slots", "dtype"))
+def empty_state(*, B: int, cfg: ModelConfig, layout: Layout, slots: int, dtype) -> State:
+    """The state of B rows with an empty cache."""
+    sizes = {"L": cfg.L, "K": cfg.K, "H": cfg.H, "B": B, "S": slots}
+    cache = jnp.zeros([sizes[letter] for letter in layout.order], dtype)
+    state = State(cache, cache, jnp.zeros((B, cfg.D), dtype))
+    return State(
+        *(
+            model.constrain(a, layout.mesh, *spec)
+            for a, spec in zip(state, state_specs(layout), strict=True)
+        )
+    )
+
+
+@partial(jax.jit, static_argnames=("layout", "slots"))
+def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
+    """Some rows of one array of a state; of the cache, with so many slots.
+
+    index_B: the rows to take, counted within each device's.
+    """
+    is_cache = a.ndim > 2
+    order = layout.order
+
+    def resize(a, index_B):
+        if not is_cache:
+            return jnp.take(a, index_B, 0)
+        sizes = dict(zip(order, a.shape, strict=True)) | {"B": len(index_B), "S": slots}
+        resized = jnp.zeros([sizes[letter] for letter in order], a.dtype)
+
+        # A layer at a time, as otherwise a copy of the complete cache would come between.
+        def copy_layer(i, resized):
+            layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
+            layer = jnp.take(layer, index_B, order.index("B"), mode="clip")
+            return jax.lax.dynamic_update_slice(resized, layer, [i, 0, 0, 0, 0])
+
+        return jax.lax.fori_loop(0, len(a), copy_layer, resized)
+
+    spec = layout.cache_spec if is_cache else P(layout.rows)
+    specs = dict(in_specs=(spec, P(layout.rows)), out_specs=spec)
+    return jax.shard_map(resize, mesh=layout.mesh, check_vma=False, **specs)(a, index_B)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 
 import jax
 
@@ -47,6 +48,23 @@ def progress(what: str, done: int = 0, total: int = 0) -> None:
         quarter_before = (done - 1) * 4 // total
         if quarter > quarter_before:
             say(what)
+
+
+class RolloutProgress:
+    """Prints how far a rollout is: on a terminal after each stage, else every half minute."""
+
+    def __init__(self, label: str):
+        self.label = label
+        self.began = time.time()
+        self.printed = self.began
+
+    def __call__(self, answers: int, tokens: int) -> None:
+        rate = tokens / (time.time() - self.began)
+        line = f"{self.label}: {answers} answers done, {tokens} tokens, {rate:.0f} tok/s"
+        progress(line)
+        if not sys.stdout.isatty() and time.time() - self.printed > 30:
+            self.printed = time.time()
+            say(line)
 
 
 def step_line(metrics: dict, total: int) -> str:
@@ -176,7 +194,52 @@ def read_jsonl(path: str) -> list[dict]:
     return rows
 
 
-# ---------------------------------------------------------------- the end of a run
+def start_wandb(project: str, out: str, flags: dict):
+    """A run on wandb.ai, on process 0; None where no project is named."""
+    if not project or jax.process_index() != 0:
+        return None
+    with exit_on(Exception, f"--wandb {project} wants wandb and WANDB_API_KEY; mend or drop it"):
+        # Optional, and slow to import.
+        import wandb
+
+        run_id = out.replace("/", "-")
+        return wandb.init(project=project, name=out, id=run_id, resume="allow", config=flags)
+
+
+# ---------------------------------------------------------------- the ends of a run
+def print_setup(cfg, setup) -> None:
+    """What runs where, and what a step holds."""
+    processes = jax.process_count()
+    device = jax.devices()[0].device_kind
+    params = setup.model_cfg.n_params
+    say(
+        f"{processes} processes x {jax.local_device_count()} {device} devices, mesh "
+        f"{dict(setup.mesh.shape)} | {params / 1e6:.2f}M parameters, compute {cfg.dtype}"
+    )
+    sequences = cfg.batch * cfg.npq
+    line = (
+        f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, "
+        f"{sequences * processes} in all, in rows of {setup.row_width} tokens | "
+        f"{cfg.minibatches * cfg.ppo_epochs} updates a step"
+    )
+    if cfg.sft_steps:
+        examples = len(setup.examples)
+        line += f" | {examples} answers of up to {cfg.max_answer} tokens to imitate"
+    if not setup.held_out:
+        line += " | no --eval_data, no evaluation"
+    say(line)
+    # Weights are gathered over fsdp and tp, which is slow between hosts.
+    inner = setup.mesh.devices[0]
+    spans = len({device.process_index for device in inner.flat})
+    if spans > 1:
+        gib = params * 2 * (1 - 1 / spans) / 2**30
+        say(
+            f"fsdp*tp = {inner.size} spans {spans} hosts: each forward or backward brings "
+            f"{gib:.2g} GiB into every host; --mesh host_local avoids that, at {spans} times the "
+            "memory for parameters and optimizer"
+        )
+
+
 def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
     metrics = read_jsonl(f"{out}/metrics.jsonl")

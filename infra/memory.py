@@ -1,22 +1,30 @@
 """What a compiled program takes of a device, known chips, the largest micro-batch that fits."""
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import model
 from infra import cluster, files
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
 from infra.log import check, say
+from infra.state import abstract_gradients, abstract_rows, abstract_state
 
 GIB = 2**30
+# Eight arrays of 4 bytes, lists of Python's integers, a text.
+HOST_BYTES_OF_A_TOKEN = 100
 ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
 
 
@@ -54,6 +62,19 @@ def host_memory() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
+def check_host_memory(cfg, width: int) -> None:
+    """Exit 2 where a step's rows would take too much of the host's memory."""
+    sequences = cfg.batch * cfg.npq
+    gib = sequences * width * HOST_BYTES_OF_A_TOKEN / GIB
+    most = host_memory() / 4
+    check(
+        gib <= most,
+        f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host, in rows of {width} "
+        f"tokens, take {gib:.1f} GiB of this host's memory, more than a quarter of it, {most:.1f}; "
+        f"try --batch {max(1, int(cfg.batch * most / gib))}",
+    )
+
+
 def device_memory(device) -> float:
     """GiB of a device; inf where it is not known."""
     if device.platform == "cpu":
@@ -77,9 +98,22 @@ def device_bytes(tree) -> int:
     """Bytes of one device that a tree of shapes takes; what is offloaded takes none."""
     total = 0
     for array in jax.tree.leaves(tree):
+        # Offloaded arrays rest in the host's pinned memory.
         if array.sharding.memory_kind != "pinned_host":
             total += math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return total
+
+
+def device_metrics(mesh, flops: float, seconds: float) -> dict:
+    """Model FLOP utilisation of an update of so many operations, and memory of the fullest device.
+    None where the chip's peak is not known, or a backend does not tell its memory."""
+    peak = chip(mesh.devices.flat[0]).flops * mesh.size * seconds
+    metrics = {"mfu": flops / peak if peak else None}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    for key in ("bytes_in_use", "peak_bytes_in_use"):
+        gib = max(stat.get(key, 0) for stat in stats) / GIB
+        metrics[f"memory/train/{key}_max_gib"] = float(all_gather_hosts(gib).max()) or None
+    return metrics
 
 
 # ---------------------------------------------------------------- TPUs that are not here
@@ -93,6 +127,7 @@ def tpu_devices(slice_type: str) -> list:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
+    # The sizes that Google has and that were compiled for.
     sizes = "1|4|8|16|32|64|128|256"
     known = re.fullmatch(rf"(v4|v5p|v5litepod|v6e)-({sizes})", slice_type)
     if not known:
@@ -144,6 +179,50 @@ def compiled_gib(lowered, mesh) -> tuple[float, bool]:
     return (arguments_and_results + memory.temp_size_in_bytes) / GIB, True
 
 
+@dataclass(frozen=True)
+class UpdatePrograms:
+    """The trainer's functions of an update, to be compiled and not run."""
+
+    accumulate: Callable  # (grads, params, rows): a gradient
+    apply: Callable  # (param, its optimizer state, grad, factor, lr): an optimizer step
+    optimizer: Callable  # (cfg, name) -> optax transformation
+    token_fields: Callable  # (cfg, supervised) -> {name: dtype} of a micro-batch
+
+
+@functools.cache
+def update_gib(micro_batch, width, cfg, model_cfg, mesh, programs) -> tuple[float, bool]:
+    """-> (GiB of a device in an update, does it fit), with all that rests there meanwhile."""
+    state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
+    grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
+    fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
+    rows = abstract_rows(fields, micro_batch, width, mesh)
+    static = dict(cfg=cfg, mesh=mesh)
+    gradient = programs.accumulate.lower(
+        grads, state["params"], rows, model_cfg=model_cfg, **static
+    )
+    others = {name: part for name, part in state.items() if name != "params"}
+    # Parameters are updated one by one; the largest takes most.
+    params = model.flatten(state["params"])
+    name = max(params, key=lambda name: params[name].size)
+    one = params[name], state["opt"][name], model.flatten(grads)[name]
+    factor = jax.ShapeDtypeStruct((), jnp.float32)
+    step = programs.apply.lower(*one, factor, 0.0, name=name, **static)
+
+    # The compiler does not know of what else rests on the device.
+    gradient_gib, gradient_fits = compiled_gib(gradient, mesh)
+    gradient_gib += device_bytes(others) / GIB
+    step_gib, step_fits = compiled_gib(step, mesh)
+    step_gib += (device_bytes((state, grads)) - device_bytes(one)) / GIB
+    gib = max(gradient_gib, step_gib)
+    return gib, gradient_fits and step_fits and gib <= device_memory(mesh.devices.flat[0])
+
+
+def rows_to_fill(cfg, mesh) -> int:
+    """Rows of a device in a minibatch whose sequences have a row each."""
+    sequences = cfg.batch * cfg.npq * cluster.host_count(mesh)
+    return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
+
+
 def largest_that_fits(need: Callable, limit: float, most: int) -> tuple[int, dict]:
     """-> (the largest micro-batch up to `most` that fits, 0 if none; all that was tried).
 
@@ -178,20 +257,24 @@ def where_line_meets(limit, n0, gib0, n1, gib1):
     return math.floor(n0 + (limit - gib0) * (n1 - n0) / rise)
 
 
-def choose_micro_batch(asked, filled, width, need, device, program) -> int:
-    """Rows per device in one forward and backward: the largest that fits, up to `filled`, what a
-    step fills; or what is asked for, which must fit, else exit 2.
-
-    need(rows) -> (GiB, does it fit); program: all that its answer depends on. The answer of a
-    search is remembered.
-    """
+def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) -> int:
+    """Rows of a device in one forward and backward: the largest that fits, up to what a step fills;
+    or what `--micro_batch` asks for, which must fit, else exit 2. Found by compiling the update for
+    rows of `width` tokens; the answer of a search is remembered."""
+    need = partial(
+        update_gib, width=width, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
+    )
+    # More than a step fills would buy no speed.
+    asked = cfg.micro_batch
+    filled = rows_to_fill(cfg, mesh)
     most = asked or filled
-    limit = device_memory(device)
-    chosen, gib, gib_of_most = search_or_remember(need, limit, most, (*program, width))
+    limit = device_memory(mesh.devices.flat[0])
+    # Where the run's files lie, and its seed, change no program.
+    program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, width)
+    chosen, gib, gib_of_most = search_or_remember(need, limit, most, program)
     over = f"{gib_of_most:.2f} GiB of a device's {limit:.2f}, {gib_of_most - limit:.2f} too much"
     check(
-        chosen,
-        f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}",
+        chosen, f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}"
     )
     check(
         chosen == most or not asked,
@@ -209,6 +292,7 @@ def search_or_remember(need, limit, most, program):
     program = (*program, limit, most, jax.__version__, cluster.code_hash())
     key = hashlib.sha256(repr(program).encode()).hexdigest()
     path = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
+    # Whatever is wrong with the user's cache, the search can be made again.
     found = {}
     with contextlib.suppress(CheckpointError):
         found = files.read_json(path)

@@ -1,7 +1,15 @@
-"""generate(): prefill, decode in stages, waves of rows."""
+"""Rollouts: answers to prompts, by a prefill and then decoding in stages.
+
+Prompts are padded on the left to one width, so that in each step all rows write the same slot of
+the KV cache. The cache grows from stage to stage, and rows that have ended leave the batch between
+stages. Where not all rows fit a device, they are decoded in waves.
+"""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,187 +20,353 @@ from jax.sharding import PartitionSpec as P
 import model
 from infra import layouts
 from infra.cluster import all_gather_hosts
+from infra.layouts import State
+from model import Layout, ModelConfig, Sampling
+
+PREFILL_TOKENS = 4096  # of prompts, which a device runs at once
 
 
-# The state of a rollout: (keys, values, hidden [B, D] of the last token). Beside it, of each row: pad_B, the
-# slots that its prompt leaves empty; row_B, its number among all, -1 for none; live_B.
-def state_specs(layout):
-    return layout.cache_spec, layout.cache_spec, P(layout.rows)
+# ---------------------------------------------------------------- generate
+def generate(
+    weights: dict,
+    cfg: ModelConfig,
+    layout: Layout,
+    prompts: list,
+    key: jax.Array,
+    sampling: Sampling,
+    *,
+    max_answer: int,
+    group: int = 1,
+    at_once: int = 0,
+    stage: int = 128,
+    progress: Callable = lambda done, tokens: None,
+) -> dict:
+    """Sample an answer to each prompt, until one of cfg.stop_ids or for max_answer tokens.
 
-@partial(jax.jit, static_argnames=("B", "cfg", "layout", "slots", "dtype"))
-def empty_state(*, B, cfg, layout, slots, dtype):
-    """The state with an empty cache."""
-    sizes = {"L": cfg.L, "K": cfg.K, "H": cfg.H, "B": B, "S": slots}
-    cache = jnp.zeros([sizes[c] for c in layout.order], dtype)
-    state = cache, cache, jnp.zeros((B, cfg.D), dtype)
-    return tuple(model.constrain(a, layout.mesh, *spec) for a, spec in zip(state, state_specs(layout)))
+    weights: of `layouts.to_rollout`. prompts: lists of token ids, this process's, as many in each;
+    `group` in succession are equal. key: a row's tokens depend on it and on the row's place among
+    those of all processes, not on the layout. at_once: rows that a device decodes together, 0 = all.
+    stage: tokens of one call of `decode`. progress(rows done, tokens) hears of prefills and stages.
+
+    Returns NumPy arrays, a row for each prompt: tokens_BT int32 [B, max_answer], the stop token
+    last, then 0; lengths_B, stop token included; truncated_B, no stop token came; logprobs_BT
+    float32, in the distribution that tokens were drawn from, after temperature and truncation.
+    """
+    prompts_BP, pad_B = pad_prompts(prompts)
+    B, width = prompts_BP.shape
+    answers = empty_answers(B, max_answer)
+    static = dict(cfg=cfg, layout=layout, steps=min(stage, max_answer), sampling=sampling)
+    waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
+    for row_ids in waves:
+        # The cache of the last wave goes before the next one is made.
+        wave = None
+        slots = slots_for(width, min(stage, max_answer), max_answer)
+        wave = prefill_wave(weights, cfg, layout, prompts_BP, pad_B, row_ids, group, slots)
+        progress(*totals(answers))
+
+        for t in range(0, max_answer, stage):
+            until = min(t + stage, max_answer)
+            if t > 0:
+                slots = slots_for(width, until, max_answer)
+                wave = resize_wave(wave, slots, cfg, layout)
+            rows = rows_of(wave, pad_B, layout)
+            state, new = decode(weights, wave.state, rows, key, width, t, until, **static)
+            new = jax.device_get(new)
+            record(answers, new, wave.row_ids.ravel(), t, until)
+            is_live = new["live_B"].reshape(wave.row_ids.shape)
+            wave = replace(wave, state=state, is_live=is_live)
+            progress(*totals(answers))
+            if not is_live.any():
+                break
+    first = jax.process_index() * len(prompts)
+    return {name: a[first : first + len(prompts)] for name, a in answers.items()}
+
+
+def pad_prompts(prompts: list) -> tuple:
+    """-> (prompts of all processes, padded on the left, int32 [B, P]; how many slots are pads)."""
+    longest = max(len(prompt) for prompt in prompts)
+    width = padded_length(int(all_gather_hosts(longest).max()))
+    tokens = np.array([[0] * (width - len(prompt)) + prompt for prompt in prompts], np.int32)
+    pads = np.array([width - len(prompt) for prompt in prompts], np.int32)
+    return all_gather_hosts(tokens).reshape(-1, width), all_gather_hosts(pads).ravel()
+
+
+def padded_length(n: int) -> int:
+    """The least 2^k or 3 * 2^k that holds n: few enough to compile for each."""
+    power = 1 << (n - 1).bit_length()
+    three_quarters = power * 3 // 4
+    return three_quarters if n * 4 <= power * 3 else power
+
+
+def slots_for(width: int, until: int, max_answer: int) -> int:
+    """Slots of a KV cache for prompts of this width and the first `until` tokens of answers."""
+    return min(padded_length(width + until), width + max_answer)
+
+
+def empty_answers(B: int, max_answer: int) -> dict:
+    return {
+        "tokens_BT": np.zeros((B, max_answer), np.int32),
+        "logprobs_BT": np.zeros((B, max_answer), np.float32),
+        "lengths_B": np.zeros(B, np.int32),
+        "truncated_B": np.ones(B, bool),
+    }
+
+
+def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
+    """Write tokens t .. until - 1, as `decode` returns them, into the answers of the rows ids_B."""
+    is_row = ids_B >= 0
+    ids = ids_B[is_row]
+    for name in ("tokens_BT", "logprobs_BT"):
+        answers[name][ids, t:until] = new[name][is_row, : until - t]
+    answers["lengths_B"][ids] += new["lengths_B"][is_row]
+    answers["truncated_B"][ids] = new["live_B"][is_row]
+
+
+def totals(answers: dict) -> tuple[int, int]:
+    """-> (rows that have ended, tokens of all rows)"""
+    ended = ~answers["truncated_B"]
+    return int(ended.sum()), int(answers["lengths_B"].sum())
+
+
+# ---------------------------------------------------------------- which rows decode together
+class Rows(NamedTuple):
+    """What decoding has to know of each row."""
+
+    pad_B: jax.Array  # slots before its prompt
+    id_B: jax.Array  # its number among the rows of all waves and processes, -1 for no row
+    live_B: jax.Array  # whether no stop token has come
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Rows that decode together."""
+
+    row_ids: np.ndarray  # [shards, rows of a device]: numbers among all rows, -1 for no row
+    is_live: np.ndarray  # of each, whether no stop token has come
+    slots: int  # of the KV cache
+    state: State
+
+
+def rows_of(wave: Wave, pad_B: np.ndarray, layout: Layout) -> Rows:
+    """What decoding has to know of a wave's rows. pad_B: of all rows."""
+    id_B = wave.row_ids.ravel()
+    live_B = wave.is_live.ravel()
+    return Rows(
+        layouts.shard_rows(pad_B[id_B], layout),
+        layouts.shard_rows(id_B, layout),
+        layouts.shard_rows(live_B, layout),
+    )
+
+
+def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int]:
+    """-> (row_ids of each wave, how many equal prompts stay together on a device and in a wave).
+
+    B: all rows; shards: parts that they are split into; at_once: most rows of a device in a wave.
+    """
+    rows = B // shards
+    at_once = min(at_once, rows)
+    # A device takes complete groups, or equal parts of one.
+    group = math.gcd(group, rows)
+    group = max(n for n in range(1, at_once + 1) if group % n == 0)
+    # Waves of equal size, so that all have one program; the last ones may lack rows.
+    n_waves = math.ceil(rows / (at_once // group * group))
+    wave_rows = math.ceil(rows / n_waves / group) * group
+    row_ids = np.arange(B).reshape(shards, rows)
+    missing = n_waves * wave_rows - rows
+    row_ids = np.pad(row_ids, ((0, 0), (0, missing)), constant_values=-1)
+    return np.split(row_ids, n_waves, axis=1), group
+
+
+def fewer_rows(live: int, rows: int, weight_bytes: int, row_bytes: int) -> int:
+    """Rows of a device that the next stage decodes: the least half, quarter, ... that holds the
+    live ones, where a step then reads a tenth less; otherwise all."""
+    fewer = rows
+    while fewer % 2 == 0 and fewer // 2 >= live:
+        fewer //= 2
+    bytes_saved = (rows - fewer) * row_bytes
+    step_bytes = weight_bytes + rows * row_bytes
+    return fewer if bytes_saved >= 0.1 * step_bytes else rows
+
+
+def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout) -> Wave:
+    """The wave with so many slots, without rows that have ended where that pays.
+
+    The arrays of the old state are deleted.
+    """
+    dtype = wave.state.hidden_BD.dtype
+    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype)
+    most_live = wave.is_live.sum(1).max()
+    rows_before = wave.row_ids.shape[1]
+    rows = fewer_rows(most_live, rows_before, weight_bytes, slot_bytes * slots)
+    if (rows, slots) == (rows_before, wave.slots):
+        return wave
+    # Each device keeps its live rows, and some that have ended where others have more live ones.
+    kept = np.argsort(~wave.is_live, axis=1, kind="stable")[:, :rows]
+    index_B = layouts.shard_rows(kept.ravel(), layout)
+    arrays = []
+    for a in wave.state:
+        # One after another, so that only one is held twice.
+        arrays.append(layouts.resize_array(a, index_B, layout=layout, slots=slots))
+        a.delete()
+    row_ids = np.take_along_axis(wave.row_ids, kept, 1)
+    is_live = np.take_along_axis(wave.is_live, kept, 1)
+    return Wave(row_ids, is_live, slots, State(*arrays))
+
+
+# ---------------------------------------------------------------- prefill
+def prefill_wave(
+    weights, cfg: ModelConfig, layout: Layout, prompts_BP, pad_B, row_ids, group: int, slots: int
+) -> Wave:
+    """The wave of these rows, its prompts in the cache; each `group` rows have the same prompt."""
+    dtype = weights["norm_D"].dtype
+    state = layouts.empty_state(B=row_ids.size, slots=slots, dtype=dtype, cfg=cfg, layout=layout)
+    prompt_ids = row_ids[:, ::group]
+    n_prompts = prompt_ids.shape[1]
+    # Some of a device's prompts at a time. The copies for a group take memory, too.
+    prompt_tokens = prompts_BP.shape[1] * max(1, group // 8)
+    fitting = max(1, PREFILL_TOKENS // prompt_tokens)
+    at_once = max(n for n in range(1, n_prompts + 1) if n_prompts % n == 0 and n <= fitting)
+    for i in range(0, n_prompts, at_once):
+        ids_B = prompt_ids[:, i : i + at_once].ravel()
+        prompts = layouts.shard_rows(prompts_BP[ids_B], layout)
+        pads = layouts.shard_rows(pad_B[ids_B], layout)
+        first = i * group
+        state = prefill(weights, state, prompts, pads, first, group=group, cfg=cfg, layout=layout)
+    return Wave(row_ids, row_ids >= 0, slots, jax.block_until_ready(state))
+
 
 @partial(jax.jit, static_argnames=("cfg", "layout", "group"), donate_argnames="state")
-def prefill(weights, state, prompts_BP, pad_B, first, *, cfg, layout, group):
-    """Run prompts and put their keys and values, `group` times each, into rows first.. of every device."""
+def prefill(
+    weights, state: State, prompts_BP, pad_B, first, *, cfg: ModelConfig, layout: Layout, group: int
+) -> State:
+    """Run prompts, and put the state after each, `group` times, into rows first.. of its device."""
     B, width = prompts_BP.shape
     if jax.process_index() == 0:
         print(f"tracing prefill: {B} prompts of {width} tokens")
-    *empty, _ = empty_state(B=B, cfg=cfg, layout=layout, slots=width, dtype=state[2].dtype)
+    dtype = state.hidden_BD.dtype
+    empty = layouts.empty_state(B=B, cfg=cfg, layout=layout, slots=width, dtype=dtype)
     positions = jnp.arange(width) - pad_B[:, None]
     mask = (positions >= 0)[:, None] & jnp.tri(width, dtype=bool)
+    positions = jnp.maximum(positions, 0)
+    cache = empty.keys, empty.values
     hidden_BD, cache = model.cached_forward(
-        weights, cfg, layout, prompts_BP, jnp.maximum(positions, 0), mask, empty, 0)
-    def place(old, new, first):
-        def put(a, n):
-            axis = layout.order.index("B") if a.ndim > 2 else 0
-            return jax.lax.dynamic_update_slice(
-                a, jnp.repeat(n, group, axis), [first * (i == axis) for i in range(a.ndim)])
-        return tuple(map(put, old, new))
-    specs = state_specs(layout)
-    return jax.shard_map(place, mesh=layout.mesh, in_specs=(specs, specs, P()), out_specs=specs)(
-        state, (*cache, hidden_BD), first)
+        weights, cfg, layout, prompts_BP, positions, mask, cache, 0
+    )
 
-@partial(jax.jit, static_argnames=("layout", "slots"))
-def resize_state(a, index_B, *, layout, slots):
-    """Some rows of one array of a state, if of the cache with so many slots; index_B counts within each
-    device's rows. A layer at a time: else a copy of all would come between."""
-    def take(a, index_B):
-        if a.ndim == 2:
-            return jnp.take(a, index_B, 0)
-        sizes = {"B": len(index_B), "S": slots}
-        new = jnp.zeros([sizes.get(c, n) for c, n in zip(layout.order, a.shape)], a.dtype)
-        def move(i, new):
-            rows = jax.lax.dynamic_slice_in_dim(a, i, 1)
-            rows = jnp.take(rows, index_B, layout.order.index("B"), mode="clip")
-            return jax.lax.dynamic_update_slice(new, rows, [i, 0, 0, 0, 0])
-        return jax.lax.fori_loop(0, len(a), move, new)
-    spec = state_specs(layout)[0 if a.ndim > 2 else 2]
-    return jax.shard_map(take, mesh=layout.mesh, in_specs=(spec, P(layout.rows)), out_specs=spec,
-                         check_vma=False)(a, index_B)
+    def put(a, new, first):
+        row_axis = layout.order.index("B") if a.ndim > 2 else 0
+        start = [first * (axis == row_axis) for axis in range(a.ndim)]
+        return jax.lax.dynamic_update_slice(a, jnp.repeat(new, group, row_axis), start)
 
-@partial(jax.jit, donate_argnames="state",
-         static_argnames=("cfg", "layout", "steps", "temperature", "top_k", "top_p"))
-def decode(weights, state, pad_B, row_B, live_B, key, width, t, until, *, cfg, layout, steps, temperature,
-           top_k, top_p):
-    """Answer tokens t .. until - 1, at most `steps`, after prompts `width` wide -> (state, {tokens_BT,
-    logp_BT, n_B: how many, live_B})."""
-    mesh, rows, B = layout.mesh, layout.rows, len(row_B)
-    slots = jnp.arange(state[0].shape[layout.order.index("S")])
+    def put_all(state, new, first):
+        return State(*(put(a, n, first) for a, n in zip(state, new, strict=True)))
+
+    # Rows are counted within each device, so in a shard_map.
+    specs = layouts.state_specs(layout)
+    put_all = jax.shard_map(
+        put_all, mesh=layout.mesh, in_specs=(specs, specs, P()), out_specs=specs
+    )
+    return put_all(state, State(*cache, hidden_BD), first)
+
+
+# ---------------------------------------------------------------- decode
+@partial(jax.jit, donate_argnames="state", static_argnames=("cfg", "layout", "steps", "sampling"))
+def decode(
+    weights,
+    state: State,
+    rows: Rows,
+    key: jax.Array,
+    width,
+    t,
+    until,
+    *,
+    cfg: ModelConfig,
+    layout: Layout,
+    steps: int,
+    sampling: Sampling,
+) -> tuple[State, dict]:
+    """Decode answer tokens t .. until - 1, at most `steps`, after prompts of this width.
+
+    Stops early once no row is live. -> (state, {tokens_BT int32 [B, steps], logprobs_BT,
+    lengths_B: tokens made, live_B})
+    """
+    B = len(rows.id_B)
+    slots = jnp.arange(state.keys.shape[layout.order.index("S")])
+    stop_ids = jnp.array(cfg.stop_ids, jnp.int32)
     if jax.process_index() == 0:
-        print(f"tracing decode: {B} rows, {len(slots)} slots, temperature {temperature}")
-    draw = jax.shard_map(
-        partial(model.sample, temperature=temperature, top_k=top_k, top_p=top_p), mesh=mesh, check_vma=False,
-        in_specs=(P(rows, "tp"), P(rows)), out_specs=P(rows))
+        print(f"tracing decode: {B} rows, {len(slots)} slots, temperature {sampling.temperature}")
+
     def step(carry):
-        i, (*cache, hidden_BD), out = carry
-        z_BV = model.constrain(model.matmul("BD,VD->BV", hidden_BD, model.head(weights)), mesh, rows, "tp")
-        uniform = lambda row: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, t + i), row))
-        token_B, logp_B = draw(z_BV, jax.vmap(uniform)(row_B))
-        live_B, slot = out["live_B"], width + t + i
+        i, state, out = carry
+        token_B, logprob_B = draw(weights, state, rows, key, t + i, layout, sampling)
+        live_B = out["live_B"]
         token_B = jnp.where(live_B, token_B, 0)
-        out = {"tokens_BT": out["tokens_BT"].at[:, i].set(token_B), "n_B": out["n_B"] + live_B,
-               "logp_BT": out["logp_BT"].at[:, i].set(jnp.where(live_B, logp_B, 0.0)),
-               "live_B": live_B & ~jnp.isin(token_B, jnp.array(cfg.stop_ids, jnp.int32))}
-        mask_BS = (slots >= pad_B[:, None]) & (slots <= slot)
-        hidden_BD, cache = model.cached_forward(
-            weights, cfg, layout, token_B[:, None], (slot - pad_B)[:, None], mask_BS[:, None], cache, slot)
-        return i + 1, (*cache, hidden_BD), out
-    out = {"tokens_BT": jnp.zeros((B, steps), jnp.int32), "logp_BT": jnp.zeros((B, steps)),
-           "n_B": jnp.zeros(B, jnp.int32), "live_B": live_B}
-    out = {name: model.constrain(a, mesh, rows) for name, a in out.items()}
-    _, state, out = jax.lax.while_loop(
-        lambda carry: (t + carry[0] < until) & carry[2]["live_B"].any(), step, (0, state, out))
-    return state, {name: model.constrain(a, mesh) for name, a in out.items()}
+        out = {
+            "tokens_BT": out["tokens_BT"].at[:, i].set(token_B),
+            "lengths_B": out["lengths_B"] + live_B,
+            "logprobs_BT": out["logprobs_BT"].at[:, i].set(jnp.where(live_B, logprob_B, 0.0)),
+            "live_B": live_B & ~jnp.isin(token_B, stop_ids),
+        }
+        # The token attends to its prompt, the tokens since, and itself.
+        slot = width + t + i
+        mask_BS = (slots >= rows.pad_B[:, None]) & (slots <= slot)
+        new = token_B[:, None], (slot - rows.pad_B)[:, None], mask_BS[:, None]
+        cache = state.keys, state.values
+        hidden_BD, cache = model.cached_forward(weights, cfg, layout, *new, cache, slot)
+        return i + 1, State(*cache, hidden_BD), out
 
-def padded_length(n):
-    """The least 2^k or 3 * 2^k that holds n: few enough to compile for each."""
-    power = 1 << (n - 1).bit_length()
-    return power * 3 // 4 if n * 4 <= power * 3 else power
+    def is_unfinished(carry):
+        i, _, out = carry
+        return (t + i < until) & out["live_B"].any()
 
-def plan_waves(B, shards, group, at_once):
-    """-> (numbers of each wave's rows, [shards, rows of a device], -1: none; how many alike stand together).
-    A device takes whole groups, or equal parts of one."""
-    R = B // shards
-    group = max(g for g in range(1, min(at_once, R) + 1) if math.gcd(group, R) % g == 0)
-    n = -(-R // (min(at_once, R) // group * group))
-    width = -(-R // n // group) * group
-    ids = np.pad(np.arange(B).reshape(shards, R), ((0, 0), (0, n * width - R)), constant_values=-1)
-    return np.split(ids, n, 1), group
+    out = {
+        "tokens_BT": jnp.zeros((B, steps), jnp.int32),
+        "logprobs_BT": jnp.zeros((B, steps)),
+        "lengths_B": jnp.zeros(B, jnp.int32),
+        "live_B": rows.live_B,
+    }
+    out = {name: model.constrain(a, layout.mesh, layout.rows) for name, a in out.items()}
+    _, state, out = jax.lax.while_loop(is_unfinished, step, (0, state, out))
+    # Every process gets the answers of all, and so ends the wave after the same stage.
+    return state, {name: model.constrain(a, layout.mesh) for name, a in out.items()}
 
-def fewer_rows(live, now, weights, row):
-    """The least half, quarter, ... of `now` rows a device that holds the live ones, where that saves a tenth
-    of a step's bytes, else `now`."""
-    fewer = now
-    while fewer % 2 == 0 and fewer // 2 >= live:
-        fewer //= 2
-    return fewer if (now - fewer) * row >= 0.1 * (weights + now * row) else now
 
-def prefilled_state(weights, tokens, pads, ids, group, put, *, cfg, layout, slots):
-    """The state of a wave after its prompts, of which a device runs some at a time: about 4,096 tokens."""
-    width, n = tokens.shape[1] * max(1, group // 8), ids.shape[1] // group  # copies take memory, too
-    state = empty_state(B=ids.size, slots=slots, dtype=weights["norm_D"].dtype, cfg=cfg, layout=layout)
-    some = max(i for i in range(1, n + 1) if n % i == 0 and (i == 1 or i * width <= 4096))
-    for i in range(0, n, some):
-        asked = ids[:, ::group][:, i:i + some].ravel()
-        state = prefill(weights, state, put(tokens[asked]), put(pads[asked]), i * group, group=group, cfg=cfg,
-                        layout=layout)
-    return jax.block_until_ready(state)
+def draw(weights, state: State, rows: Rows, key, t, layout: Layout, sampling: Sampling) -> tuple:
+    """Token t of each row, from its hidden state -> (token_B, logprob_B)."""
+    z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))
+    z_BV = model.constrain(z_BV, layout.mesh, layout.rows, "tp")
 
-def lower_decode(cfg, layout, dtype, B, slots):
-    """Decoding of B rows with so many slots, to be compiled; the devices need not be here."""
-    fixed = dict(cfg=cfg, layout=layout)
-    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, s))
-    weights = model.nest({name: place(jax.ShapeDtypeStruct(shape, dtype), layouts.rollout_spec(name, layout))
-                    for name, shape in model.shapes(cfg).items()})
-    state = jax.eval_shape(partial(empty_state, B=B, slots=slots, dtype=dtype, **fixed))
-    rows = [place(jax.ShapeDtypeStruct((B,), kind), P(layout.rows)) for kind in ("i4", "i4", "?")]
-    return decode.lower(
-        weights, tuple(map(place, state, state_specs(layout))), *rows, jax.eval_shape(jax.random.key, 0),
-        slots - 1, 0, 1, steps=128, temperature=1.0, top_k=0, top_p=1.0, **fixed)
+    # Of the key, the row and t alone: the same in every layout, wave and stage.
+    def uniform(row_id):
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, t), row_id))
 
-def generate(weights, cfg, layout, prompts, key, *, max_answer, group=1, temperature=1.0, top_k=0, top_p=1.0,
-             stage=128, at_once=0, progress=lambda done, tokens: None):
-    """Answers to prompts, until each has produced one of cfg.stop_ids or max_answer tokens. weights: of
-    `to_rollout`; prompts: lists of token ids, this process's, as many in each, `group` after another alike;
-    key: a PRNG key. A row's tokens depend on its place among those of all processes, not on the layout.
-    Returns a dict of NumPy arrays: tokens_BT int32 [B, max_answer], the stop token last, then 0; lengths_B,
-    stop token included; cut_B, no stop token came; logp_BT float32, each token's log-prob under what it was
-    drawn from, temperature, truncation included. After a prefill and every `stage` tokens `progress` hears
-    how many rows are done and of how many tokens; these may go. at_once: rows a device; 0 = all."""
-    width = padded_length(int(all_gather_hosts(max(map(len, prompts))).max()))
-    tokens = np.array([[0] * (width - len(p)) + p for p in prompts], np.int32)
-    pads = np.array([width - len(p) for p in prompts], np.int32)
-    tokens, pads = all_gather_hosts(tokens).reshape(-1, width), all_gather_hosts(pads).ravel()
-    B, dtype, fixed = len(pads), weights["norm_D"].dtype, dict(cfg=cfg, layout=layout)
-    (read, row), rows = layouts.bytes_read(cfg, layout, dtype), NamedSharding(layout.mesh, P(layout.rows))
-    put = lambda a: jax.make_array_from_callback(a.shape, rows, a.__getitem__)
-    out = {"tokens_BT": np.zeros((B, max_answer), np.int32), "logp_BT": np.zeros((B, max_answer), np.float32),
-           "lengths_B": np.zeros(B, np.int32), "cut_B": np.ones(B, bool)}
-    tell = lambda: progress(int((~out["cut_B"]).sum()), int(out["lengths_B"].sum()))
-    waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
-    for ids in waves:
-        state, live = None, ids >= 0  # the last wave's cache goes first
-        for t in range(0, max_answer, stage):
-            until, now = min(t + stage, max_answer), ids.shape[1]
-            slots = min(padded_length(width + until), width + max_answer)
-            fewer = fewer_rows(live.sum(1).max(), now, read, row * slots)
-            if t == 0:
-                state = prefilled_state(weights, tokens, pads, ids, group, put, slots=slots, **fixed)
-                tell()
-            elif (slots, fewer) != (before, now):
-                index = np.argsort(~live, 1, kind="stable")[:, :fewer]
-                ids, live = (np.take_along_axis(a, index, 1) for a in (ids, live))
-                state, place = list(state), put(index.ravel())
-                for i in range(3):  # one after the other, so that less is held twice
-                    state[i] = resize_state(state[i], place, layout=layout, slots=slots)
-            before, who = slots, ids.ravel()
-            state, got = decode(
-                weights, tuple(state), put(pads[who]), put(who), put(live.ravel()), key, width, t, until,
-                steps=min(stage, max_answer), temperature=temperature, top_k=top_k, top_p=top_p, **fixed)
-            got, real = jax.device_get(got), who >= 0
-            for name in ("tokens_BT", "logp_BT"):
-                out[name][who[real], t:until] = got[name][real, :until - t]
-            out["lengths_B"][who[real]] += got["n_B"][real]
-            out["cut_B"][who[real]] = got["live_B"][real]
-            live = got["live_B"].reshape(ids.shape)
-            tell()
-            if not live.any():
-                break
-    mine = slice(jax.process_index() * len(prompts), (jax.process_index() + 1) * len(prompts))
-    return {name: a[mine] for name, a in out.items()}
+    sample = jax.shard_map(
+        partial(model.sample, sampling=sampling),
+        mesh=layout.mesh,
+        check_vma=False,
+        in_specs=(P(layout.rows, "tp"), P(layout.rows)),
+        out_specs=P(layout.rows),
+    )
+    return sample(z_BV, jax.vmap(uniform)(rows.id_B))
+
+
+def lower_decode(cfg: ModelConfig, layout: Layout, dtype, B: int, slots: int):
+    """`decode` of B rows with so many slots, to be compiled; the devices need not be here."""
+
+    def abstract(shape, dtype, spec):
+        sharding = NamedSharding(layout.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    weights = {
+        name: abstract(shape, dtype, layouts.rollout_spec(name, layout))
+        for name, shape in model.shapes(cfg).items()
+    }
+    static = dict(cfg=cfg, layout=layout)
+    state = jax.eval_shape(partial(layouts.empty_state, B=B, slots=slots, dtype=dtype, **static))
+    specs = layouts.state_specs(layout)
+    state = State(*(abstract(a.shape, a.dtype, spec) for a, spec in zip(state, specs, strict=True)))
+    rows = Rows(*(abstract((B,), kind, P(layout.rows)) for kind in ("int32", "int32", "bool")))
+    key = jax.eval_shape(jax.random.key, 0)
+    now = slots - 1, 0, 1  # the first token, after prompts that leave it one slot
+    static |= dict(steps=128, sampling=Sampling())
+    return decode.lower(model.nest(weights), state, rows, key, *now, **static)

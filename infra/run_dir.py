@@ -18,16 +18,51 @@ import time
 
 import jax
 import numpy as np
+import optax
 
-from infra import bucket, checkpoint, files, log
+from infra import bucket, checkpoint, cluster, files, log
 from infra.claim import InUse, claimed
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say, warn
 
 GIB = 2**30
+# Flags that may change when a run resumes: none of them changes what is computed.
+FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {
+    "out",
+    "rollout_sharding",
+    "micro_batch",
+    "loss_impl",
+    "attention",
+    "remat",
+    "offload",
+    "mesh",
+    "eval_every",
+    "save_every",
+    "keep",
+    "resume",
+    "wandb",
+    "require_processes",
+}
 # What a run writes that another run in its place would write too.
 WRITTEN = r"step_\d{6}|final|(metrics|samples)\.jsonl"
+
+
+def comparable(flags: dict) -> dict:
+    """Of a run's flags those that may not differ when it resumes. Questions count per step, so that
+    it may resume on another number of processes."""
+    kept = {name: v for name, v in flags.items() if name not in FREE_ON_RESUME | {"batch"}}
+    questions = flags.get("batch", 0) * flags.get("require_processes", 0)
+    return kept | {"batch * processes": questions}
+
+
+def write_config(out: str, flags: dict) -> None:
+    """Write config.json, by every process, since its disk may be its own; exit 2 where the run's
+    bucket does not take it."""
+    versions = {module.__name__: module.__version__ for module in (jax, optax, np)}
+    content = {"config": flags, "commit": cluster.commit(), "versions": versions}
+    files.write_json(f"{out}/config.json", content)
+    check(checkpoint.send_small_files(out), f"--out {out} cannot be written to; see above")
 
 
 def claim_out(out: str, claims: contextlib.ExitStack) -> None:
@@ -45,18 +80,14 @@ def claim_out(out: str, claims: contextlib.ExitStack) -> None:
 
 
 # ---------------------------------------------------------------- where a run resumes
-def open_run(out: str, total_steps: int, flags: dict, comparable, resume: str):
-    """`out`, once claimed -> (step, files, headers) of its newest complete checkpoint, or
-    (0, [], {}).
-
-    flags: those of this run; comparable(flags) -> those that may not differ from the flags of the
-    run that is there. Exits 2 for a directory that holds anything else, and 0 where the run in it
-    has finished.
-    """
+def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int, list, dict]:
+    """`out`, once claimed -> (step, files, header) of its newest complete checkpoint, or
+    (0, [], {}). Exits 2 for a directory that holds anything else than this run, with these flags,
+    and 0 where the run has finished."""
     if bucket.bucket_of(out):
         with exit_on(bucket.BucketError, "--out cannot be used"):
             bucket.fetch_rest(out, final=jax.process_index() == 0)
-    refuse_other_run(out, flags, comparable, resume)
+    refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
     # Process 0 writes final/; the disk of another process may be its own.
     has_final = all_gather_hosts(os.path.isdir(f"{out}/final"))[0]
@@ -66,11 +97,12 @@ def open_run(out: str, total_steps: int, flags: dict, comparable, resume: str):
     return done, paths, about
 
 
-def refuse_other_run(out, flags, comparable, resume):
+def refuse_other_run(out, flags, resume):
     """Exit 2 where `out` holds something else than this run."""
     found = {name for name in os.listdir(out) if not re.match(r"tiny-seed|claim\.json$", name)}
     if not found:
         return
+    # Any directory may be named by mistake.
     with exit_on(Exception, f"{out} exists and is not a run of podgrpo; choose another --out"):
         flags_there = comparable(files.read_json(f"{out}/config.json")["config"])
     changed = [
@@ -95,6 +127,7 @@ def newest_checkpoint(out: str, resume: str):
     """
     own_steps = []
     fault = ""
+    # All processes look at the same steps, since they have to agree on one.
     for step in steps_of_all_hosts(out):
         directory = f"{out}/step_{step:06}"
         paths, about = [], {}
@@ -178,6 +211,9 @@ def put_aside(out: str) -> None:
 def truncate_to(out: str, done: int) -> None:
     """Let metrics and samples end at the step of the checkpoint: what came after will come again.
     The samples of an evaluation whose row of metrics is missing come again too."""
+    # Process 0 writes them.
+    if jax.process_index() != 0:
+        return
     metrics = log.read_jsonl(f"{out}/metrics.jsonl")
     samples = log.read_jsonl(f"{out}/samples.jsonl")
     evaluated = {row["step"] for row in metrics if "eval/solved" in row}
@@ -194,7 +230,7 @@ def truncate_to(out: str, done: int) -> None:
             f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
 
 
-def is_evaluated(out: str, step: int) -> bool:
+def has_evaluation(out: str, step: int) -> bool:
     """Does metrics.jsonl hold an evaluation of this step? On process 0's disk, which counts."""
     rows = log.read_jsonl(f"{out}/metrics.jsonl")
     has_row = any(row["step"] == step and "eval/solved" in row for row in rows)
@@ -250,6 +286,7 @@ def checkpoint_bytes(state) -> int:
     """Bytes of this process's part of a checkpoint: its shards of the state, each once."""
     total = 0
     for array in jax.tree.leaves(state):
+        # Of the devices of this process.
         indices = array.sharding.addressable_devices_indices_map(array.shape).values()
         # Replicas of a shard have the same index.
         shards = len({str(index) for index in indices})

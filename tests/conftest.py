@@ -228,15 +228,20 @@ def textbook_hidden(params, cfg, tokens, positions, segments):
     return model.rms_norm(x_BTD, params["norm_D"], cfg.rms_eps)
 
 
-def generate(params, cfg, prompts, max_answer, on=None, kind="replicated", seed=0, **options):
-    """model.generate in float32, with the weights in the layout that it wants."""
+def generate(
+    params, cfg, prompts, max_answer, on=None, kind="replicated", seed=0, sampling=None, **options
+):
+    """rollout.generate in float32, with the weights in the layout that it wants."""
     layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32")
     weights = layouts.to_rollout(params, layout, "float32")
     for name, a in model.flatten(weights).items():
         wanted = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
         assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
     key = jax.random.key(seed)
-    return rollout.generate(weights, cfg, layout, prompts, key, max_answer=max_answer, **options)
+    sampling = sampling or model.Sampling()
+    return rollout.generate(
+        weights, cfg, layout, prompts, key, sampling, max_answer=max_answer, **options
+    )
 
 
 # ---------------------------------------------------------------- train.py as a process

@@ -65,16 +65,16 @@ def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_pro
         edit(copy / "generation_config.json", {"eos_token_id": stops})
         cfg = hf.read_config(copy)
 
-    out = generate(hf.params, cfg, prompts, n, temperature=0.0)
+    out = generate(hf.params, cfg, prompts, n, sampling=model.Sampling(temperature=0.0))
     is_stop = np.isin(whole, stops)
     has_ended = is_stop.any(1)
     lengths = np.where(has_ended, is_stop.argmax(1) + 1, n)
     assert_array_equal(out["tokens_BT"][:, : len(wanted[0])], wanted)
     assert_array_equal(out["lengths_B"], lengths)
-    assert_array_equal(out["cut_B"], ~has_ended)
+    assert_array_equal(out["truncated_B"], ~has_ended)
     after = np.arange(n) >= out["lengths_B"][:, None]
     assert not out["tokens_BT"][after].any()
-    assert not out["logp_BT"][after].any()
+    assert not out["logprobs_BT"][after].any()
     assert not has_stops or len(set(lengths)) > 2
     record_property("equal tokens a row", ", ".join(map(str, lengths)))
 
@@ -89,7 +89,7 @@ def test_rows_do_not_depend_on_others(record_property):
     a = generate(params, UNTIED, ours, 16)
     b = generate(params, UNTIED, mixed, 16)
     assert_array_equal(a["tokens_BT"][::2], b["tokens_BT"][::2])
-    errors = abs(a["logp_BT"] - b["logp_BT"])[::2]
+    errors = abs(a["logprobs_BT"] - b["logprobs_BT"])[::2]
     check_errors({"logprobs": errors}, 1e-5, record_property)
     differ = a["tokens_BT"] != b["tokens_BT"]
     assert differ[1::2].any(-1).all()
@@ -120,7 +120,7 @@ def uncached_step(params, tokens_BT, lengths_B, key, t):
         return jax.random.uniform(jax.random.fold_in(step, row))
 
     u_B = jax.vmap(uniform)(jnp.arange(B))
-    return compiled_sample(last_BD @ model.head(params).T, u_B, (1.0, 0, 1.0), 1)
+    return compiled_sample(last_BD @ model.head(params).T, u_B, model.Sampling(), 1)
 
 
 @cache
@@ -180,8 +180,8 @@ SLOW_WAYS = {
 def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
     """Of ragged prompts, in groups, growing windows and waves, while rows that are done go."""
     answers, live, logps = uncached_answers()
-    regrow = mock.Mock(wraps=rollout.resize_state)
-    monkeypatch.setattr(rollout, "resize_state", regrow)
+    resize = mock.Mock(wraps=layouts.resize_array)
+    monkeypatch.setattr(layouts, "resize_array", resize)
     heard = []
 
     def progress(done, tokens):
@@ -196,15 +196,15 @@ def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
         n = len(answer)
         assert out["tokens_BT"][i].tolist() == answer + [0] * (MAX_ANSWER - n), i
         assert out["lengths_B"][i] == n
-        assert out["cut_B"][i] == live[i]
-        assert not out["logp_BT"][i, n:].any()
-        errors[i] = abs(out["logp_BT"][i, :n] - logps[i]).max()
+        assert out["truncated_B"][i] == live[i]
+        assert not out["logprobs_BT"][i, n:].any()
+        errors[i] = abs(out["logprobs_BT"][i, :n] - logps[i]).max()
     check_errors(errors, 1e-4, record_property)
     assert heard[-1] == (len(live) - sum(live), sum(map(len, answers))), heard
     assert len(heard) == way.heard
     dropped = 0
     slots = set()
-    for (a, index), how in regrow.call_args_list:
+    for (a, index), how in resize.call_args_list:
         slots.add(how["slots"])
         # The hidden states stand for all arrays of the state.
         if a.ndim == 2 and len(a) > len(index):
@@ -217,13 +217,13 @@ def test_greedy_answers_equal_on_meshes():
     cfg = dataclasses.replace(TIED, V=208)
     prompts = random_prompts(TIED, (5, 3, 8, 8, 1, 2, 4, 7))
     params = random_params(cfg, mesh())
-    one = generate(params, cfg, prompts, 24, kind="auto", temperature=0.0)
+    one = generate(params, cfg, prompts, 24, kind="auto", sampling=model.Sampling(temperature=0.0))
     on = mesh(2, 2, 2)
     params = random_params(cfg, on)
     for kind in ("replicated", "tp"):
-        other = generate(params, cfg, prompts, 24, on, kind, temperature=0.0)
-        assert_allclose(one["logp_BT"], other["logp_BT"], rtol=0, atol=1e-4)
-        for name in ("tokens_BT", "lengths_B", "cut_B"):
+        other = generate(params, cfg, prompts, 24, on, kind, sampling=model.Sampling(temperature=0.0))
+        assert_allclose(one["logprobs_BT"], other["logprobs_BT"], rtol=0, atol=1e-4)
+        for name in ("tokens_BT", "lengths_B", "truncated_B"):
             assert_array_equal(one[name], other[name])
 
 
@@ -245,7 +245,7 @@ def test_decode_works_in_place_and_ends(monkeypatch):
     assert len(taken) == 6
     assert all(a.is_deleted() for a in taken), "a copy is made"
     assert (out["lengths_B"] == 1).all()
-    assert not out["cut_B"].any()
+    assert not out["truncated_B"].any()
     keys_LBKSH = np.asarray(left[-1][0])
     is_written = abs(keys_LBKSH).max((0, 1, 2, 4)) > 0
     assert_array_equal(is_written, np.arange(16) < 5)

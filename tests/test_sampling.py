@@ -29,10 +29,10 @@ def softmax(z):
 
 
 # ---------------------------------------------------------------- what is drawn
-@partial(jax.jit, static_argnames=("how", "tp"))
-def compiled_sample(z_RV, u_B, how, tp):
+@partial(jax.jit, static_argnames=("sampling", "tp"))
+def compiled_sample(z_RV, u_B, sampling, tp):
     draw = jax.shard_map(
-        lambda z_BV, u_B: model.sample(z_BV, u_B, *how),
+        lambda z_BV, u_B: model.sample(z_BV, u_B, sampling),
         mesh=mesh(tp=tp),
         check_vma=False,
         in_specs=(P(None, "tp"), P()),
@@ -43,8 +43,8 @@ def compiled_sample(z_RV, u_B, how, tp):
 
 def sample(z_RV, u_B, temperature=1.0, top_k=0, top_p=1.0, tp=1):
     """model.sample of the rows of z in turn, with the vocabulary on so many devices."""
-    how = (temperature, top_k, top_p)
-    tokens, logp = compiled_sample(z_RV, u_B, how, tp)
+    sampling = model.Sampling(temperature, top_k, top_p)
+    tokens, logp = compiled_sample(z_RV, u_B, sampling, tp)
     return np.asarray(tokens), np.asarray(logp)
 
 
@@ -75,17 +75,17 @@ def training_logp(hidden_ND, head_VD, targets_N, weight_N, temperature):
 
 
 @pytest.mark.parametrize(
-    "cfg, how",
+    "cfg, sampling",
     [
-        pytest.param(TIED, dict(temperature=0.7), id="stops"),
-        pytest.param(UNTIED, dict(temperature=1.0), id="untied"),
-        pytest.param(TIED, dict(temperature=1.2, top_k=20, top_p=0.8), id="truncated"),
+        pytest.param(TIED, model.Sampling(temperature=0.7), id="stops"),
+        pytest.param(UNTIED, model.Sampling(), id="untied"),
+        pytest.param(TIED, model.Sampling(temperature=1.2, top_k=20, top_p=0.8), id="truncated"),
     ],
 )
-def test_sampled_logps_equal_training_forward(cfg, how, record_property):
+def test_sampled_logps_equal_training_forward(cfg, sampling, record_property):
     """What `generate` reports is what the trainer computes; draws follow that, each time anew."""
     n = 32
-    temperature = how["temperature"]
+    temperature = sampling.temperature
     rng = np.random.default_rng(3)
     prompts = random_prompts(TIED, (9, 4, 1, 6) * 4)
     params = random_params(cfg, mesh())
@@ -96,7 +96,7 @@ def test_sampled_logps_equal_training_forward(cfg, how, record_property):
     errors = {}
     u = np.full((2, len(prompts), n), np.nan)
     for seed in (0, 1):
-        out = generate(params, cfg, prompts, n, seed=seed, **how)
+        out = generate(params, cfg, prompts, n, seed=seed, sampling=sampling)
         answers = zip(prompts, out["tokens_BT"].tolist(), out["lengths_B"], strict=True)
         rows = [prompt + answer[:length] for prompt, answer, length in answers]
         hidden = np.asarray(hidden_states(params, cfg, rows, width=9 + n))
@@ -107,15 +107,15 @@ def test_sampled_logps_equal_training_forward(cfg, how, record_property):
         each = np.arange(len(tokens))
         z = hidden[live] @ np.asarray(head).T
         q = softmax(z / temperature)
-        if "top_k" in how:
-            q = np.stack([truncated(row, how["top_k"], how["top_p"]) for row in q])
+        if sampling.top_k:
+            q = np.stack([truncated(row, sampling.top_k, sampling.top_p) for row in q])
             wanted = np.log(q[each, tokens])
         else:
             h_ND = hidden.reshape(-1, cfg.D)
             weight = live.ravel().astype(np.float32)
             logp = training_logp(h_ND, head, out["tokens_BT"].ravel(), weight, temperature)
             wanted = np.asarray(logp).reshape(live.shape)[live]
-        errors[seed] = abs(out["logp_BT"][live] - wanted).max()
+        errors[seed] = abs(out["logprobs_BT"][live] - wanted).max()
         # If tokens follow q, these are uniform.
         upper = q.cumsum(-1)[each, tokens]
         u[seed][live] = upper - rng.random(len(tokens)) * q[each, tokens]

@@ -1,0 +1,142 @@
+"""The command line: flags from the fields of a Config, and what is wrong with them alone."""
+
+import argparse
+import dataclasses
+import inspect
+import os
+import re
+from typing import get_args
+
+from infra import data
+from infra.log import check
+
+# Flags that are numbers: the least, what they must stay below, and their names.
+RANGES = [
+    (1, 2**31, "batch npq max_prompt max_answer ppo_epochs minibatches keep"),
+    (0, 2**31, "seed warmup micro_batch top_k eval_every eval_n save_every start_timeout"),
+    (0, 2**31, "require_processes require_devices"),
+    (0, 10**6, "steps sft_steps"),
+    (1, 10**4, "processes"),
+    (0, 10**4, "process_id"),
+    (0, 1e38, "lr sft_lr weight_decay grad_clip clip_high beta is_cap entropy_bonus"),
+    (0, 1e38, "eval_temperature"),
+    (1e-30, 1e38, "temperature"),
+    (0, 1, "b2 clip_low"),
+    (1e-30, 1.0001, "top_p"),
+]
+# NUL, line breaks and half characters are in no name and no path.
+NO_NAME = "[\0-\x1f\ud800-\udfff]|.{1000}"
+
+
+def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
+    """Command line -> a Config, whose fields are the flags, with their types, choices and help.
+
+    tiny: what `--model tiny`, the default, starts from.
+    """
+    # The help of a flag is the comment beside its field. (A dataclass forgets its comments.)
+    source = inspect.getsource(config_class)
+    help_of = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    parser = argparse.ArgumentParser(
+        description=f"{description}\n--model tiny sets first: {tiny}",
+        usage="python train.py [--flag value ...]",
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    # One line and exit code 2, as for every mistake.
+    parser.error = lambda message: check(False, f"{message}; see --help")
+    # A flag with choices has the type Literal of them.
+    for field in dataclasses.fields(config_class):
+        choices = get_args(field.type) or None
+        parser.add_argument(
+            f"--{field.name}",
+            type=str if choices else field.type,
+            choices=choices,
+            help=f"{help_of[field.name]} (default {field.default!r})",
+        )
+    # Only what was given, so that the tiny model's own defaults stay apart.
+    flags = vars(parser.parse_args(argv))
+    is_tiny = flags.get("model", "tiny") == "tiny"
+    cfg = config_class(**(tiny if is_tiny else {}) | flags)
+    check_numbers(cfg)
+    check_texts(cfg)
+    check_together(cfg)
+    return dataclasses.replace(cfg, out=run_directory(cfg))
+
+
+def run_directory(cfg) -> str:
+    """The directory here of the run: out/gs/bucket/run for gs://bucket/run, else as `--out` says,
+    or out/<data>-<model>."""
+    out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/"))
+    paths = [cfg.data.rstrip("/"), cfg.model.rstrip("/")]
+    names = [os.path.basename(path).removesuffix(".jsonl") for path in paths]
+    # A colon, as in a data set's part, is in no path.
+    return out or "out/" + "-".join(names).replace(":", "-")
+
+
+def check_numbers(cfg) -> None:
+    """Exit 2 for a number that is out of its range."""
+    for least, below, names in RANGES:
+        for name in names.split():
+            value = getattr(cfg, name)
+            check(
+                least <= value < below,
+                f"{name} = {value} is out of range; it must be a number >= {least} and < {below}",
+            )
+    check(
+        cfg.process_id < cfg.processes,
+        f"process_id = {cfg.process_id} is out of range; it must be a number >= 0 and "
+        f"< {cfg.processes}",
+    )
+    # Between 0, which is greedy, and this, logits overflow.
+    check(
+        cfg.eval_temperature == 0 or cfg.eval_temperature >= 1e-30,
+        f"eval_temperature = {cfg.eval_temperature} is out of range; 0 is greedy",
+    )
+    check(cfg.top_p <= 1, f"top_p = {cfg.top_p} is not a probability above 0; 1 keeps all tokens")
+
+
+def check_texts(cfg) -> None:
+    """Exit 2 for a text that can be no name, and a system prompt that would end the prompt."""
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        # Only the system prompt may have several lines.
+        odd = data.MARKS if field.name == "system" else NO_NAME
+        check(
+            field.type is not str or not re.search(odd, value),
+            f"{field.name} = {str(value)[:50]!r} holds a line break, a mark of the chat or half a "
+            "character, or is too long",
+        )
+    # These have no default that "" could stand for.
+    for name in ("model", "data"):
+        is_empty = not getattr(cfg, name).strip()
+        check(not is_empty, f"--{name} is given nothing; name one, or drop the flag")
+
+
+def check_together(cfg) -> None:
+    """Exit 2 for flags that do not go together."""
+    # A group of one has no mean to be better than.
+    check(
+        cfg.npq >= 2 or cfg.steps == 0,
+        f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8",
+    )
+    # The loss computes the logprobs of the complete distribution.
+    check(
+        cfg.eval_temperature or (cfg.top_k == 0 and cfg.top_p == 1),
+        f"top_k = {cfg.top_k} and top_p = {cfg.top_p} are for sampled evaluation: add "
+        "--eval_temperature 1, or drop them; rollouts sample the complete distribution, whose "
+        "logprobs the loss computes",
+    )
+    if cfg.coordinator:
+        port = re.fullmatch(r".+:([1-9]\d{0,4})", cfg.coordinator)
+        check(
+            port and int(port[1]) < 2**16,
+            f"coordinator = {cfg.coordinator!r} is not host:port of process 0, a port from 1 to "
+            "65535",
+        )
+    else:
+        check(
+            cfg.processes == 1 and cfg.process_id == 0,
+            f"processes = {cfg.processes} and process_id = {cfg.process_id} want a --coordinator, "
+            "host:port of process 0",
+        )

@@ -1,0 +1,92 @@
+"""The state of training: {params, opt by parameter, ref where there is a KL}, and where it rests.
+
+Master weights and optimizer state are float32, sharded over the mesh; what `offload` names rests in
+the host's memory. The optimizer is the trainer's: optimizer(cfg, name) -> optax transformation of
+the parameter `name`.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from infra import hf
+from infra.log import progress
+
+
+def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
+    """Shapes, types and shardings of the state, for devices that need not be here."""
+    params = {}
+    opt = {}
+    ref = {}
+    for name, shape in model.shapes(model_cfg).items():
+        on_device = NamedSharding(mesh, model.spec(name))
+        on_host = on_device.with_memory_kind("pinned_host")
+        param = jax.ShapeDtypeStruct(shape, jnp.float32)
+        # What the optimizer keeps has the parameter's shape, and so its sharding.
+        opt_state = jax.eval_shape(optimizer(cfg, name).init, param)
+        params[name] = placed(param, on_host if cfg.offload == "params" else on_device)
+        opt[name] = placed(opt_state, on_device if cfg.offload == "none" else on_host)
+        # The reference is only computed with, and never updated.
+        compute = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
+        ref[name] = placed(compute, on_device)
+    state = {"params": model.nest(params), "opt": opt}
+    if cfg.beta:
+        state["ref"] = model.nest(ref)
+    return state
+
+
+def placed(tree, sharding):
+    """Shapes with this sharding; scalars, such as the count of Adam's steps, are everywhere."""
+    replicated = NamedSharding(sharding.mesh, P())
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=sharding if a.ndim else replicated
+        ),
+        tree,
+    )
+
+
+def abstract_gradients(cfg, model_cfg, mesh, optimizer) -> dict:
+    """Shapes of the gradients, which are on the devices whatever is offloaded."""
+    # Gradients have the shapes and shardings of float32 parameters.
+    nothing_offloaded = dataclasses.replace(cfg, offload="none")
+    return abstract_state(nothing_offloaded, model_cfg, mesh, optimizer)["params"]
+
+
+def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
+    """Shapes of a micro-batch with such fields, {name: dtype}."""
+    shards = mesh.shape["dp"] * mesh.shape["fsdp"]
+    sharding = NamedSharding(mesh, P(model.ROWS))
+    shape = (shards * micro_batch, width)
+    # A device's rows stand together.
+    rows = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in fields.items()}
+    rows["filled"] = jax.ShapeDtypeStruct((shards,), np.int32)
+    return placed(rows, sharding)
+
+
+def initial_state(weights: hf.Checkpoint, wanted: dict, cfg, mesh, optimizer) -> dict:
+    """The state before the first step, from the model's files. wanted: its abstract_state."""
+    shardings = jax.tree.map(lambda a: a.sharding, wanted)
+    # Loaded to the devices, and offloaded at the end.
+    params = hf.load(weights, mesh, partial(progress, "loading weights"))
+    opt = {}
+    for name, param in model.flatten(params).items():
+        # Compiled, so that each array is made where it rests.
+        init = jax.jit(optimizer(cfg, name).init, out_shardings=shardings["opt"][name])
+        opt[name] = init(param)
+    state = {"params": jax.device_put(params, shardings["params"]), "opt": opt}
+    if cfg.beta:
+        state["ref"] = reference(params, cfg.dtype)
+    return state
+
+
+@partial(jax.jit, static_argnames="dtype")
+def reference(params, dtype):
+    """A copy of the policy on the devices, sharded alike, for the KL."""
+    return jax.tree.map(lambda a: jax.device_put(a, model.DEVICE).astype(dtype), params)
