@@ -265,9 +265,9 @@ while [ $# -gt 0 ]; do
     'tpu --yes') yes=y ;;
     tpu\ --name=*) name="${1#*=}" options+=("$1") ;;
     tpu\ --zone=*) zones="${1#*=}" options+=("$1") ;;
-    tpu\ --create=*) read -ra create_flags <<<"${1#*=}" && options+=("$1") ;;
+    tpu\ --create=*) read -ra words <<<"${1#*=}" && create_flags+=(${words[@]+"${words[@]}"}) && options+=("$1") ;;
     cpu\ --processes=*) processes="${1#*=}" ;;
-    slurm\ --sbatch=*) read -ra create_flags <<<"${1#*=}" && options+=(${create_flags[@]+"${create_flags[@]}"}) ;;
+    slurm\ --sbatch=*) read -ra words <<<"${1#*=}" && options+=(${words[@]+"${words[@]}"}) ;;
     slurm\ --nodes=* | slurm\ --*-per-node=* | slurm\ --cpus-per-task=* | slurm\ --partition=* | slurm\ --time=* | \
       slurm\ --account=* | slurm\ --qos=*) options+=("$1") ;;
     *) flags+=("$1") ;;

@@ -53,12 +53,16 @@ queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zo
 # every 401, 403 and 404 with "... which is the active account specified by ...", which says nothing.
 fault() {
   case "$(cat "$errors")" in
-    *'not currently have an active account'* | *'auth login'* | *invalid_grant*) echo login ;;
-    *'[project]'*) echo project ;;
+    # Of a machine that is offline gcloud says that its token was not refreshed, and "auth login".
+    *'Max retries exceeded'*) echo network ;;
+    *'not currently have an active account'* | *'auth login'* | *invalid_grant* | *UNAUTHENTICATED*) echo login ;;
+    *'[project]'* | *'resource project'*) echo project ;;
     *BILLING_DISABLED* | *'billing to be enabled'* | *'billing account'*) echo billing ;;
     *SERVICE_DISABLED* | *'has not been used in project'*) echo api ;;
     *NOT_FOUND*) echo missing ;;
-    *PERMISSION_DENIED*) echo permission ;;
+    # Compute Engine, which ssh asks for the project's keys, words it so.
+    *PERMISSION_DENIED* | *'does not have permission'* | *"Required '"*"' permission"*) echo permission ;;
+    *RATE_LIMIT_EXCEEDED*) echo other ;;
     *[Qq]uota*) echo quota ;;
     *[Rr]eserv*) echo reservation ;;
     *apacity*) echo capacity ;;
@@ -72,11 +76,12 @@ fault() {
 why() {
   local advice
   case "$(fault)" in
+    network) advice='is this machine online?' ;;
     login) advice='log in: gcloud auth login' ;;
     project) advice='choose a project: gcloud config set project PROJECT' ;;
     billing) advice='link a billing account: gcloud billing projects link PROJECT --billing-account=ACCOUNT' ;;
     api) advice='run: gcloud services enable tpu.googleapis.com compute.googleapis.com' ;;
-    permission) advice="ask for the role TPU Admin, or try another --zone" ;;
+    permission) advice="ask for that, or for the role TPU Admin, or try another --zone" ;;
     quota) advice='ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type' ;;
     reservation) advice="the reservation is elsewhere, or full: try another --zone, or --spot" ;;
     capacity) advice="$zone has no $type left" ;;
@@ -89,15 +94,19 @@ why() {
   say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
 }
 # may what gcloud has complained of pass by itself?
-may_pass() { case "$(fault)" in missing | other) ;; *) return 1 ;; esac }
+may_pass() { case "$(fault)" in missing | network | other) ;; *) return 1 ;; esac }
 
-# a call of gcloud, again after some time where that may help, for an hour; 1 where it did not, which is told
+# a line of it
+complaint() { { grep -m 1 ERROR "$errors" || tail -n 1 "$errors"; } | cut -c 1-200; }
+
+PAUSES='5 10 20 40 80 160 320 600 600 600 600 600' # seconds, an hour in all
+# a call of gcloud, again after some time where that may help; 1 where it did not, which is told
 patiently() {
   local pause
-  for pause in 5 10 20 40 80 160 320 600 600 600 600 600 ''; do
+  for pause in $PAUSES ''; do
     if "$@"; then return 0; fi
     if [ -z "$pause" ] || ! may_pass; then break; fi
-    say "gcloud fails: $(grep -m 1 ERROR "$errors" | cut -c 1-200); trying again in $pause seconds"
+    say "gcloud fails: $(complaint); trying again in $pause seconds"
     sleep "$pause"
   done
   why
@@ -117,13 +126,14 @@ state_now() {
 # sets $zone and $state to where the slice is, or both to nothing; a zone that cannot be asked is told
 find_slice() {
   for zone in ${zones//,/ }; do
-    if state="$(state_now)"; then
+    # Asked twice: of a VM that is not found another would be made, and paid for too.
+    if state="$(state_now || { may_pass && sleep 10 && state_now; })"; then
       [ -z "$state$dry_run" ] || return 0
       continue
     fi
     state=''
     why
-    case "$(fault)" in login | project | billing | api) exit 1 ;; esac # so it is everywhere
+    case "$(fault)" in network | login | project | billing | api) exit 1 ;; esac # so it is everywhere
     say "going on without $zone"
   done
   zone=''
@@ -133,6 +143,7 @@ find_slice() {
 need_slice() {
   find_slice
   [ -n "$zone" ] || die "there is no $name in $zones; make it: $(again up)"
+  maybe_paid=" $zone"
 }
 
 create() {
@@ -159,8 +170,11 @@ create_or_find() {
 
 # deletes the VM in $zone, and its queued request, however it was made; 1 where that fails, which is told
 delete() {
+  local failed=''
   say "deleting $name in $zone"
-  patiently delete_queued_resource && patiently delete_vm || return 1
+  patiently delete_queued_resource || failed=1
+  patiently delete_vm || failed=1
+  [ -z "$failed" ] || return 1
   maybe_paid="${maybe_paid// $zone/}"
 }
 delete_vm() { vm delete >&2 || [ "$(fault)" = missing ]; }
@@ -237,7 +251,7 @@ workers() {
 # a command for workers, again while the connection or gcloud fails; 75 where the slice is gone meanwhile
 persistently() {
   local pause code
-  for pause in 5 10 20 40 80 160 ''; do
+  for pause in $PAUSES ''; do
     code=0
     "$@" || code=$?
     if [ "$code" = 0 ]; then return 0; fi
@@ -251,7 +265,7 @@ persistently() {
     fi
     cp "$errors.first" "$errors"
     if [ -z "$pause" ] || ! may_pass; then break; fi
-    say "the connection fails; trying again in $pause seconds"
+    say "the connection fails: $(complaint); trying again in $pause seconds"
     sleep "$pause"
   done
   why
@@ -362,6 +376,7 @@ fetch() {
   [ -n "$dry_run" ] || say "its results are in $to/$out"
 }
 
+RESUMES='The command that started the run resumes it from a bucket'
 # a run to its end, made again where its spot VM is preempted; $1 says where the first life begins
 live_and_finish() { # up|start|follow LINE FLAGS...
   local code life="$1" line="$2"
@@ -371,12 +386,12 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     one_life "$life" "$line" "$@" || code=$?
     [ "$code" = 75 ] || break
     [ -n "$spot" ] ||
-      die "$name is gone; only with --spot is it made again. The command that started it resumes from a bucket" 1
+      die "$name is ${state:-gone}; only with --spot is it made again. $RESUMES" 1
     say "making $name again"
     life=up line=1
   done
   if [ "$code" = 0 ]; then
-    fetch || exit 1
+    fetch || die "the run has finished, and its results are not here: $(again fetch)" 1
     if [ -n "$delete_when_done" ]; then delete || exit 1; fi
   fi
   exit "$code"
@@ -414,7 +429,6 @@ cmd_tpu_setup() {
 
 cmd_tpu_run() {
   need_slice
-  maybe_paid=" $zone"
   flags_there "$@"
   live_and_finish start 1 "${flags[@]}"
 }
@@ -423,8 +437,10 @@ cmd_tpu_logs() {
   local lines there
   need_slice
   # Its flags are for the run on a new VM, should this one be preempted.
-  there="$(persistently workers 0 'wc -l <run.log && cat run.id run.flags')" ||
+  there="$(persistently workers 0 'wc -l <run.log && cat run.id run.flags')" || {
+    [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
     die "no run was started there: $(again run)" 1
+  }
   { read -r lines && read -r run_id && eval "flags=($(cat))"; } <<<"$there" || [ -n "$dry_run" ]
   # Of what was said before, the last 50 lines.
   live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${flags[@]+"${flags[@]}"}

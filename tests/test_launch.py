@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -191,6 +192,7 @@ def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):
         text = cloud.launch("--dry-run", name, "--batch 1").replace("\\ ", " ")
         flags = f"--require_processes {hosts} --require_devices {devices} --start_timeout 900"
         assert f"{flags} --model Qwen/" in text, text
+        assert f" --accelerator-type={name.replace('v5e-', 'v5litepod-')} " in text, text
         # What the user says comes after what the launcher says, and so it counts.
         assert text.rindex("--batch 1") > text.rindex("--max_answer 1024"), text
         words = ("create", "ssh", "scp")
@@ -226,6 +228,8 @@ def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
     assert "train.py --plan here --lr 1" in cloud.launch("--dry-run plan --lr 1")
     slurm = cloud.launch("--dry-run slurm --ntasks-per-node 2 --lr 1")
     assert "--ntasks-per-node=2" in slurm
+    # Which asks Slurm ever more seldom whether the job has ended.
+    assert "sbatch --wait --parsable" in slurm
     tests = cloud.launch("--dry-run test -k draws")
     assert "-r " + str(cloud.clone / "tests/requirements.txt") in tests, tests
     assert "-m pytest -n 2 --dist worksteal --durations 15 -k draws" in tests, tests
@@ -294,8 +298,9 @@ def test_wandb_is_installed_where_it_is_asked_for(cloud):
 def test_what_a_site_needs_is_passed_on(cloud):
     """Also where a command is told to be given again."""
     create = ["--create", "--reserved --network=net"]
-    for queued in "", "--queued":
-        text = cloud.launch("--dry-run v6e-8 up", queued, create)
+    one_by_one = ["--create", "--reserved", "--create=", "--create=--network=net"]
+    for queued, flags in ("", create), ("--queued", create), ("", one_by_one):
+        text = cloud.launch("--dry-run v6e-8 up", queued, flags)
         (line,) = [line for line in text.splitlines() if " create " in line]
         assert " --reserved --network=net " in line, line
     text = cloud.launch("v6e-8 status", create, code=2)
@@ -383,8 +388,19 @@ REFUSALS = {
     "{ code: 8, There is no more capacity in the zone a": "a has no v6e-8 left",
     "INVALID_ARGUMENT: the accelerator v6e-8 was not found in zone a": "a offers no v6e-8",
     "SSH Key is not present in the SSH agent.": "ssh-add",
+    # These as gcloud 528 prints them when its library is given the answers of the services.
+    "UNAUTHENTICATED: Request had invalid authentication credentials. Expected OAuth 2 token":
+        "log in: gcloud auth login",
+    "PERMISSION_DENIED: Permission denied on resource project nosuch": "gcloud config set project",
+    "[a@example.com] does not have permission to access projects instance [p] (or it may not "
+    "exist): Required 'compute.projects.get' permission for 'projects/p'": "the role TPU Admin",
+    "RESOURCE_EXHAUSTED: Quota exceeded for 'Read requests per minute' - reason: "
+    "RATE_LIMIT_EXCEEDED": "look at it",
+    "There was a problem refreshing your current auth tokens: HTTPSConnectionPool(port=443): Max "
+    "retries exceeded with url: /token Please run: $ gcloud auth login": "is this machine online?",
 }
 # fmt: on
+OFFLINE = f"ERROR: (gcloud.x) {list(REFUSALS)[-1]}"
 UNAVAILABLE = "ERROR: (gcloud.x) UNAVAILABLE: The service is currently unavailable."
 BROKEN = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255]."
 
@@ -411,6 +427,31 @@ def test_a_zone_that_cannot_be_asked_is_left_out(cloud):
     )
     text = cloud.launch("v6e-8 up --name other --zone a,us-east5-b", code=1)
     assert "gcloud services enable" in text and "going on" not in text, text
+    # A zone that is silent for a moment is asked again: the VM may be there.
+    cloud.fail("describe.*zone=us-east5-b", UNAVAILABLE)
+    text = cloud.launch("v6e-8 up --name vm --zone a,us-east5-b")
+    assert "vm in us-east5-b is READY" in text and "going on" not in text, text
+
+
+def test_patience_has_an_end_which_is_told(cloud):
+    write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
+    cloud.fail("describe", UNAVAILABLE, times=99)
+    text = cloud.launch("v6e-8 up --name vm --zone us-east5-b", code=1)
+    assert "going on without us-east5-b" in text, text
+    assert text.count("UNAVAILABLE: The service is currently unavailable.; trying again in") == 12
+    assert "UNAVAILABLE: The service is currently unavailable. -> look at it" in text, text
+    assert "vm in us-east5-b may still be there, and paid for" in text, text
+
+
+def test_readme_prepares_a_project_as_the_launcher_advises():
+    """Both APIs, and the right of the workers' account to the bucket."""
+    readme = (ROOT / "README.md").read_text()
+    launcher = (ROOT / "infra/gcloud.sh").read_text()
+    enable = "gcloud services enable tpu.googleapis.com compute.googleapis.com"
+    assert enable in readme and enable in launcher
+    (binding,) = re.findall("gcloud storage buckets add-iam-policy-binding (.*?)#", readme, re.S)
+    assert "--role=roles/storage.objectAdmin" in binding
+    assert "serviceAccount:$number-compute@developer.gserviceaccount.com" in binding
 
 
 # ---------------------------------------------------------------- what costs money
@@ -430,9 +471,12 @@ def test_what_gcloud_no_longer_waits_for_is_found(cloud):
 def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
     """Ctrl-C, and a failure of gcloud."""
     (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
-    call = ["timeout", "--preserve-status", "-s", "INT", "6", "bash"]
+    # Whoever sleeps presses Ctrl-C, which reaches all of its session.
+    write(cloud.stub / "bin/sleep", "#!/bin/sh\nkill -INT 0\n", 0o755)
+    alone = "import os, sys; os.setsid(); os.execvp('bash', ['bash', *sys.argv[1:]])"
     words = ["v6e-8", "up", "--queued", "--name", "qr"]
-    text = cloud.launch(*words, code=130, shell=call)
+    text = cloud.launch(*words, code=-signal.SIGINT, shell=[sys.executable, "-c", alone])
+    write(cloud.stub / "bin/sleep", SLEEP, 0o755)
     assert "qr in us-east5-b is WAITING_FOR_RESOURCES" in text, text
     told = "qr in us-east5-b may still be there, and paid for; delete it: bash launch.sh v6e-8 down"
     assert told in text, text
@@ -469,6 +513,11 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
     assert not list((cloud.stub / "queued").iterdir()) and not (cloud.stub / "both").exists()
     text = cloud.launch("v6e-8 down --name both --yes", code=2)
     assert "there is no both in us-east5-b,us-east5-a" in text, text
+    # Who may not ask for queued requests deletes the VM nevertheless.
+    cloud.launch("v6e-8 up --name both")
+    cloud.fail("queued-resources delete", "ERROR: (gcloud.x) PERMISSION_DENIED: no")
+    text = cloud.launch("v6e-8 down --name both --yes", code=1)
+    assert "may still be there" in text and not (cloud.stub / "both").exists(), text
 
 
 @pytest.mark.slow
@@ -514,7 +563,9 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     assert flags[-4:] == ["--lr", "none", "--system", "it's $HOME"], flags
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --name spot", code=1)
-    assert "only with --spot is it made again" in text, text
+    assert "spot is PREEMPTED; only with --spot is it made again" in text, text
+    text = cloud.launch("v6e-1 logs --name spot", code=1)
+    assert "the run may have gone with it" in text and "no run was started" not in text, text
 
 
 def test_login_and_project_are_asked_for(cloud):
@@ -547,6 +598,15 @@ def test_a_queued_resource_is_made_and_deleted_with_its_vm(cloud):
 
 
 # ---------------------------------------------------------------- a pod whose training only waits
+PHASES = (
+    "creating podgrpo-v6e-16, 4 hosts with 16 devices, in us-east5-b",
+    "podgrpo-v6e-16 in us-east5-b is READY",
+    "sending this tree to 4 workers",
+    "installing there, about 2 minutes the first time",
+    "starting train.py on 4 workers",
+)
+
+
 def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
     """Of a pod of four from nothing, whose training only waits until it is stopped."""
     homes = [cloud.stub / f"podgrpo-v6e-16/w{i}" for i in range(4)]
@@ -566,6 +626,8 @@ def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
     meanwhile = when(all_train, refused_then_stopped)
     text = cloud.launch("v6e-16", POD_FLAGS, code=143)
     said = meanwhile.result()
+    phases = [text.find(f"launch.sh: {phase}") for phase in PHASES]
+    assert phases == sorted(phases) and phases[0] >= 0, text
     assert said.count("a run is going on here") == 4, said
     assert said.count("a run is going on there") == 1, said
     assert said.count("] running") == 4, said
@@ -712,17 +774,22 @@ def test_a_connection_that_breaks_is_made_again(cloud):
     cloud.launch("v4-16 setup --name pod")
     homes = [cloud.stub / f"pod/w{i}" for i in range(2)]
 
+    def both_have_failed():
+        assert (cloud.stub / "fail").read_text().count('"times": 0') == 2
+
     def breaks():
         cloud.fail("describe", UNAVAILABLE)
+        cloud.fail("describe", OFFLINE)
         for worker in "01":
             until_it_works(lambda worker=worker: cloud.gcloud("kill", "pod", worker, "tail -n"))
-        time.sleep(1)
+        until_it_works(both_have_failed)
         cloud.launch("v4-16 stop --name pod")
 
     broken = when(lambda: all(says(home / "said", "waits") for home in homes), breaks)
     text = cloud.launch("v4-16 run --name pod", POD_FLAGS, code=143)
     broken.result()
     assert "gcloud fails: ERROR: (gcloud.x) UNAVAILABLE" in text, text
+    assert "gcloud fails: ERROR: (gcloud.x) There was a problem refreshing" in text, text
     assert "the connection broke; following again" in text, text
     for worker in "w0", "w1":
         assert text.count(f"[{worker}] waits") == 1, text
@@ -732,6 +799,7 @@ def test_a_connection_that_breaks_is_made_again(cloud):
     log.write_text("".join(f"line {n}\n" for n in range(200)))
     text = cloud.launch("v4-16 logs --name pod", code=143)
     assert "[w0] line 150\n" in text and "[w0] line 149\n" not in text, text
+    assert "pod in us-central2-b may still be there, and paid for" in text, text
 
 
 @pytest.mark.slow
