@@ -21,6 +21,20 @@ from infra.bucket import BucketError, gcloud
 SECONDS_BETWEEN_SIGNS = 20
 # Longer than a sign takes that was late, or that a bucket failed to take once.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
+# Longer than from reading that there is no claim until one's own is written, with a bucket too.
+SECONDS_TO_SETTLE = 5
+
+# File descriptors of the directories that this process has locked.
+LOCKED = set()
+
+
+def forget_locks():
+    """In a child that was forked: it would hold the locks beyond the end of this process."""
+    while LOCKED:
+        os.close(LOCKED.pop())
+
+
+os.register_at_fork(after_in_child=forget_locks)
 
 
 class InUse(Exception):
@@ -57,11 +71,12 @@ def write_claim(path: str, bucket: str, claim: dict) -> None:
 
 
 def in_use(out: str, holder: dict) -> InUse:
-    # A process may have the lock and no claim yet, so that these are None.
-    return InUse(
-        f"{out} is in use by process {holder.get('pid')} on {holder.get('host')}, which runs since "
-        f"{holder.get('since')}; let it end, stop it, or choose another --out"
-    )
+    # A process may have the lock and no claim yet.
+    who = "a process that has just begun"
+    if holder:
+        who = f"process {holder.get('pid')} on {holder.get('host')}, which runs since "
+        who += f"{holder.get('since')}"
+    return InUse(f"{out} is in use by {who}; let it end, stop it, or choose another --out")
 
 
 @contextlib.contextmanager
@@ -82,11 +97,14 @@ def locked(out: str, holder: dict) -> Iterator[bool]:
     except OSError:
         # Some network disks have no locks.
         has_lock = False
+    LOCKED.add(directory)
     try:
         yield has_lock
     finally:
-        # This also gives up the lock.
-        os.close(directory)
+        # This also gives up the lock. In a forked child it is closed already.
+        if directory in LOCKED:
+            LOCKED.remove(directory)
+            os.close(directory)
 
 
 @contextlib.contextmanager
@@ -109,22 +127,32 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
             time.sleep(SECONDS_TO_LOOK)
             if read_claim(path, bucket) != holder:
                 raise in_use(out, holder)
-        with signs_of_life(path, bucket):
+        claim = new_claim()
+        write_claim(path, bucket, claim)
+        if bucket or not has_lock:
+            # Of several that found no claim at the same time, the last to write has it.
+            time.sleep(SECONDS_TO_SETTLE)
+            now = read_claim(path, bucket)
+            if now not in ({}, holder, claim):
+                raise in_use(out, now)
+        with signs_of_life(path, bucket, claim):
             yield
 
 
-@contextlib.contextmanager
-def signs_of_life(path: str, bucket: str) -> Iterator[None]:
-    """Inside, the claim is there, and changes every few seconds."""
-    # Host, process and time are for the message of the run that is refused; the count of signs is
-    # what changes.
-    claim = {
+def new_claim() -> dict:
+    """Host, process and time are for the message of the run that is refused; the count of signs is
+    what changes."""
+    return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "signs": 0,
     }
-    write_claim(path, bucket, claim)
+
+
+@contextlib.contextmanager
+def signs_of_life(path: str, bucket: str, claim: dict) -> Iterator[None]:
+    """Inside, the claim is there, and changes every few seconds."""
     is_over = threading.Event()
 
     def give_signs():

@@ -29,6 +29,7 @@ def quick(monkeypatch):
     """Signs of life, and the look for them, take a moment."""
     monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.05)
     monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 0.5)
+    monkeypatch.setattr(claim, "SECONDS_TO_SETTLE", 0.01)
 
 
 @pytest.fixture
@@ -49,6 +50,16 @@ def bucket(tmp_path, monkeypatch):
 def directory(tmp_path, name="out"):
     (tmp_path / name).mkdir()
     return str(tmp_path / name)
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """As on some disks that machines share."""
+
+    def refuse(*_):
+        raise OSError(38, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 def on_host(monkeypatch, name):
@@ -120,19 +131,62 @@ def test_signs_of_life_are_given_while_a_claim_is_held(tmp_path, quick):
     assert signs() == 0
 
 
-def test_without_locks_the_claim_of_this_machine_is_looked_at_too(
-    tmp_path, monkeypatch, quick, said
-):
-    def no_locks(*_):
-        raise OSError(38, "no locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+def test_without_locks_the_claim_of_this_machine_is_looked_at_too(tmp_path, no_locks, quick, said):
     out = directory(tmp_path)
     with (
         claim.claimed(out, say=said.append),
         pytest.raises(claim.InUse, match=f"process {os.getpid()} on"),
     ):
         claim.claimed(out, say=said.append).__enter__()
+
+
+def test_of_two_that_begin_at_once_one_is_refused(tmp_path, monkeypatch, no_locks, quick):
+    out = directory(tmp_path)
+    write = claim.write_claim
+
+    def write_and_be_overtaken(path, bucket, mine):
+        write(path, bucket, mine)
+        write(path, bucket, mine | {"host": "elsewhere", "pid": 7})
+
+    monkeypatch.setattr(claim, "write_claim", write_and_be_overtaken)
+    with pytest.raises(claim.InUse, match="process 7 on elsewhere"):
+        claim.claimed(out).__enter__()
+    # The claim is the other's.
+    assert claim.read_claim(f"{out}/claim.json", "")["pid"] == 7
+
+
+def test_a_lock_whose_claim_is_not_written_yet_counts(tmp_path):
+    out = directory(tmp_path)
+    with claim.locked(out, {}), pytest.raises(claim.InUse, match="that has just begun; let it end"):
+        claim.claimed(out).__enter__()
+
+
+FORK = """
+import os, sys, time
+from infra.claim import claimed
+with claimed(sys.argv[1]):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(999)
+"""
+
+
+def test_a_child_that_outlives_its_process_holds_no_lock(tmp_path, said):
+    """As a pool of a reward function does whose trainer was killed."""
+    out = directory(tmp_path)
+    first = subprocess.Popen(
+        [sys.executable, "-c", FORK, out], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    child = int(first.stdout.readline())
+    try:
+        first.kill()
+        first.wait()
+        with claim.claimed(out, say=said.append):
+            assert said == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        first.stdout.close()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "7"])
@@ -146,6 +200,7 @@ def test_a_claim_that_cannot_be_read_is_none(tmp_path, text):
 def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, bucket, said):
     monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.2)
     monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 3)
+    monkeypatch.setattr(claim, "SECONDS_TO_SETTLE", 0)
     here, there = directory(tmp_path, "here"), directory(tmp_path, "there")
     on_host(monkeypatch, "here")
     with claim.claimed(here, bucket):
