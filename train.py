@@ -698,9 +698,10 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
           f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
     processes = jax.process_count()
     asked = cfg.batch * processes
+    most = len(questions) // processes
     check(asked <= len(questions) or cfg.steps == 0, f"batch = {cfg.batch} on {processes} "
-          f"processes asks {asked} questions a step; {cfg.data} has {len(questions)}; try --batch "
-          f"{len(questions) // processes}")
+          f"processes asks {asked} questions a step; {cfg.data} has {len(questions)}; try "
+          + (f"--batch {most}" if most else "fewer processes"))
 
     # What has room: a step's rows on the host, checkpoints on its disk, the rest on the devices.
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
@@ -851,7 +852,9 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
 
     outputs.saver.finish()
     if total_steps:
-        hf.write_final(cfg.out, setup.model_dir, state["params"], setup.model_cfg, setup.mesh)
+        about = {"step": total_steps, "commit": cluster.commit()}
+        params = state["params"]
+        hf.write_final(cfg.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
     checkpoint.send_small_files(cfg.out)
     if host == 0:
         log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)

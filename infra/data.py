@@ -159,7 +159,8 @@ def reach_hub() -> str:
     except urllib.error.HTTPError:
         # That page may be missing, but the hub has answered.
         return ""
-    except OSError as e:
+    # Also a ValueError, where HF_ENDPOINT is no address.
+    except Exception as e:
         os.environ["HF_HUB_OFFLINE"] = "1"
         return f"; the hub gives no answer ({e}), and there is no copy here"
     return ""
@@ -181,7 +182,7 @@ def check_row(row: dict) -> dict:
     answer = row["answer"]
     # Not of type bool, which is an int; JSON may hold 1e999 and NaN, which are no answers.
     if type(answer) in (int, float) and math.isfinite(answer):
-        row["answer"] = str(answer)
+        row["answer"] = number_text(answer)
     texts = ["question", "answer"]
     if row.get("demonstration") is not None:
         texts.append("demonstration")
@@ -190,6 +191,13 @@ def check_row(row: dict) -> dict:
         if not isinstance(text, str) or not text.strip() or re.search(MARKS, text):
             raise ValueError(f"{column} = {text!a:.50} is no text, or holds a mark of the chat")
     return row
+
+
+def number_text(number: int | float) -> str:
+    """A number in digits: of 1e-05 the final number would be read as 05."""
+    if isinstance(number, int):
+        return str(number)
+    return np.format_float_positional(number, trim="0")
 
 
 # ---------------------------------------------------------------- prompts

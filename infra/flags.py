@@ -115,6 +115,12 @@ def check_texts(cfg) -> None:
 
 def check_together(cfg) -> None:
     """Exit 2 for flags that do not go together."""
+    # A store that is not known here would become a directory of that name.
+    is_bucket = re.match("gs://[^/]", cfg.out)
+    check(
+        is_bucket or not re.match(r"\w+:/", cfg.out),
+        f"out = {cfg.out} is neither a directory nor gs://bucket/run",
+    )
     # A group of one has no mean to be better than.
     check(
         cfg.npq >= 2 or cfg.steps == 0,

@@ -329,9 +329,15 @@ def compiled_gather(mesh, dtype):
 
 
 def write_final(
-    out: str, source_directory: str, params: dict, model_cfg: model.ModelConfig, mesh: Mesh
+    out: str,
+    source_directory: str,
+    params: dict,
+    model_cfg: model.ModelConfig,
+    mesh: Mesh,
+    about: dict,
 ) -> None:
-    """Write OUT/final: the parameters, with the other files of the model that training began from.
+    """Write OUT/final: the parameters, with the other files of the model that training began from,
+    and podgrpo.json, which says what training: its step and commit.
 
     The weights have the type that they came in. Every process must call; process 0 writes. The
     directory appears under its name once it is complete.
@@ -354,8 +360,13 @@ def write_final(
             # Config, tokenizer and chat template; an index there is of the old weights.
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(f"{source_directory}/{name}", unfinished)
+        files.write_json(f"{unfinished}/podgrpo.json", about)
         # On the disk before the name is, which says that it is complete.
         for name in os.listdir(unfinished):
             files.flush_to_disk(f"{unfinished}/{name}")
-        shutil.rmtree(final, ignore_errors=True)
+        # An older one is complete until it is away.
+        shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
+        if os.path.isdir(final):
+            os.rename(final, f"{final}.old.tmp")
         os.rename(unfinished, final)
+        shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)

@@ -70,6 +70,8 @@ def score_answers(
     scores = np.zeros((len(answers), len(functions)))
     faults = {}
     handler_before = signal.getsignal(signal.SIGALRM)
+    process = os.getpid()
+    directory = os.open(".", os.O_RDONLY)
     for i, answer in enumerate(answers):
         if truncated[i]:
             continue
@@ -80,6 +82,9 @@ def score_answers(
             # Also exit() and KeyboardInterrupt of the function: a real Ctrl-C raises neither.
             except BaseException as e:
                 fault = first_line(e)
+            # A child that the function forked would train on.
+            if os.getpid() != process:
+                os._exit(0)
             # The run still has to print.
             if sys.stdout.closed or sys.stderr.closed:
                 fault = "it closed stdout or stderr"
@@ -88,6 +93,9 @@ def score_answers(
             if fault is not None:
                 faults.setdefault(function.__name__, {})[i] = fault
     signal.signal(signal.SIGALRM, handler_before)
+    # A function may have gone elsewhere, and `out` may be relative.
+    os.fchdir(directory)
+    os.close(directory)
     return scores, faults
 
 

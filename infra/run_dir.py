@@ -90,16 +90,33 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
     refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
     # Process 0 writes final/; the disk of another process may be its own.
-    has_final = all_gather_hosts(os.path.isdir(f"{out}/final"))[0]
-    if has_final and done >= total_steps:
+    has_final, final_step = all_gather_hosts([os.path.isdir(f"{out}/final"), step_of_final(out)])[0]
+    if done and min(done, final_step) >= total_steps:
         say(f"{out} is finished: {done} steps; see {out}/final and {out}/metrics.jsonl")
         raise SystemExit(0)
+    if has_final and not done:
+        check(
+            resume == "force",
+            f"{out} has a final model, and no checkpoint to go on from; choose another --out, or "
+            "--resume force, which renames what is there and starts over",
+        )
+        put_aside(out)
     return done, paths, about
+
+
+def step_of_final(out: str) -> int:
+    """The step of the final model, 0 where there is none; a run that was given more steps has an
+    older one."""
+    with contextlib.suppress(CheckpointError):
+        return int(files.read_json(f"{out}/final/podgrpo.json")["step"])
+    return 0
 
 
 def refuse_other_run(out, flags, resume):
     """Exit 2 where `out` holds something else than this run."""
-    found = {name for name in os.listdir(out) if not re.match(r"tiny-seed|claim\.json$", name)}
+    # A killed process may have left half of the first file.
+    harmless = r"tiny-seed|claim\.json$|.*\.tmp$"
+    found = {name for name in os.listdir(out) if not re.match(harmless, name)}
     if not found:
         return
     # Any directory may be named by mistake.
