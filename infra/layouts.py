@@ -28,7 +28,8 @@ def largest_tp(cfg: ModelConfig, mesh: Mesh) -> int:
     host_devices = sum(device.process_index == process for device in mesh.devices.flat)
     must_divide = host_devices, cfg.K, cfg.F, cfg.V
     sizes = range(1, host_devices + 1)
-    return max(n for n in sizes if all(total % n == 0 for total in must_divide))
+    possible = [n for n in sizes if all(total % n == 0 for total in must_divide)]
+    return max(possible)
 
 
 def smallest_kind_that_fits(weights_gib: float, free_gib: float, tp: int) -> str:
@@ -44,7 +45,8 @@ def rollout_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> tuple[Layo
     """-> (Layout of a kind, or of the one that suits the memory for "auto"; why, in words)."""
     n = mesh.size
     tp = largest_tp(cfg, mesh)
-    weights_gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
+    weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize
+    weights_gib = weight_bytes / 2**30
     why = "as asked"
     free_gib = memory.least_memory(mesh)
     if kind == "auto":
@@ -62,7 +64,7 @@ def rollout_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> tuple[Layo
         dims = training_dp, training_fsdp * training_tp, 1
     rollout_mesh = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
     rows = ("dp",) if kind == "maxtext" else model.ROWS
-    # On TPUs a tile then holds rows and heads, not slots: a step writes one slot of every row.
+    # On TPUs a step then writes complete tiles: one slot of all rows.
     order = "LSKBH" if mesh.devices.flat[0].platform == "tpu" else "LBKSH"
 
     shards = math.prod(dims[1:])
@@ -90,7 +92,8 @@ def rollout_spec(name: str, layout: Layout) -> P:
     """PartitionSpec of a parameter in a rollout."""
     if layout.kind in ("fsdp", "maxtext"):
         return model.spec(name)
-    return P(*("tp" if letter in "NKFV" else None for letter in model.letters(name)))
+    axes = ["tp" if letter in "NKFV" else None for letter in model.letters(name)]
+    return P(*axes)
 
 
 # ---------------------------------------------------------------- moving the weights
@@ -103,27 +106,31 @@ def to_rollout(params: dict, layout: Layout, dtype) -> dict:
 def compiled_move(names: tuple, layout: Layout, dtype):
     """The compiled `to_rollout`, of parameters with these names."""
 
-    def move(weights, specs):
-        weights = {name: jax.device_put(a, model.DEVICE) for name, a in weights.items()}
-        weights = {name: a.astype(dtype) for name, a in weights.items()}
+    def move(a, spec):
+        # With --offload params they come from the host's memory.
+        a = jax.device_put(a, model.DEVICE).astype(dtype)
         if layout.kind == "tp":
             # By way of complete weights, as XLA knows no shorter way, and warns.
-            weights = {name: model.constrain(a, layout.mesh) for name, a in weights.items()}
-        return {name: model.constrain(a, layout.mesh, *specs[name]) for name, a in weights.items()}
+            a = model.constrain(a, layout.mesh)
+        return model.constrain(a, layout.mesh, *spec)
 
-    specs = model.nest({name: rollout_spec(name, layout) for name in names})
-    # The layers are mapped over, so that their specs have lost the L.
-    layer_specs = {name: spec[1:] for name, spec in specs["layers"].items()}
+    specs = {name: rollout_spec(name, layout) for name in names}
+    # In a layer of the stack, weights have lost their dimension L.
+    of_layers = {name: spec[1:] for name, spec in model.nest(specs)["layers"].items()}
+
+    def move_layer(layer):
+        return {name: move(a, of_layers[name]) for name, a in layer.items()}
 
     def move_all(params):
         top = {name: a for name, a in params.items() if name != "layers"}
+        top = {name: move(a, specs[name]) for name, a in top.items()}
         # A layer at a time, as all at once would take their memory twice.
-        layers = jax.lax.map(lambda w: move(w, layer_specs), params["layers"])
-        return move(top, specs) | {"layers": layers}
+        layers = jax.lax.map(move_layer, params["layers"])
+        return top | {"layers": layers}
 
-    # XLA may drop constraints, but not these.
-    out = {name: NamedSharding(layout.mesh, rollout_spec(name, layout)) for name in names}
-    return jax.jit(move_all, out_shardings=model.nest(out))
+    # XLA may drop constraints, but not the shardings of what a program returns.
+    places = {name: NamedSharding(layout.mesh, spec) for name, spec in specs.items()}
+    return jax.jit(move_all, out_shardings=model.nest(places))
 
 
 # ---------------------------------------------------------------- rows and bytes
@@ -151,7 +158,8 @@ def rows_that_fit(cfg: ModelConfig, layout: Layout, dtype, slots: int, resting: 
     # Computed from sizes alone, so that a run that resumes decodes the same rows together.
     shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
     weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
-    free_bytes = memory.least_memory(layout.mesh) * 2**30 - resting - weight_bytes
+    device_bytes = memory.least_memory(layout.mesh) * 2**30
+    free_bytes = device_bytes - resting - weight_bytes
     _, slot_bytes = bytes_read(cfg, layout, dtype)
     rows = 0.5 * free_bytes / (slot_bytes * slots)
     return max(1, int(min(2**30, rows)))
@@ -180,15 +188,15 @@ def state_specs(layout: Layout) -> State:
 @partial(jax.jit, static_argnames=("B", "cfg", "layout", "slots", "dtype"))
 def empty_state(*, B: int, cfg: ModelConfig, layout: Layout, slots: int, dtype) -> State:
     """The state of B rows with an empty cache."""
-    sizes = {"L": cfg.L, "K": cfg.K, "H": cfg.H, "B": B, "S": slots}
+    sizes = {"L": cfg.L, "B": B, "K": cfg.K, "S": slots, "H": cfg.H}
     cache = jnp.zeros([sizes[letter] for letter in layout.order], dtype)
-    state = State(cache, cache, jnp.zeros((B, cfg.D), dtype))
-    return State(
-        *(
-            model.constrain(a, layout.mesh, *spec)
-            for a, spec in zip(state, state_specs(layout), strict=True)
-        )
-    )
+    hidden_BD = jnp.zeros((B, cfg.D), dtype)
+    state = State(cache, cache, hidden_BD)
+
+    def place(a, spec):
+        return model.constrain(a, layout.mesh, *spec)
+
+    return jax.tree.map(place, state, state_specs(layout))
 
 
 @partial(jax.jit, static_argnames=("layout", "slots"))
@@ -198,22 +206,30 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
     index_B: the rows to take, counted within each device's.
     """
     is_cache = a.ndim > 2
-    order = layout.order
+    row_axis = layout.order.index("B")
 
     def resize(a, index_B):
         if not is_cache:
             return jnp.take(a, index_B, 0)
-        sizes = dict(zip(order, a.shape, strict=True)) | {"B": len(index_B), "S": slots}
-        resized = jnp.zeros([sizes[letter] for letter in order], a.dtype)
+        sizes = dict(zip(layout.order, a.shape, strict=True))
+        sizes |= {"B": len(index_B), "S": slots}
+        new = jnp.zeros([sizes[letter] for letter in layout.order], a.dtype)
 
         # A layer at a time, as otherwise a copy of the complete cache would come between.
-        def copy_layer(i, resized):
+        def copy_layer(i, new):
             layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
-            layer = jnp.take(layer, index_B, order.index("B"), mode="clip")
-            return jax.lax.dynamic_update_slice(resized, layer, [i, 0, 0, 0, 0])
+            layer = jnp.take(layer, index_B, row_axis, mode="clip")
+            return jax.lax.dynamic_update_slice(new, layer, [i, 0, 0, 0, 0])
 
-        return jax.lax.fori_loop(0, len(a), copy_layer, resized)
+        return jax.lax.fori_loop(0, len(a), copy_layer, new)
 
-    spec = layout.cache_spec if is_cache else P(layout.rows)
-    specs = dict(in_specs=(spec, P(layout.rows)), out_specs=spec)
-    return jax.shard_map(resize, mesh=layout.mesh, check_vma=False, **specs)(a, index_B)
+    # Rows move within a device only.
+    array_spec = layout.cache_spec if is_cache else P(layout.rows)
+    resize_shards = jax.shard_map(
+        resize,
+        mesh=layout.mesh,
+        in_specs=(array_spec, P(layout.rows)),
+        out_specs=array_spec,
+        check_vma=False,
+    )
+    return resize_shards(a, index_B)

@@ -23,7 +23,8 @@ from infra.cluster import all_gather_hosts
 from infra.layouts import State
 from model import Layout, ModelConfig, Sampling
 
-PREFILL_TOKENS = 4096  # of prompts, which a device runs at once
+# Tokens of prompts that a device runs at once.
+PREFILL_TOKENS = 4096
 
 
 # ---------------------------------------------------------------- generate
@@ -45,8 +46,9 @@ def generate(
 
     weights: of `layouts.to_rollout`. prompts: lists of token ids, this process's, as many in each;
     `group` in succession are equal. key: a row's tokens depend on it and on the row's place among
-    those of all processes, not on the layout. at_once: rows that a device decodes together, 0 = all.
-    stage: tokens of one call of `decode`. progress(rows done, tokens) hears of prefills and stages.
+    those of all processes, not on the layout. at_once: rows that a device decodes together, or 0
+    for all. stage: tokens of one call of `decode`. progress(rows that have ended, tokens) is called
+    after each prefill and stage.
 
     Returns NumPy arrays, a row for each prompt: tokens_BT int32 [B, max_answer], the stop token
     last, then 0; lengths_B, stop token included; truncated_B, no stop token came; logprobs_BT
@@ -55,18 +57,20 @@ def generate(
     prompts_BP, pad_B = pad_prompts(prompts)
     B, width = prompts_BP.shape
     answers = empty_answers(B, max_answer)
-    static = dict(cfg=cfg, layout=layout, steps=min(stage, max_answer), sampling=sampling)
+    steps = min(stage, max_answer)
+    static = dict(cfg=cfg, layout=layout, steps=steps, sampling=sampling)
     waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
     for row_ids in waves:
         # The cache of the last wave goes before the next one is made.
         wave = None
-        slots = slots_for(width, min(stage, max_answer), max_answer)
+        slots = slots_for(width, steps, max_answer)
         wave = prefill_wave(weights, cfg, layout, prompts_BP, pad_B, row_ids, group, slots)
         progress(*totals(answers))
 
         for t in range(0, max_answer, stage):
             until = min(t + stage, max_answer)
             if t > 0:
+                # The cache grows, and rows that have ended leave.
                 slots = slots_for(width, until, max_answer)
                 wave = resize_wave(wave, slots, cfg, layout)
             rows = rows_of(wave, pad_B, layout)
@@ -78,6 +82,7 @@ def generate(
             progress(*totals(answers))
             if not is_live.any():
                 break
+    # Every process has the answers of all.
     first = jax.process_index() * len(prompts)
     return {name: a[first : first + len(prompts)] for name, a in answers.items()}
 
@@ -86,9 +91,14 @@ def pad_prompts(prompts: list) -> tuple:
     """-> (prompts of all processes, padded on the left, int32 [B, P]; how many slots are pads)."""
     longest = max(len(prompt) for prompt in prompts)
     width = padded_length(int(all_gather_hosts(longest).max()))
-    tokens = np.array([[0] * (width - len(prompt)) + prompt for prompt in prompts], np.int32)
-    pads = np.array([width - len(prompt) for prompt in prompts], np.int32)
-    return all_gather_hosts(tokens).reshape(-1, width), all_gather_hosts(pads).ravel()
+    # A pad is token 0. No token attends to it, so that any would do.
+    tokens = np.zeros((len(prompts), width), np.int32)
+    pads = np.zeros(len(prompts), np.int32)
+    for i, prompt in enumerate(prompts):
+        pads[i] = width - len(prompt)
+        tokens[i, pads[i] :] = prompt
+    tokens_BP = all_gather_hosts(tokens).reshape(-1, width)
+    return tokens_BP, all_gather_hosts(pads).ravel()
 
 
 def padded_length(n: int) -> int:
@@ -100,6 +110,7 @@ def padded_length(n: int) -> int:
 
 def slots_for(width: int, until: int, max_answer: int) -> int:
     """Slots of a KV cache for prompts of this width and the first `until` tokens of answers."""
+    # Of few sizes, as each is compiled; but none that is larger than is ever used.
     return min(padded_length(width + until), width + max_answer)
 
 
@@ -114,6 +125,7 @@ def empty_answers(B: int, max_answer: int) -> dict:
 
 def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
     """Write tokens t .. until - 1, as `decode` returns them, into the answers of the rows ids_B."""
+    # The last wave may have places without a row.
     is_row = ids_B >= 0
     ids = ids_B[is_row]
     for name in ("tokens_BT", "logprobs_BT"):
@@ -125,7 +137,8 @@ def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
 def totals(answers: dict) -> tuple[int, int]:
     """-> (rows that have ended, tokens of all rows)"""
     ended = ~answers["truncated_B"]
-    return int(ended.sum()), int(answers["lengths_B"].sum())
+    tokens = answers["lengths_B"].sum()
+    return int(ended.sum()), int(tokens)
 
 
 # ---------------------------------------------------------------- which rows decode together
@@ -139,7 +152,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows that decode together."""
+    """Rows that decode together. Every process holds the same of the NumPy arrays."""
 
     row_ids: np.ndarray  # [shards, rows of a device]: numbers among all rows, -1 for no row
     is_live: np.ndarray  # of each, whether no stop token has come
@@ -163,13 +176,15 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
     B: all rows; shards: parts that they are split into; at_once: most rows of a device in a wave.
     """
+    # Of a device.
     rows = B // shards
     at_once = min(at_once, rows)
     # A device takes complete groups, or equal parts of one.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
-    # Waves of equal size, so that all have one program; the last ones may lack rows.
-    n_waves = math.ceil(rows / (at_once // group * group))
+    # Waves of equal size, so that all run one program, and the last may lack some rows.
+    most_rows = at_once // group * group
+    n_waves = math.ceil(rows / most_rows)
     wave_rows = math.ceil(rows / n_waves / group) * group
     row_ids = np.arange(B).reshape(shards, rows)
     missing = n_waves * wave_rows - rows
@@ -180,6 +195,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 def fewer_rows(live: int, rows: int, weight_bytes: int, row_bytes: int) -> int:
     """Rows of a device that the next stage decodes: the least half, quarter, ... that holds the
     live ones, where a step then reads a tenth less; otherwise all."""
+    # Of few sizes, as each is compiled.
     fewer = rows
     while fewer % 2 == 0 and fewer // 2 >= live:
         fewer //= 2
@@ -200,7 +216,8 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout) -> Wav
     rows = fewer_rows(most_live, rows_before, weight_bytes, slot_bytes * slots)
     if (rows, slots) == (rows_before, wave.slots):
         return wave
-    # Each device keeps its live rows, and some that have ended where others have more live ones.
+    # Each device keeps its live rows, in order. One that has fewer of them than another device
+    # keeps some that have ended, too.
     kept = np.argsort(~wave.is_live, axis=1, kind="stable")[:, :rows]
     index_B = layouts.shard_rows(kept.ravel(), layout)
     arrays = []
@@ -220,19 +237,24 @@ def prefill_wave(
     """The wave of these rows, its prompts in the cache; each `group` rows have the same prompt."""
     dtype = weights["norm_D"].dtype
     state = layouts.empty_state(B=row_ids.size, slots=slots, dtype=dtype, cfg=cfg, layout=layout)
+    # One prompt for each group of rows.
     prompt_ids = row_ids[:, ::group]
     n_prompts = prompt_ids.shape[1]
-    # Some of a device's prompts at a time. The copies for a group take memory, too.
+    # Some of a device's prompts at a time, in equal parts, so that all run one program. The
+    # copies for a group take memory, too.
     prompt_tokens = prompts_BP.shape[1] * max(1, group // 8)
-    fitting = max(1, PREFILL_TOKENS // prompt_tokens)
-    at_once = max(n for n in range(1, n_prompts + 1) if n_prompts % n == 0 and n <= fitting)
+    most = max(1, PREFILL_TOKENS // prompt_tokens)
+    parts = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
+    at_once = max(n for n in parts if n <= most)
     for i in range(0, n_prompts, at_once):
         ids_B = prompt_ids[:, i : i + at_once].ravel()
         prompts = layouts.shard_rows(prompts_BP[ids_B], layout)
         pads = layouts.shard_rows(pad_B[ids_B], layout)
         first = i * group
         state = prefill(weights, state, prompts, pads, first, group=group, cfg=cfg, layout=layout)
-    return Wave(row_ids, row_ids >= 0, slots, jax.block_until_ready(state))
+    # `progress` is called once the prompts have run, and not before.
+    jax.block_until_ready(state)
+    return Wave(row_ids, is_live=row_ids >= 0, slots=slots, state=state)
 
 
 @partial(jax.jit, static_argnames=("cfg", "layout", "group"), donate_argnames="state")
@@ -243,10 +265,13 @@ def prefill(
     B, width = prompts_BP.shape
     if jax.process_index() == 0:
         print(f"tracing prefill: {B} prompts of {width} tokens")
+    # Run them in a cache of their own width.
     dtype = state.hidden_BD.dtype
     empty = layouts.empty_state(B=B, cfg=cfg, layout=layout, slots=width, dtype=dtype)
     positions = jnp.arange(width) - pad_B[:, None]
-    mask = (positions >= 0)[:, None] & jnp.tri(width, dtype=bool)
+    # A token attends to the tokens before it and to itself, and to no pads.
+    is_token = (positions >= 0)[:, None]
+    mask = is_token & jnp.tri(width, dtype=bool)
     positions = jnp.maximum(positions, 0)
     cache = empty.keys, empty.values
     hidden_BD, cache = model.cached_forward(
@@ -256,12 +281,13 @@ def prefill(
     def put(a, new, first):
         row_axis = layout.order.index("B") if a.ndim > 2 else 0
         start = [first * (axis == row_axis) for axis in range(a.ndim)]
-        return jax.lax.dynamic_update_slice(a, jnp.repeat(new, group, row_axis), start)
+        copies = jnp.repeat(new, group, row_axis)
+        return jax.lax.dynamic_update_slice(a, copies, start)
 
     def put_all(state, new, first):
-        return State(*(put(a, n, first) for a, n in zip(state, new, strict=True)))
+        return jax.tree.map(lambda a, n: put(a, n, first), state, new)
 
-    # Rows are counted within each device, so in a shard_map.
+    # In a shard_map, as rows are counted within each device.
     specs = layouts.state_specs(layout)
     put_all = jax.shard_map(
         put_all, mesh=layout.mesh, in_specs=(specs, specs, P()), out_specs=specs
@@ -333,12 +359,14 @@ def decode(
 
 def draw(weights, state: State, rows: Rows, key, t, layout: Layout, sampling: Sampling) -> tuple:
     """Token t of each row, from its hidden state -> (token_B, logprob_B)."""
+    # Logits in float32, the vocabulary split over tp.
     z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))
     z_BV = model.constrain(z_BV, layout.mesh, layout.rows, "tp")
 
-    # Of the key, the row and t alone: the same in every layout, wave and stage.
     def uniform(row_id):
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, t), row_id))
+        # Of the key, t and the row alone: the same in every layout, wave and stage.
+        key_of_row = jax.random.fold_in(jax.random.fold_in(key, t), row_id)
+        return jax.random.uniform(key_of_row)
 
     sample = jax.shard_map(
         partial(model.sample, sampling=sampling),
@@ -361,12 +389,31 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, B: int, slots: int):
         name: abstract(shape, dtype, layouts.rollout_spec(name, layout))
         for name, shape in model.shapes(cfg).items()
     }
-    static = dict(cfg=cfg, layout=layout)
-    state = jax.eval_shape(partial(layouts.empty_state, B=B, slots=slots, dtype=dtype, **static))
-    specs = layouts.state_specs(layout)
-    state = State(*(abstract(a.shape, a.dtype, spec) for a, spec in zip(state, specs, strict=True)))
-    rows = Rows(*(abstract((B,), kind, P(layout.rows)) for kind in ("int32", "int32", "bool")))
+    make_state = partial(layouts.empty_state, B=B, cfg=cfg, layout=layout, slots=slots, dtype=dtype)
+    state = jax.tree.map(
+        lambda a, spec: abstract(a.shape, a.dtype, spec),
+        jax.eval_shape(make_state),
+        layouts.state_specs(layout),
+    )
+    by_rows = P(layout.rows)
+    rows = Rows(
+        pad_B=abstract((B,), jnp.int32, by_rows),
+        id_B=abstract((B,), jnp.int32, by_rows),
+        live_B=abstract((B,), bool, by_rows),
+    )
     key = jax.eval_shape(jax.random.key, 0)
-    now = slots - 1, 0, 1  # the first token, after prompts that leave it one slot
-    static |= dict(steps=128, sampling=Sampling())
-    return decode.lower(model.nest(weights), state, rows, key, *now, **static)
+    # The first token of answers to prompts that leave one slot.
+    width, t, until = slots - 1, 0, 1
+    return decode.lower(
+        model.nest(weights),
+        state,
+        rows,
+        key,
+        width,
+        t,
+        until,
+        cfg=cfg,
+        layout=layout,
+        steps=128,
+        sampling=Sampling(),
+    )

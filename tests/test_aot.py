@@ -173,7 +173,8 @@ def decode_loops(*flags):
     """Loops of 128 rows as compiled -> of each the layout and GB a step, on a device: the weights
     and the cache, all that is read and written, what collectives move; then the largest copy, as a
     share of a layer's cache."""
-    printed = compile_elsewhere(ROOT / "model.py", "--prompt 1024 --answer 256", *flags)
+    bench = ROOT / "tools/bench_rollout.py"
+    printed = compile_elsewhere(bench, "--prompt 1024 --answer 256", *flags)
     layouts = re.findall(r"^\S+ on \S+: (\w+)", printed, re.M)
     figures = re.findall(
         r"least ([\d.]+) GB .* compiled ([\d.]+) GB .* "

@@ -1,79 +1,184 @@
-"""What a compiled decode loop reads, writes and moves."""
+"""What a compiled decode loop reads, writes and moves, from the text of its program."""
 
 import math
 import re
+from typing import NamedTuple
 
-import numpy as np
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # no bytes are touched
+MOVES = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "convert"}
 
 
-def computations(hlo):
-    """A compiled program's text -> {computation: {instruction: (type, op, operands, what it calls, a
-    parameter's number)}}, the entry and each root last."""
-    comps = {}
-    for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
+class Instruction(NamedTuple):
+    type: str  # of its result: "bf16[36,2,128]{2,1,0:T(8,128)}", or a tuple of such
+    op: str
+    operands: list  # names
+    calls: str  # the computation that a fusion or a loop runs, or ""
+    arguments: str  # the text between the parentheses: of a parameter, its number
+
+
+class Traffic(NamedTuple):
+    """Bytes of a step on a device."""
+
+    device_memory: int  # that instructions read and write
+    moved: int  # operands and results of collectives
+    largest_copy: int  # the result of the largest copy or relayout
+
+
+def loop_traffic(hlo: str, layers: int) -> Traffic:
+    """The traffic of a step of the decode loop in a compiled program's text.
+
+    Counted are the operands and results of each top-level instruction in the loop's body, and
+    `layers` times those of the loop inside. What is sliced, or updated in place, counts as the
+    slice. What lies in a TPU's VMEM does not count, other than for collectives.
+    """
+    program = Program(hlo, layers)
+    entry = list(program.computations)[-1]
+    # There are smaller loops, such as a sort's; the decode loop has the most traffic.
+    loops = [i.calls for i in program.computations[entry].values() if i.op == "while"]
+    return max(map(program.traffic, loops), key=lambda traffic: traffic.device_memory)
+
+
+def parse(hlo: str) -> dict:
+    """{computation: {name: Instruction}}; the entry comes last, and so does each root."""
+    computations = {}
+    for computation, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
+        instructions = {}
         lines = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$", body, re.M)
-        comps[name] = {name: (kind, op, re.findall(r"%([\w.-]+)", rest.split("), ")[0]),
-                              (re.findall(r"(?:calls|body)=%([\w.-]+)", rest) or [0])[0], rest.split(")")[0])
-                       for name, kind, op, rest in lines}
-    return comps
+        for name, result_type, op, rest in lines:
+            operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
+            calls = re.search(r"(?:calls|body)=%([\w.-]+)", rest)
+            called = calls[1] if calls else ""
+            arguments = rest.split(")")[0]
+            instructions[name] = Instruction(result_type, op, operands, called, arguments)
+        computations[computation] = instructions
+    return computations
 
-def loop_traffic(hlo, layers):
-    """Of the decode loop in a compiled program's text -> bytes a step: [what instructions read and write in
-    device memory, what collectives move, the largest copy or relayout]. Counted are operands and results of
-    each top-level instruction of the loop's body, the inner loop's `layers` times; what is sliced or updated
-    in place, as the slice; what lies in a TPU's VMEM, S(1), not at all, but for collectives."""
-    comps = computations(hlo)
-    def arrays(kind):
-        """[(bytes, in device memory?)] of a type."""
-        found = re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", kind)
-        return [(math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8, "S(" not in layout)
-                for bits, dims, layout in found]
-    def size(comp, name):
-        return arrays(comps[comp][name][0])[0][0]
-    def read(comp, user, value):
+
+def array_sizes(type_text: str) -> list[tuple[int, bool]]:
+    """[(bytes, whether it lies in device memory)] of the arrays of a type."""
+    found = re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", type_text)
+    sizes = []
+    for bits, dims, layout in found:
+        elements = math.prod(int(n) for n in dims.split(",") if n)
+        # A pred has no number of bits; S(1) is a TPU's VMEM.
+        sizes.append((elements * int(bits or 8) // 8, "S(" not in layout))
+    return sizes
+
+
+def bytes_in_device_memory(type_text: str) -> int:
+    return sum(size for size, in_memory in array_sizes(type_text) if in_memory)
+
+
+class Program:
+    """A compiled program."""
+
+    def __init__(self, hlo: str, layers: int):
+        self.computations = parse(hlo)
+        self.layers = layers  # times that a loop inside the decode loop runs
+
+    def size(self, computation: str, name: str) -> int:
+        """Bytes of a value, the first one of a tuple."""
+        return array_sizes(self.computations[computation][name].type)[0][0]
+
+    def bytes_read(self, computation: str, name: str, operand: str) -> int:
         """Bytes that an instruction reads of one of its operands."""
-        _, op, operands, calls, _ = comps[comp][user]
-        if op == "fusion":
-            return sum(used(calls, name) for name, (_, inner, *_, number) in comps[calls].items()
-                       if inner == "parameter" and operands[int(number)] == value)
-        if op == "bitcast":
-            return used(comp, user)
-        if op in ("dynamic-slice", "slice", "gather") and value == operands[0]:
-            return size(comp, user)
-        return 0 if op == "dynamic-update-slice" and value == operands[0] else size(comp, value)
-    def used(comp, value):
-        """Bytes of a value inside a fusion that are read: all if it is the result."""
-        reads = [read(comp, user, value) for user, i in comps[comp].items() if value in i[2]]
-        return min(sum(reads), size(comp, value)) if reads else size(comp, value)
-    def written(comp, name):
-        """Bytes of each result that are written."""
-        kind, op, operands, calls, _ = comps[comp][name]
-        if op == "tuple":
-            return [n for operand in operands for n in written(comp, operand)]
-        if op == "fusion":
-            return written(calls, list(comps[calls])[-1])
-        if op == "bitcast":
-            return written(comp, operands[0])
-        return [size(comp, operands[1])] if op == "dynamic-update-slice" else [arrays(kind)[0][0]]
-    def walk(comp):
-        total = np.zeros(3)
-        moves = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "convert"}
-        free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
-        for name, (kind, op, operands, calls, _) in comps[comp].items():
-            types = [arrays(comps[comp][o][0]) for o in operands]
-            inside = {inner[1] for inner in comps[calls].values()} if op == "fusion" else {op}
-            if op == "while":
-                more = walk(calls)
-                total = np.append(total[:2] + layers * more[:2], max(total[2], more[2]))
-            elif op.startswith(("all-", "reduce-scatter", "collective-")) and not op.endswith("-done"):
-                total[:2] += sum(n for array in (arrays(kind), *types) for n, _ in array)
-            elif op.endswith("-start"):
-                total[0] += sum(n * here for n, here in arrays(kind))
-            elif op not in free and not op.endswith("-done"):
-                total[0] += sum(read(comp, name, o) for o, array in zip(operands, types) if array[0][1])
-                total[0] += sum(n * here for n, (_, here) in zip(written(comp, name), arrays(kind)))
-            if inside & moves and inside <= moves | free:
-                total[2] = max(total[2], max(n * here for n, here in arrays(kind)))
+        instruction = self.computations[computation][name]
+        is_first = operand == instruction.operands[0]
+        if instruction.op == "fusion":
+            inside = self.computations[instruction.calls]
+            parameters = [p for p, i in inside.items() if i.op == "parameter"]
+            return sum(
+                self.bytes_used(instruction.calls, p)
+                for p in parameters
+                if instruction.operands[int(inside[p].arguments)] == operand
+            )
+        if instruction.op == "bitcast":
+            return self.bytes_used(computation, name)
+        if instruction.op in ("dynamic-slice", "slice", "gather") and is_first:
+            return self.size(computation, name)
+        if instruction.op == "dynamic-update-slice" and is_first:
+            # It is updated in place.
+            return 0
+        return self.size(computation, operand)
+
+    def bytes_used(self, computation: str, name: str) -> int:
+        """Bytes of a value inside a fusion that its users read; all, if it is the result."""
+        instructions = self.computations[computation]
+        users = [user for user, i in instructions.items() if name in i.operands]
+        size = self.size(computation, name)
+        if not users:
+            return size
+        return min(size, sum(self.bytes_read(computation, user, name) for user in users))
+
+    def bytes_written(self, computation: str, name: str) -> list[int]:
+        """Bytes of each result that an instruction writes."""
+        instruction = self.computations[computation][name]
+        operands = instruction.operands
+        if instruction.op == "tuple":
+            return [n for operand in operands for n in self.bytes_written(computation, operand)]
+        if instruction.op == "fusion":
+            root = list(self.computations[instruction.calls])[-1]
+            return self.bytes_written(instruction.calls, root)
+        if instruction.op == "bitcast":
+            return self.bytes_written(computation, operands[0])
+        # Of an update in place, the new values.
+        if instruction.op == "dynamic-update-slice":
+            return [self.size(computation, operands[1])]
+        return [self.size(computation, name)]
+
+    def traffic(self, computation: str) -> Traffic:
+        """The traffic of a computation that runs once."""
+        device_memory = moved = largest_copy = 0
+        for name, instruction in self.computations[computation].items():
+            # A loop inside is that over the layers.
+            if instruction.op == "while":
+                inside = self.traffic(instruction.calls)
+                device_memory += self.layers * inside.device_memory
+                moved += self.layers * inside.moved
+                largest_copy = max(largest_copy, inside.largest_copy)
+            else:
+                is_moved = is_collective(instruction.op)
+                moved += self.bytes_moved(computation, name) if is_moved else 0
+                device_memory += self.bytes_touched(computation, name)
+            if self.is_copy(instruction):
+                sizes = [n for n, in_memory in array_sizes(instruction.type) if in_memory]
+                largest_copy = max([largest_copy, *sizes])
+        return Traffic(device_memory, moved, largest_copy)
+
+    def bytes_moved(self, computation: str, name: str) -> int:
+        """Bytes of the operands and results of a collective."""
+        instruction = self.computations[computation][name]
+        types = [self.computations[computation][o].type for o in instruction.operands]
+        return sum(size for t in (instruction.type, *types) for size, _ in array_sizes(t))
+
+    def bytes_touched(self, computation: str, name: str) -> int:
+        """Bytes of device memory that a top-level instruction reads and writes."""
+        instruction = self.computations[computation][name]
+        if is_collective(instruction.op):
+            # These go through device memory on both sides.
+            return self.bytes_moved(computation, name)
+        # What was started is counted at its start.
+        if instruction.op in FREE or instruction.op.endswith("-done"):
+            return 0
+        if instruction.op.endswith("-start"):
+            return bytes_in_device_memory(instruction.type)
+        total = 0
+        for operand in instruction.operands:
+            _, in_memory = array_sizes(self.computations[computation][operand].type)[0]
+            total += self.bytes_read(computation, name, operand) if in_memory else 0
+        written = self.bytes_written(computation, name)
+        for size, (_, in_memory) in zip(written, array_sizes(instruction.type), strict=False):
+            total += size if in_memory else 0
         return total
-    loops = [calls for _, op, _, calls, _ in comps[list(comps)[-1]].values() if op == "while"]
-    return max(map(walk, loops), key=lambda total: total[0])
+
+    def is_copy(self, instruction: Instruction) -> bool:
+        """Whether an instruction changes nothing but where and how values lie."""
+        ops = {instruction.op}
+        if instruction.op == "fusion":
+            ops = {inner.op for inner in self.computations[instruction.calls].values()}
+        return bool(ops & MOVES) and ops <= MOVES | FREE
+
+
+def is_collective(op: str) -> bool:
+    prefixes = "all-", "reduce-scatter", "collective-"
+    return op.startswith(prefixes) and not op.endswith("-done")
