@@ -107,6 +107,7 @@ def device_bytes(tree) -> int:
 def device_metrics(mesh, flops: float, seconds: float) -> dict:
     """Model FLOP utilisation of an update of so many operations, and memory of the fullest device.
     None where the chip's peak is not known, or a backend does not tell its memory."""
+    # The operations that all devices could have done in that time.
     peak = chip(mesh.devices.flat[0]).flops * mesh.size * seconds
     metrics = {"mfu": flops / peak if peak else None}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -191,9 +192,13 @@ class UpdatePrograms:
 
 @functools.cache
 def update_gib(micro_batch, width, cfg, model_cfg, mesh, programs) -> tuple[float, bool]:
-    """-> (GiB of a device in an update, does it fit), with all that rests there meanwhile."""
+    """-> (GiB of a device in an update, does it fit), with all that rests there.
+
+    micro_batch: rows of a device, of `width` tokens. Compiled once a process for equal arguments.
+    """
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
+    # GRPO steps have more fields than supervised ones, and so take more.
     fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
     rows = abstract_rows(fields, micro_batch, width, mesh)
     static = dict(cfg=cfg, mesh=mesh)
@@ -231,7 +236,9 @@ def largest_that_fits(need: Callable, limit: float, most: int) -> tuple[int, dic
     confirmed.
     """
     tried = {}
-    fits, too_many = 0, most + 1
+    # The answer is at least `fits`, and below `too_many`.
+    fits = 0
+    too_many = most + 1
     guess = most
     while fits + 1 < too_many:
         tried[guess] = need(guess)

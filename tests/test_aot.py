@@ -24,9 +24,7 @@ def compile_elsewhere(*command, **options):
     # that users have; in bfloat16, splash attention refuses more. And JAX cannot read programs for
     # absent devices back from its compilation cache.
     environment = dict(
-        XLA_FLAGS="",
-        JAX_DEFAULT_MATMUL_PRECISION="default",
-        JAX_ENABLE_COMPILATION_CACHE="false",
+        XLA_FLAGS="", JAX_DEFAULT_MATMUL_PRECISION="default", JAX_ENABLE_COMPILATION_CACHE="false"
     )
     return run(sys.executable, *arguments(command), **environment, **options)
 
@@ -42,8 +40,8 @@ def update_gib(tmp_path, loss_impl, *micro_batches):
     sweep = ",".join(map(str, micro_batches))
     half = ROW_TOKENS // 2
     printed = compile_elsewhere(
-        ROOT / "train.py",
-        f"--plan v6e-8 --max_prompt {half} --max_answer {half} --loss_impl {loss_impl}",
+        ROOT / "tools/plan.py",
+        f"v6e-8 --max_prompt {half} --max_answer {half} --loss_impl {loss_impl}",
         f"--sweep micro_batch={sweep}",
         "--model",
         tmp_path,
@@ -79,8 +77,8 @@ def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
 
 # ---------------------------------------------------------------- the loss
 def loss_temp(flags):
-    """`python kernel.py FLAGS`, of absent TPUs -> {implementation: GB of temp a device}"""
-    printed = compile_elsewhere(ROOT / "kernel.py", flags)
+    """What `bench_loss.py FLAGS` prints of absent TPUs -> {implementation: GB of temp a device}"""
+    printed = compile_elsewhere(ROOT / "tools/bench_loss.py", flags)
     found = re.findall(r"^\S+ (\w+) +temp ([\d.]+) GB", printed, re.M)
     return {impl: float(gb) for impl, gb in found}
 

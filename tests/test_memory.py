@@ -22,6 +22,7 @@ from conftest import SMALL, arguments, read_jsonl, restored_signals
 import train
 from infra import data, layouts, memory
 from test_kernel import mesh
+from tools import plan
 
 
 # ---------------------------------------------------------------- the largest micro-batch that fits
@@ -43,7 +44,7 @@ def search(gib, most, limit=30.1, estimated=True):
         fits = gib(n) <= limit
         return (gib(n) if fits or estimated else 99.0), fits
 
-    return memory.largest(need, limit, most)[0], asked
+    return memory.largest_that_fits(need, limit, most)[0], asked
 
 
 def test_micro_batch_is_found_by_few_compilations():
@@ -65,17 +66,18 @@ def test_micro_batch_is_found_by_few_compilations():
 def fresh_answers(tmp_path, monkeypatch):
     """Nothing is known of earlier compilations: not from this process, nor from earlier runs."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    needed = train.needed
-    needed.cache_clear()
+    update_gib = memory.update_gib
+    update_gib.cache_clear()
 
     # The flag changes no program; without it each is traced once.
-    def needed_without_flag(micro_batch, width, cfg, shape, on):
-        return needed(micro_batch, width, dataclasses.replace(cfg, micro_batch=0), shape, on)
+    def update_gib_without_flag(micro_batch, width, cfg, model_cfg, mesh, programs):
+        cfg = dataclasses.replace(cfg, micro_batch=0)
+        return update_gib(micro_batch, width, cfg, model_cfg, mesh, programs)
 
-    needed_without_flag.cache_clear = needed.cache_clear
-    monkeypatch.setattr(train, "needed", needed_without_flag)
+    update_gib_without_flag.cache_clear = update_gib.cache_clear
+    monkeypatch.setattr(memory, "update_gib", update_gib_without_flag)
     yield
-    needed.cache_clear()
+    update_gib.cache_clear()
 
 
 def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, monkeypatch, capsys):
@@ -83,24 +85,27 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 
     def choose(micro_batch=0):
         asked = dataclasses.replace(cfg, micro_batch=micro_batch)
-        return memory.choose_micro_batch(asked, SMALL, mesh(), 32)
+        return memory.choose_micro_batch(asked, SMALL, mesh(), 32, train.UPDATE)
+
+    def needed(micro_batch):
+        return memory.update_gib(micro_batch, 32, cfg, SMALL, mesh(), train.UPDATE)
 
     def with_memory(gib):
-        train.needed.cache_clear()
+        memory.update_gib.cache_clear()
         monkeypatch.setattr(memory, "device_memory", lambda device: gib)
 
-    one = train.needed(1, 32, cfg, SMALL, mesh())[0]
-    three = train.needed(3, 32, cfg, SMALL, mesh())[0]
+    one = needed(1)[0]
+    three = needed(3)[0]
     assert one < three
     assert choose() == 3
 
     # Memory for two rows, where it is about linear.
     with_memory(0.4 * one + 0.6 * three)
     found = choose()
-    fitting = [n for n in (1, 2, 3) if train.needed(n, 32, cfg, SMALL, mesh())[1]]
+    fitting = [n for n in (1, 2, 3) if needed(n)[1]]
     assert found == max(fitting) < 3
     # What was found is kept in the user's cache, which spares the next run the search.
-    with mock.patch.object(train, "needed", side_effect=AssertionError("compiled again")):
+    with mock.patch.object(memory, "update_gib", side_effect=AssertionError("compiled again")):
         assert choose() == found
     assert choose(found) == found
     with pytest.raises(SystemExit):
@@ -116,10 +121,10 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 
 
 # ---------------------------------------------------------------- the plan of devices that are here
-def plan(*flags):
-    """What `train.py --plan` prints, in this process."""
+def printed_plan(*words):
+    """What `python tools/plan.py` prints, in this process."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        train.main(arguments(["--plan", *flags]))
+        plan.main(arguments(words))
     return out.getvalue()
 
 
@@ -128,7 +133,7 @@ def swept(tmp_path_factory):
     """A plan of two micro-batches: its text, the files it left, the rows of its own file."""
     directory = tmp_path_factory.mktemp("plan")
     with contextlib.chdir(directory):
-        text = plan("--sweep micro_batch=4,8")
+        text = printed_plan("--sweep micro_batch=4,8")
     lines = (directory / "plan-here.jsonl").read_text().splitlines()
     return SimpleNamespace(
         text=text, left=os.listdir(directory), rows=[json.loads(line) for line in lines]
@@ -148,7 +153,7 @@ def test_plan_of_a_sweep_is_a_table_and_a_file(swept):
 def test_plan_of_a_rollout_in_waves_makes_them_equal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(layouts, "rows_that_fit", lambda *_: 24)
-    assert "32 rows per device, 16 at once" in plan("--micro_batch 8")
+    assert "32 rows per device, 16 at once" in printed_plan("here --micro_batch 8")
 
 
 def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
@@ -158,11 +163,49 @@ def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     per_row = (eight - four) / 4
     # Memory for ten rows, and not for eleven.
     monkeypatch.setattr(memory, "device_memory", lambda device: eight + 2.5 * per_row)
-    text = plan("--max_answer 40 --sweep loss_impl=jax")
+    text = printed_plan("--max_answer 40 --sweep loss_impl=jax")
     assert re.search(r"^ +~ +4 .* fits$", text, re.M), text
     assert re.search(r"^ +8 .* fits$", text, re.M), text
     assert re.search(r"^ +\d+ .* GiB too much$", text, re.M), text
     assert re.fullmatch(r"largest that fits: micro_batch (9|10|11)", text.splitlines()[-1]), text
+
+
+# fmt: off
+MISTAKES = {  # arguments: what the message must say
+    "v9-8": "v9-8 is not one of v4-, v5p-, v5litepod- or v6e-",
+    "v9z-8": "v9z-8 is not one of",
+    "v6e-12": "v6e-12 is not one of",
+    "--sweep": "--sweep",
+    "--sweep lr=1,2": "is not a list such as",
+    "--sweep micro_batch=": "is not a list such as",
+    "--sweep micro_batch=x": "sweep = micro_batch=x",
+    "--sweep micro_batch=1,": "invalid literal",
+    "--sweep micro_batch=-3": "micro_batch = -3",
+    "--sweep max_answer=0": "max_answer = 0",
+    "--sweep remat=foo": "remat = foo is none of",
+    "here --sweep micro_batch=8,-3": "micro_batch = -3",
+    "here --bacth 4": "--bacth",
+    "--mesh 3,-1,1": "a multiple of 3 devices; there are 8",
+    "--batch 1 --npq 6": "batch*npq = 1*6 = 6 sequences per host do not divide over 8",
+}
+# fmt: on
+
+
+def test_mistakes_in_a_plan_are_refused_before_it_compiles(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    compiled = AssertionError("something was compiled")
+    monkeypatch.setattr(memory, "compiled_gib", mock.Mock(side_effect=compiled))
+    held = len(jax.live_arrays())
+    no_type = ([""], "is not one of")
+    for words, wanted in [*MISTAKES.items(), no_type]:
+        with pytest.raises(SystemExit) as refusal:
+            plan.main(arguments([words]))
+        message = capsys.readouterr().err
+        assert refusal.value.code == 2, (words, message)
+        assert message.count("\n") == 1 and "Traceback" not in message, (words, message)
+        assert wanted in message, f"{words}: {message!r} does not say {wanted!r}"
+    assert len(jax.live_arrays()) <= held, "device memory was taken"
+    assert not os.listdir(), "a mistake leaves a file"
 
 
 # ---------------------------------------------------------------- runs that end early
@@ -196,7 +239,7 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
     flags = (
         "--sft_steps 0 --steps 3 --batch 4 --npq 4 --minibatches 2 --save_every 0 --eval_data none"
     )
-    whole = train.accumulate
+    original = train.accumulate
     calls = []
 
     def full(*args, **kwargs):
@@ -205,9 +248,9 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
         if len(calls) > 4:
             what = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate."
             raise jax.errors.JaxRuntimeError(what)
-        return whole(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    full.lower = whole.lower
+    full.lower = original.lower
     with mock.patch.object(train, "accumulate", full), pytest.raises(SystemExit) as end:
         train_here(flags, "--out run")
     text = capsys.readouterr().err
@@ -221,25 +264,27 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
 
 
 def test_only_updates_skipped_in_a_row_end_a_run():
-    run = SimpleNamespace(skipped=0, saving=None, done=0)
-    cfg = train.Config()
+    saver = mock.Mock(newest=0)
     nine = [np.nan] * 9
-    train.note_skipped(1, [*nine, 1.0], cfg, run)
-    train.note_skipped(2, [1.0, *nine], cfg, run)
+    skipped = 0
+    for step, norms in enumerate([[*nine, 1.0], [1.0, *nine]], 1):
+        skipped = train.count_skipped(step, norms, skipped)
+        train.end_if_diverged(step, skipped, "out", saver)
+    skipped = train.count_skipped(3, [np.nan], skipped)
     with pytest.raises(SystemExit):
-        train.note_skipped(3, [np.nan], cfg, run)
+        train.end_if_diverged(3, skipped, "out", saver)
 
 
 def spoil_advantages(monkeypatch, bad_steps, terminated_in=None):
     """Advantages of some GRPO steps, counted over all runs, are NaN; in one SIGTERM comes."""
-    whole = train.group_advantages
+    original = train.group_advantages
     calls = itertools.count(1)
 
     def spoilt(*args):
         step = next(calls)
         if step == terminated_in:
             signal.raise_signal(signal.SIGTERM)
-        advantages = whole(*args)
+        advantages = original(*args)
         return np.full_like(advantages, np.nan) if step in bad_steps else advantages
 
     monkeypatch.setattr(train, "group_advantages", spoilt)

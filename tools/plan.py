@@ -1,100 +1,240 @@
-"""Memory and time of a run, compiled for devices that are not here."""
+"""What fits the devices of a TPU slice, or of this machine, and how long a step takes there:
+`python tools/plan.py v6e-8 --model DIR`; without a type, of this machine.
 
+Programs are compiled and not run: the devices need not be here, and of the model a config.json is
+enough. The other flags are train.py's. The last line names the largest micro-batch that fits.
+"""
+
+import argparse
 import dataclasses
 import json
-import tempfile
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
 
 import model
 import train
-from infra import data, files, hf, layouts, memory, rollout
+from infra import cluster, data, flags, hf, layouts, log, memory, packing, rollout
+from infra.files import CheckpointError
 from infra.log import check, exit_on, say
+from infra.state import abstract_state
 
-ASSUMED_MFU = 0.4  # of the update; MaxText reaches 0.45 with an 8B on v6e
-
+# Of the update. MaxText reaches 0.45 with an 8B model on v6e.
+ASSUMED_MFU = 0.4
+# What --sweep can try several values of.
 SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
 
-def plan_memory(cfg, shape, mesh, width):
-    """Print what micro-batches take of a device -> of the largest that fits, or of the one that cfg says."""
-    limit, tried = memory.device_memory(mesh.devices.flat[0]), {}
-    say(f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat {cfg.remat}, offload "
-        f"{cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}")
-    def need(n):
-        say(f"compiling the update with micro_batch {n} ...")
-        return train.needed(n, width, cfg, shape, mesh)
+
+# ---------------------------------------------------------------- the command line
+def split_arguments(argv: list[str]) -> tuple[str, str, list[str]]:
+    """Command line -> (type of devices, --sweep, the words that are for train.py)."""
+    device_type = "here"
+    if argv and not argv[0].startswith("-"):
+        device_type, *argv = argv
+    usage = "python tools/plan.py [v6e-8 or such | here] [--sweep name=a,b] [--flag value ...]"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, allow_abbrev=False)
+    # One line and exit code 2, as for every mistake.
+    parser.error = lambda message: check(False, f"{message}; see --help")
+    parser.add_argument("--sweep", default="", help=f"values of one of {', '.join(SWEPT)}")
+    args, train_flags = parser.parse_known_args(argv)
+    return device_type, args.sweep, train_flags
+
+
+def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
+    """`name=a,b` -> [{name: a}, {name: b}]; of no sweep [{}]. Exits 2 for wrong values."""
+    if not sweep:
+        return [{}]
+    name, _, values = sweep.partition("=")
+    check(
+        values and name in SWEPT,
+        f"sweep = {sweep} is not a list such as micro_batch=8,16, of {', '.join(SWEPT)}",
+    )
+    # A flag's values have the type of its default.
+    with exit_on(ValueError, f"sweep = {sweep}"):
+        settings = [{name: type(getattr(cfg, name))(value)} for value in values.split(",")]
+    # A flag with choices has the type Literal of them.
+    choices = get_args(train.Config.__annotations__[name])
+    for setting in settings:
+        flags.check_numbers(dataclasses.replace(cfg, **setting))
+        value = setting[name]
+        check(not choices or value in choices, f"{name} = {value} is none of {choices}")
+    return settings
+
+
+# ---------------------------------------------------------------- the memory of the update
+def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict]:
+    """Compile the update with --micro_batch, or with several to find the largest that fits.
+
+    limit: GiB of a device. -> (that micro-batch, 0 if it is too much; {each that was compiled: (GiB
+    that it takes of a device, does it fit)})
+    """
+    width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
+    say(
+        f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat {cfg.remat}, "
+        f"offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
+    )
+
+    def need(micro_batch):
+        say(f"compiling the update with micro_batch {micro_batch} ...")
+        return memory.update_gib(micro_batch, width, cfg, model_cfg, mesh, train.UPDATE)
+
     if cfg.micro_batch:
-        tried[cfg.micro_batch] = need(cfg.micro_batch)
-        low = cfg.micro_batch * tried[cfg.micro_batch][1]
-    else:
-        kept = shape.L * width * shape.D * jnp.dtype(cfg.dtype).itemsize / 2 ** 30  # at least, of a row
-        low, tried = memory.largest(need, limit, int(min(1024, 1 + limit // kept)))
-    a, b = sorted(tried)[0], sorted(tried)[min(1, len(tried) - 1)]
-    slope = (tried[b][0] - tried[a][0]) / max(1, b - a)
+        gib, fits = need(cfg.micro_batch)
+        return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}
+    # Of each row at least the inputs of all layers are kept.
+    row_gib = model_cfg.L * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / memory.GIB
+    most = int(min(1024, 1 + limit // row_gib))
+    return memory.largest_that_fits(need, limit, most)
+
+
+def print_update(largest: int, compiled: dict, limit: float) -> None:
+    """A line for each micro-batch that was compiled, and with ~ for powers of two."""
+    estimated = {}
+    if len(compiled) > 1:
+        # Memory grows about linearly: these lie on the line through the smallest two.
+        n0, n1 = sorted(compiled)[:2]
+        gib0, gib1 = compiled[n0][0], compiled[n1][0]
+        slope = (gib1 - gib0) / (n1 - n0)
+        for n in [2**i for i in range(11) if 2**i <= 2 * largest]:
+            gib = gib0 + (n - n0) * slope
+            estimated[n] = gib, gib <= limit
     say(f"{'micro_batch':>12} {'peak GiB':>10}")
-    for n in sorted({2 ** i for i in range(11) if len(tried) > 1 and 2 ** i <= 2 * low} | set(tried)):
-        gib = tried[n][0] if n in tried else tried[a][0] + (n - a) * slope
-        fits = tried[n][1] if n in tried else gib <= limit
-        say(f"{'' if n in tried else '~':>5}{n:7} {gib:10.2f}  "
-            + ("fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"))
-    return {"micro_batch": low, "gib": tried[low or a][0], "limit_gib": limit}
+    for n, (gib, fits) in sorted((estimated | compiled).items()):
+        mark = "" if n in compiled else "~"
+        # What the compiler refuses may seem to fit.
+        verdict = "fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"
+        say(f"{mark:>5}{n:7} {gib:10.2f}  {verdict}")
 
-def plan_time(cfg, shape, layout, mesh):
-    """Print what a step takes where all prompts and answers have their full length, with the arithmetic."""
-    length, sequences, n = cfg.max_prompt + cfg.max_answer, cfg.batch * cfg.npq * train.hosts(mesh), mesh.size
-    (weights, slot), device = layouts.bytes_read(shape, layout, cfg.dtype), mesh.devices.flat[0]
-    resident, shards = memory.on_device(train.abstract_state(cfg, shape, mesh)), layouts.row_shards(layout)
-    most, chip = layouts.rows_that_fit(shape, layout, cfg.dtype, length, resident), memory.chip(device)
+
+# ---------------------------------------------------------------- the rollout, and the time
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How a step's answers are decoded, where all have their full length."""
+
+    sequences: int  # answers of a step
+    rows: int  # of a device
+    at_once: int  # of these, decoded together: a wave
+    waves: int
+    gib: float  # of a device while it decodes, parameters and optimizer included
+    resting_gib: float  # parameters and optimizer
+    fits: bool
+
+
+def plan_rollout(cfg, model_cfg, layout, mesh) -> RolloutPlan:
+    """Compile the decode loop for prompts and answers of full length."""
+    slots = cfg.max_prompt + cfg.max_answer
+    sequences = cfg.batch * cfg.npq * cluster.host_count(mesh)
+    shards = layouts.row_shards(layout)
+    resting = memory.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
+    most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, slots, resting)
     waves, _ = rollout.plan_waves(sequences, shards, cfg.npq, most)
-    rows, at_once, held = sequences // shards, waves[0].shape[1], resident / 2 ** 30
-    decode = rollout.lower_decode(shape, layout, jnp.dtype(cfg.dtype), at_once * shards, length)
+    at_once = waves[0].shape[1]
+    dtype = jnp.dtype(cfg.dtype)
+    decode = rollout.lower_decode(model_cfg, layout, dtype, at_once * shards, slots)
     gib, fits = memory.compiled_gib(decode, mesh)
-    fits &= gib + held <= memory.device_memory(device)
-    say(f"rollout, {layout.kind}: {rows} rows per device, {at_once} at once: {gib + held:.2f} GiB, "
-        f"{held:.2f} of it parameters and optimizer" + "; too much" * (not fits))
-    if not chip.flops:
-        return say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
-    cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
-    t_rollout = cfg.max_answer * (len(waves) * weights + rows * cached) / chip.bandwidth
-    passes = cfg.ppo_epochs + (cfg.ppo_epochs * cfg.minibatches > 1) / 3  # a third: the forward that scores
-    flops = model.flops(shape, [length]) * sequences * passes
-    took = flops / (ASSUMED_MFU * chip.flops * n)
-    say(f"a step, estimated, of prompts and answers of full length: {t_rollout + took:.1f} s\n"
-        f"  rollout {t_rollout:.1f} s = {cfg.max_answer} tokens x ({len(waves)} x {weights / 1e9:.2f} GB of "
-        f"weights + {rows} rows x {cached / 1e9:.3f} GB of cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
-        f"  update {took:.1f} s = {flops / 1e15:.2f} PFLOP of {sequences} x {length} tokens / "
-        f"({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {n} devices)")
+    resting_gib = resting / memory.GIB
+    # The compiler does not know of what rests on the device.
+    gib += resting_gib
+    fits = fits and gib <= memory.device_memory(mesh.devices.flat[0])
+    return RolloutPlan(sequences, sequences // shards, at_once, len(waves), gib, resting_gib, fits)
 
-def plan(cfg):
-    """What fits devices that need not be here, and how long a step takes: compiled, not run."""
-    with exit_on(Exception, f"--plan {cfg.plan} cannot be compiled for here: that takes a type such as v6e-8 "
-                 "and libtpu, which is for x86-64 Linux"):
-        devices = jax.devices() if cfg.plan == "here" else memory.tpu_devices(cfg.plan)
-    name, _, values = cfg.sweep.partition("=")
-    check(not cfg.sweep or values and name in SWEPT, f"sweep = {cfg.sweep} is not a list such as "
-          f"micro_batch=8,16, of {', '.join(SWEPT)}")
-    with tempfile.TemporaryDirectory() as directory:  # of the tiny model, which is nowhere yet
-        files.write_json(f"{directory}/config.json", data.TINY_MODEL)
-        shape = hf.read_config(directory if cfg.model == "tiny" else data.model_directory(cfg, "*.json"))
-    mesh, table = train.make_mesh(cfg.mesh, devices), []
-    say(f"{cfg.plan}: {train.hosts(mesh)} x {mesh.size // train.hosts(mesh)} {devices[0].device_kind}, mesh "
-        f"{dict(mesh.shape)}; {shape.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} "
-        f"answers = {cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
-        f"{train.rows_to_fill(cfg, mesh)} rows per device")
-    with exit_on(ValueError, f"sweep = {cfg.sweep}"):
-        swept = [{name: type(getattr(cfg, name))(v)} for v in values.split(",")] if values else [{}]
-    for one in swept:  # all, before the first is compiled
-        train.check_flags(dataclasses.replace(cfg, **one))
-    for values in swept:
-        one = train.resolve(dataclasses.replace(cfg, **values), mesh)
-        train.check_sizes(dataclasses.replace(one, micro_batch=0), shape, mesh, 0)  # any may be asked about
-        table.append(values | plan_memory(one, shape, mesh, train.row_width(one.max_prompt + one.max_answer, mesh)))
-    plan_time(one, shape, layouts.rollout_layout(one.rollout_sharding, shape, mesh, one.dtype)[0], mesh)
-    if values:
-        columns = dict.fromkeys((name, "micro_batch", "gib"))
-        for row in [dict(zip(columns, columns)), *table]:
-            say("".join(f"{row[k]!s:>14.14}" for k in columns))
-        with open(f"plan-{cfg.plan}.jsonl", "a", encoding="utf-8") as f:
+
+def print_time(cfg, model_cfg, layout, mesh, planned: RolloutPlan) -> None:
+    """How long a step takes where prompts and answers have their full length, with the arithmetic:
+    memory traffic bounds the rollout, and matrix products the update."""
+    device = mesh.devices.flat[0]
+    chip = memory.chip(device)
+    if not chip.flops:
+        say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
+        return
+    # Each token reads the weights once a wave, and of each row the cache, which grows.
+    weights, slot = layouts.bytes_read(model_cfg, layout, cfg.dtype)
+    cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
+    bytes_per_token = planned.waves * weights + planned.rows * cached
+    rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
+    length = cfg.max_prompt + cfg.max_answer
+    # Before several updates, a forward scores the answers: a third of a forward and backward.
+    passes = cfg.ppo_epochs
+    if cfg.ppo_epochs * cfg.minibatches > 1:
+        passes += 1 / 3
+    flops = model.flops(model_cfg, [length]) * planned.sequences * passes
+    update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
+    say(
+        f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
+        f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x ({planned.waves} x "
+        f"{weights / 1e9:.2f} GB of weights + {planned.rows} rows x {cached / 1e9:.3f} GB of "
+        f"cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
+        f"  update {update_s:.1f} s = {flops / 1e15:.2f} PFLOP of {planned.sequences} x {length} "
+        f"tokens / ({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {mesh.size} devices)"
+    )
+
+
+# ---------------------------------------------------------------- the plan
+def print_setup(device_type, cfg, model_cfg, mesh) -> None:
+    hosts = cluster.host_count(mesh)
+    kind = mesh.devices.flat[0].device_kind
+    say(
+        f"{device_type}: {hosts} x {mesh.size // hosts} {kind}, mesh {dict(mesh.shape)}; "
+        f"{model_cfg.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} answers = "
+        f"{cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
+        f"{memory.rows_to_fill(cfg, mesh)} rows per device"
+    )
+
+
+@exit_on(CheckpointError, "these files cannot be used")
+def main(argv: list[str]) -> None:
+    device_type, sweep, train_flags = split_arguments(argv)
+    cfg = train.parse(train_flags)
+    takes = "that takes a type such as v6e-8 and libtpu, which is for x86-64 Linux"
+    with exit_on(Exception, f"{device_type} cannot be compiled for here: {takes}"):
+        devices = jax.devices() if device_type == "here" else memory.tpu_devices(device_type)
+    settings = swept_settings(sweep, cfg)
+    if cfg.model == "tiny":
+        # A run makes its files; there may be none yet.
+        model_cfg = model.config_from_hf(data.TINY_MODEL, {})
+    else:
+        model_cfg = hf.read_config(data.model_directory(cfg, "*.json"))
+    mesh = train.make_mesh(cfg.mesh, devices)
+    print_setup(device_type, cfg, model_cfg, mesh)
+
+    table = []
+    limit = memory.device_memory(mesh.devices.flat[0])
+    for setting in settings:
+        cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
+        # Of any micro-batch it can be asked what it takes, also of more than a step has rows for.
+        train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
+        largest, compiled = plan_update(cfg, model_cfg, mesh, limit)
+        print_update(largest, compiled, limit)
+        gib, _ = compiled[largest or min(compiled)]
+        table.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
+
+    # The rollout, and the time of a step, are those of the last setting.
+    layout, _ = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
+    planned = plan_rollout(cfg, model_cfg, layout, mesh)
+    verdict = "" if planned.fits else "; too much"
+    say(
+        f"rollout, {layout.kind}: {planned.rows} rows per device, {planned.at_once} at once: "
+        f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} of it parameters and optimizer{verdict}"
+    )
+    print_time(cfg, model_cfg, layout, mesh, planned)
+    if sweep:
+        # The flag may be micro_batch itself, which is one column.
+        columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
+        for cells in [columns, *[[row[column] for column in columns] for row in table]]:
+            say("".join(f"{cell!s:>14.14}" for cell in cells))
+        with open(f"plan-{device_type}.jsonl", "a", encoding="utf-8") as f:
             f.writelines(json.dumps(row) + "\n" for row in table)
     say(f"largest that fits: micro_batch {max(row['micro_batch'] for row in table)}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    log.open_streams()
+    main(sys.argv[1:])
