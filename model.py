@@ -62,21 +62,57 @@ class ModelConfig:
 def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json.
 
-    generation: its generation_config.json, which overrules the stop ids, or {}.
-    Raises ValueError for all but a dense Qwen2; its text is to follow the path of the file.
+    generation: its generation_config.json, which overrules the stop ids, or {}. Raises
+    NotImplementedError for all but a dense Qwen2, and ValueError, TypeError and others for values
+    that nothing can be made of.
     """
-    try:
-        refusal = unsupported(config)
-        if refusal is None:
-            return supported_config(config, generation)
-    # Whatever JSON the file holds, a wrong type somewhere must not become a traceback.
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
-        raise ValueError(f"lacks a usable value: {type(e).__name__} {e}") from e
-    raise ValueError(f"has {refusal} supported")
+    refuse_unsupported(config)
+    N = number(config, "num_attention_heads")
+    D = number(config, "hidden_size")
+    V = number(config, "vocab_size")
+    stop_ids = (config | generation).get("eos_token_id")
+    if not isinstance(stop_ids, list):
+        stop_ids = [] if stop_ids is None else [stop_ids]
+    if not all(type(i) is int and 0 <= i < V for i in stop_ids):
+        raise ValueError(f"eos_token_id = {stop_ids} is not of vocab_size = {V}")
+    rope = {"rope_theta": [*rope_thetas(config), 1e4][0]}
+    cfg = ModelConfig(
+        V=V,
+        D=D,
+        F=number(config, "intermediate_size"),
+        L=number(config, "num_hidden_layers", end=10**4),
+        N=N,
+        K=number(config, "num_key_value_heads", default=N),
+        H=number(config, "head_dim", default=D // N),
+        rope_theta=float(number(rope, "rope_theta", kind=float, end=1e38)),
+        rms_eps=float(number(config, "rms_norm_eps", default=1e-6, kind=float, end=1)),
+        tied=bool(config.get("tie_word_embeddings")),
+        max_positions=number(config, "max_position_embeddings", default=32768),
+        stop_ids=tuple(stop_ids),
+    )
+    if cfg.N % cfg.K or cfg.H % 2:
+        raise ValueError(
+            f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
+            "be a multiple of the second, the head size even"
+        )
+    return cfg
 
 
-def unsupported(config: dict) -> str | None:
-    """What a config.json asks for that is not computed here, and what is; None if there is none."""
+def number(config: dict, name: str, default=None, kind: type = int, end: float = 2**31):
+    """A positive number of a config.json, where null stands for the default."""
+    value = default if config.get(name) is None else config[name]
+    if type(value) not in (int, kind) or not 0 < value < end:
+        raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
+    return value
+
+
+def rope_thetas(config: dict) -> list:
+    """The base of the rotary angles, from each place where versions of transformers write it."""
+    places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
+    return [place["rope_theta"] for place in places if place.get("rope_theta") is not None]
+
+
+def refuse_unsupported(config: dict) -> None:
     # transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling.
     ropes = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     rope_types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
@@ -103,57 +139,13 @@ def unsupported(config: dict) -> str | None:
         (layer_types - {"full_attention"}, "sliding layers", "full ones are"),
         ("quantization_config" in config, "quantised weights", "float32, bfloat16 and float16 are"),
         (activation != "silu", f"hidden_act {activation!r}", "silu is"),
-        (not isinstance(tied, bool | None), "no true or false for tie_word_embeddings", "these are"),
+        (not isinstance(tied, bool | None),
+         "no true or false for tie_word_embeddings", "these are"),
     ]
     # fmt: on
-    refused = [f"{found}; only {known}" for is_refused, found, known in table if is_refused]
-    return refused[0] if refused else None
-
-
-def rope_thetas(config: dict) -> list:
-    """The base of the rotary angles, from each place where versions of transformers write it."""
-    places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
-    return [place["rope_theta"] for place in places if place.get("rope_theta") is not None]
-
-
-def number(config: dict, name: str, default=None, kind: type = int, end: float = 2**31):
-    # In these files null stands for the default.
-    value = default if config.get(name) is None else config[name]
-    if type(value) not in (int, kind) or not 0 < value < end:
-        raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
-    return value
-
-
-def supported_config(config: dict, generation: dict) -> ModelConfig:
-    N = number(config, "num_attention_heads")
-    D = number(config, "hidden_size")
-    V = number(config, "vocab_size")
-    stop_ids = (config | generation).get("eos_token_id")
-    if not isinstance(stop_ids, list):
-        stop_ids = [] if stop_ids is None else [stop_ids]
-    if not all(type(i) is int and 0 <= i < V for i in stop_ids):
-        raise ValueError(f"eos_token_id = {stop_ids} is not of vocab_size = {V}")
-    one_theta = {"rope_theta": [*rope_thetas(config), None][0]}
-    cfg = ModelConfig(
-        V=V,
-        D=D,
-        F=number(config, "intermediate_size"),
-        L=number(config, "num_hidden_layers", end=10**4),
-        N=N,
-        K=number(config, "num_key_value_heads", default=N),
-        H=number(config, "head_dim", default=D // N),
-        rope_theta=float(number(one_theta, "rope_theta", 1e4, float, end=1e38)),
-        rms_eps=float(number(config, "rms_norm_eps", 1e-6, float, end=1)),
-        tied=bool(config.get("tie_word_embeddings")),
-        max_positions=number(config, "max_position_embeddings", default=32768),
-        stop_ids=tuple(stop_ids),
-    )
-    if cfg.N % cfg.K or cfg.H % 2:
-        raise ValueError(
-            f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
-            "be a multiple of the second, the head size even"
-        )
-    return cfg
+    for is_refused, found, supported in table:
+        if is_refused:
+            raise NotImplementedError(f"{found}; only {supported} supported")
 
 
 # ---------------------------------------------------------------- parameters
@@ -311,7 +303,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, enter=lambda h: h, leave=
     return x_BTD + leave(out).astype(dtype), extra
 
 
-# ---------------------------------------------------------------- the training forward, and the way back
+# ---------------------------------------------------------------- the training forward
 # fmt: off
 ATTENTION = "splash", "cudnn", "blockwise"
 REMAT = {  # what of a layer is kept for the way back, beside its input; all else is computed again
@@ -574,8 +566,7 @@ def truncate(z_BV, sampling: Sampling) -> jax.Array:
 
 
 def invert_cdf(mass_BX, target_B) -> tuple:
-    """The first index where the CDF exceeds the target, and by how much the target exceeds the
-    mass before it."""
+    """First index where the CDF exceeds the target; how far the target is beyond what is before."""
     # An entry without mass is never chosen, though a parallel cumsum rounds without being monotone.
     cdf_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, -1), -jnp.inf)
     target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))

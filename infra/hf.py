@@ -37,8 +37,11 @@ def read_config(directory: str) -> model.ModelConfig:
     generation = files.read_json(generation_path) if os.path.exists(generation_path) else {}
     try:
         return model.config_from_hf(config, generation)
-    except ValueError as e:
-        raise CheckpointError(f"{path} {e}") from e
+    except NotImplementedError as e:
+        raise CheckpointError(f"{path} has {e}") from e
+    # Whatever JSON the file holds, a wrong type somewhere must not become a traceback.
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        raise CheckpointError(f"{path} lacks a usable value: {type(e).__name__} {e}") from e
 
 
 # ---------------------------------------------------------------- names

@@ -130,7 +130,8 @@ def compiled_move(names: tuple, layout: Layout, dtype):
 
     # XLA may drop constraints, but not the shardings of what a program returns.
     places = {name: NamedSharding(layout.mesh, spec) for name, spec in specs.items()}
-    return jax.jit(move_all, out_shardings=model.nest(places))
+    places = model.nest(places)
+    return jax.jit(move_all, out_shardings=places)
 
 
 # ---------------------------------------------------------------- rows and bytes
