@@ -17,7 +17,7 @@
 #     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued (waits its turn)
 #     --create "FLAGS" (whatever else gcloud's create takes)  --down (delete after a run that has finished)
 #     --yes (to down)
-#   bash launch.sh plan [TYPE] [flags]          what fits there, or here, how fast; takes no TPU
+#   bash launch.sh plan [TYPE] [flags]          what fits there, or here, how fast; takes no TPU; --sweep micro_batch=8,16
 #   bash launch.sh test [pytest arguments]      the tests, in minutes; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
 # With --dry-run anywhere the commands are printed, and nothing is run.
@@ -100,19 +100,21 @@ cuda() {
   printf 'cuda%s' "${CUDA:-13}"
 }
 
-# train.py on $1, a platform of JAX or nothing, with .env in its environment, where no ps and no log shows it
-train() {
-  local platform="$1"
-  shift
+# program $1 of this tree on $2, a platform of JAX or nothing; .env in its environment, where no ps and no log shows it
+program() {
+  local path="$here/$1" platform="$2"
+  shift 2
   if [ -f "$here/.env" ]; then
     set -a
     # shellcheck disable=SC1091 # it may be missing
     . "$here/.env"
     set +a
   fi
-  set -- env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$here/train.py" "$@"
+  set -- env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$path" "$@"
   if [ -z "$dry_run" ]; then exec "$@"; else run "$@"; fi
 }
+train() { program train.py "$@"; }      # PLATFORM FLAGS...
+plan() { program tools/plan.py "$@"; } # PLATFORM [TYPE] FLAGS...
 
 cmd_cpu() { # PROCESSES FLAGS...
   local processes="$1" i port=$((20000 + RANDOM % 10000)) codes="$scratch/codes"
@@ -145,11 +147,11 @@ cmd_plan() {
     -*) # of what is here
       if command -v nvidia-smi >/dev/null; then
         setup "$(cuda)"
-        set -- "${job[@]}" "$@"
+        (plan '' "${job[@]}" "$@")
       else
         setup
+        (plan '' "$@")
       fi
-      (train '' --plan here "$@")
       exit
       ;;
   esac
@@ -158,7 +160,7 @@ cmd_plan() {
   setup
   "$venv/bin/python" -c 'import libtpu' 2>/dev/null || pip_install 'jax[tpu]'
   # On the CPU: with libtpu, JAX would look for a TPU.
-  (train cpu --plan "$type" "${job[@]}" "${@:2}")
+  (plan cpu "$type" "${job[@]}" "${@:2}")
 }
 
 cmd_test() {

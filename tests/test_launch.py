@@ -224,8 +224,10 @@ def test_flags_reach_a_worker_as_they_were_given(cloud):
 
 
 def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
-    assert "train.py --plan v6e-8 --model Qwen/" in cloud.launch("--dry-run plan v6e-8 --lr 1")
-    assert "train.py --plan here --lr 1" in cloud.launch("--dry-run plan --lr 1")
+    plan = cloud.launch("--dry-run plan v6e-8 --lr 1 --sweep micro_batch=8")
+    assert "tools/plan.py v6e-8 --model Qwen/" in plan, plan
+    assert "JAX_PLATFORMS=cpu" in plan and "--lr 1 --sweep micro_batch=8" in plan, plan
+    assert "tools/plan.py --lr 1" in cloud.launch("--dry-run plan --lr 1")
     slurm = cloud.launch("--dry-run slurm --ntasks-per-node 2 --lr 1")
     assert "--ntasks-per-node=2" in slurm
     # Which asks Slurm ever more seldom whether the job has ended.
