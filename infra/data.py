@@ -260,8 +260,7 @@ def load_questions(
 
     # Whether there is something to ask.
     shortest = min(len(prompt.ids) for prompt in encoded_prompts)
-    template = tokenizer.encode(chat(cfg.system, ""), add_special_tokens=False)
-    fixed = len(template.ids)
+    fixed = len(tokenizer.encode(chat(cfg.system, ""), add_special_tokens=False).ids)
     check(
         fixed < cfg.max_prompt,
         f"--system and the chat template alone take {fixed} tokens of max_prompt = "

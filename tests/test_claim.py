@@ -165,9 +165,9 @@ FORK = """
 import os, sys, time
 from infra.claim import claimed
 with claimed(sys.argv[1]):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    # By the child: its lock is closed by the time that fork returns in it.
+    if not os.fork():
+        print(os.getpid(), flush=True)
     time.sleep(999)
 """
 

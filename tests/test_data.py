@@ -51,20 +51,14 @@ FINAL_NUMBERS = {  # a number: the texts whose final number it is
     # marked: <answer> before \boxed{} before ####, closed or not, nested or not
     3: ["1,2,3", r"\boxed{x^{2} + {3}} 9"],
     5: [
-        "10-5",
-        "10 - 5 = 5",
-        "<answer>5",
+        "10-5", "10 - 5 = 5", "<answer>5",
         "<answer>3 <answer>5</answer> 9</answer>",
         "<answer><answer>5</answer></answer>",
-        "<answer>4</answer> <answer>5</answer>",
-        "<answer>5</answer> <answer></answer>",
+        "<answer>4</answer> <answer>5</answer>", "<answer>5</answer> <answer></answer>",
         "first 9 <answer> 5 apples </answer> then 8",
-        r"<answer>\boxed{5}</answer>",
-        r"\boxed{1} \boxed{5}",
-        r"\boxed{5",
+        r"<answer>\boxed{5}</answer>", r"\boxed{1} \boxed{5}", r"\boxed{5",
         r"\boxed{\text{5 apples}}",
-        "#### $5.00",
-        "#### 1\n#### 5\nyes 7",
+        "#### $5.00", "#### 1\n#### 5\nyes 7",
     ],
     25: ["<answer>25 m^2</answer>", r"\boxed{25\text{ cm}^2}"],
     42: ["<answer>42</answer>", r"\boxed{42}", "so\n#### 42", "it is 7, no, 42"],
@@ -153,9 +147,9 @@ def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directo
     def prompts(directory, out):
         # without steps no update is compiled
         flags = ["--steps 0 --data", data, "--eval_data", data, "--model", directory, "--out", out]
-        with contextlib.ExitStack() as claims:
-            _, run = train.set_up(train.parse(arguments(flags)), claims)
-        return [row["prompt"] for row in run.held_out]
+        with restored_signals(), contextlib.ExitStack() as claims:
+            _, setup, *_ = train.set_up(train.parse(arguments(flags)), claims)
+        return [row["prompt"] for row in setup.held_out]
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))
     tokenizer.enable_truncation(20)
@@ -252,6 +246,12 @@ def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes('\ufeff{"question": "1 + 1?", "answer": 2}\n'.encode())
     assert data.load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]
+
+
+def test_a_number_as_answer_is_read_as_that_number():
+    for number in (7, -0.5, 1e-05, 2e20):
+        row = data.check_row({"question": "How much?", "answer": number})
+        assert data.final_number(row["answer"]) == fractions.Fraction(str(number)), row
 
 
 def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directory):

@@ -171,11 +171,14 @@ def read_weights(source):
 def read_questions(source):
     path = source.directory / "rows.jsonl"
     found = data.load_rows(str(path), False)
+    lines = [line for line in path.read_text().split("\n") if line.strip()]
     wanted = []
-    for line in path.read_text().split("\n"):
-        if line.strip():
-            row = json.loads(line)
-            wanted.append(row | {"answer": str(row["answer"])})
+    for line, found_row in zip(lines, found, strict=True):
+        row = json.loads(line)
+        # a number is written out in digits, and reads as the same number
+        answer = type(row["answer"])(found_row["answer"])
+        assert answer == row["answer"]
+        wanted.append(row | {"answer": found_row["answer"]})
     # repr, as NaN is not equal to itself
     assert repr(found) == repr(wanted)
 
