@@ -1,0 +1,262 @@
+"""Pods: launch.sh from nothing to results, on a stand-in for gcloud with processes for workers."""
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pods
+import pytest
+from conftest import ROOT, read_jsonl, run, without_times
+from pods import ENDS, OFFLINE, POD_FLAGS, UNAVAILABLE, says, until_it_works, when, write
+from safetensors.numpy import load_file
+
+# The fixture.
+cloud = pods.cloud
+
+
+# ---------------------------------------------------------------- a pod whose training only waits
+PHASES = (
+    "creating podgrpo-v6e-16, 4 hosts with 16 devices, in us-east5-b",
+    "podgrpo-v6e-16 in us-east5-b is READY",
+    "sending this tree to 4 workers",
+    "installing there, about 2 minutes the first time",
+    "starting train.py on 4 workers",
+)
+
+
+def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
+    """Of a pod of four from nothing, whose training only waits until it is stopped."""
+    homes = [cloud.stub / f"podgrpo-v6e-16/w{i}" for i in range(4)]
+    # Where this file is, train.py waits until it is stopped.
+    write(cloud.stub / "idle", "")
+
+    def all_train():
+        return all((home / "token").exists() for home in homes)
+
+    def refused_then_stopped():
+        try:
+            text = cloud.launch("v6e-16 run", POD_FLAGS, code=1)
+            text += cloud.launch("v6e-16 setup", code=2)
+            return text + cloud.launch("v6e-16 status")
+        finally:
+            cloud.launch("v6e-16 stop")
+
+    meanwhile = when(all_train, refused_then_stopped)
+    text = cloud.launch("v6e-16", POD_FLAGS, code=143)
+    said = meanwhile.result()
+    phases = [text.find(f"launch.sh: {phase}") for phase in PHASES]
+    assert phases == sorted(phases) and phases[0] >= 0, text
+    assert said.count("a run is going on here") == 4, said
+    assert said.count("a run is going on there") == 1, said
+    assert said.count("] running") == 4, said
+    for i, home in enumerate(homes):
+        pod = home / "podgrpo"
+        assert (pod / "train.py").read_bytes() == (ROOT / "train.py").read_bytes()
+        assert (pod / ".env").stat().st_mode & 0o777 == 0o600
+        assert len((home / "pip.log").read_text().splitlines()) == 1, "installed twice"
+        assert (home / "token").read_text().strip() == "20", "the secret did not reach the run"
+        assert (pod / "run.exit").read_text().startswith("143 "), "SIGTERM did not reach it"
+        assert f"[w{i}] exit 143 " in text, text
+    assert cloud.keeps_secrets(text + said), "a secret in a log, an argv or a file"
+    # Only the last lines of the one that failed first are asked of one worker.
+    calls = cloud.worker_calls()
+    (of_one,) = (argv for argv in calls if "--worker=all" not in argv)
+    assert any("tail -n 20 run.log" in word for word in of_one), calls
+    assert "nothing is deleted" in cloud.launch("v6e-16 down", code=2)
+    cloud.launch("v6e-16 down --yes")
+    assert not homes[0].exists()
+
+
+def test_setup_goes_without_a_env_file(cloud):
+    (cloud.clone / ".env").unlink()
+    assert "no .env is here" in cloud.launch("v6e-1 setup --name plain")
+    assert not (cloud.stub / "plain/w0/podgrpo/.env").exists()
+    assert "no run" in cloud.launch("v6e-1 status --name plain")
+
+
+# ---------------------------------------------------------------- pods that train
+@pytest.mark.slow
+def test_a_pod_goes_from_nothing_to_a_checkpoint(cloud):
+    """Four workers in homes of their own, sixteen devices; started again, the run is finished."""
+    homes = [cloud.stub / f"podgrpo-v6e-16/w{i}" for i in range(4)]
+    odd = """a "b" 'c' $HOME `d` \\e"""
+    steps = 3
+    start = ("v6e-16", POD_FLAGS, f"--steps {steps} --system", [odd])
+    text = cloud.launch(*start)
+    assert "4 processes x 4 cpu devices, mesh {'dp': 1, 'fsdp': 16" in text, text
+    assert "spans 4 hosts" in text, text
+    text += cloud.launch(*start)
+    assert "is finished" in text, text
+    head = run("git", "-C", cloud.clone, "rev-parse", "HEAD").strip()
+    for i, home in enumerate(homes):
+        out = home / "podgrpo/out/arith-tiny"
+        config = json.loads((out / "config.json").read_text())
+        assert config["config"]["system"] == odd and config["commit"] == head, config
+        assert len((home / "pip.log").read_text().splitlines()) == 1, "installed twice"
+        assert (home / "podgrpo/.env").stat().st_mode & 0o777 == 0o600
+        assert (home / "token").read_text().strip() == "20", "the secret did not reach the run"
+        shards = os.listdir(out / f"step_{steps:06}")
+        assert shards == [f"shards-0000{i}-of-00004.safetensors"]
+        assert (out / "metrics.jsonl").exists() == (i == 0)
+        assert (out / "final/model.safetensors").exists() == (i == 0)
+    rows = read_jsonl(homes[0] / "podgrpo/out/arith-tiny/metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    assert cloud.keeps_secrets(text), "a secret in a log, an argv or a file"
+
+
+@pytest.mark.slow
+def test_the_kernels_are_tested_on_worker_0(cloud):
+    text = cloud.launch("v6e-1 test --name plain -q tests/test_sampling.py -k draw_inverts")
+    assert re.search("[1-9][0-9]* passed", text), text
+    assert "pytest" in (cloud.stub / "plain/w0/pip.log").read_text(), "it was not installed"
+
+
+@pytest.mark.slow
+def test_all_workers_end_when_one_cannot_start(cloud):
+    """The others wait for it."""
+    cloud.launch("v4-16 setup --name fails")
+    write(cloud.stub / "fails/w1/broken", "")
+    text = cloud.launch("v4-16 run --name fails", POD_FLAGS, code=7)
+    reason = "[w1] failed first, with exit code 7; its last lines:\nno such luck"
+    assert reason in text, text
+    assert "running" not in cloud.launch("v4-16 status --name fails")
+
+
+@pytest.mark.slow
+def test_all_workers_end_when_one_is_killed(cloud, record_property):
+    log = cloud.stub / "fails/w0/podgrpo/run.log"
+
+    def kill():
+        cloud.gcloud("kill", "fails", "1", "train.py")
+        return time.time()
+
+    killed = when(lambda: says(log, "step 1/"), kill)
+    text = cloud.launch("v4-16 --name fails", POD_FLAGS, "--steps 500", code=137)
+    took = time.time() - killed.result()
+    assert "[w1] failed first, with exit code 137" in text and took < 60, (took, text)
+    assert "running" not in cloud.launch("v4-16 status --name fails")
+    record_property("seconds from the kill to the end of all", f"{took:.0f}")
+
+
+KEPT = ["step_000007", "step_000008"]
+
+
+@pytest.mark.slow
+def test_a_preempted_run_resumes_on_a_new_vm(cloud, tmp_path):
+    """From the bucket: metrics and weights of the undisturbed run, of two processes here."""
+    bucket = cloud.stub / "gs/bucket"
+    bucket.mkdir(parents=True)
+    calm = tmp_path / "calm"
+    flags = (POD_FLAGS, "--steps 8 --out")
+    cloud.launch("cpu --processes 2", *flags, calm, JAX_NUM_CPU_DEVICES="4")
+
+    def preempt():
+        cloud.gcloud("preempt", "spot")
+
+    preempted = when(lambda: says(bucket / "run/metrics.jsonl", '"step": 2'), preempt)
+    text = cloud.launch("v4-16 --name=spot --spot", *flags, "gs://bucket/run")
+    preempted.result()
+    assert "spot in us-central2-b is PREEMPTED" in text, text
+    assert "resuming out/gs/bucket/run after step" in text, text
+    wanted_metrics = without_times(read_jsonl(calm / "metrics.jsonl"))
+    wanted = load_file(calm / "final/model.safetensors")
+    for place in (cloud.stub / "spot/w0/podgrpo/out/gs/bucket/run", bucket / "run"):
+        assert without_times(read_jsonl(place / "metrics.jsonl")) == wanted_metrics
+        found = load_file(place / "final/model.safetensors")
+        for name in wanted:
+            np.testing.assert_array_equal(found[name], wanted[name])
+    both = {f"shards-0000{i}-of-00002.safetensors" for i in range(2)}
+    assert sorted({path.parent.name for path in (bucket / "run").glob("step_*/*")}) == KEPT
+    for step in KEPT:
+        assert {path.name for path in (bucket / "run" / step).iterdir()} == both, step
+
+
+@pytest.mark.slow
+def test_a_start_clears_only_a_stale_lock(cloud):
+    """The lock of libtpu, which a killed process leaves, and a living one holds."""
+    lock = Path("/tmp/libtpu_lockfile")
+    if lock.exists():
+        pytest.skip(f"{lock} is in use here")
+    cloud.launch("v6e-1 setup --name lock")
+    with lock.open("w"):
+        cloud.launch("v6e-1 run --name lock --lr none", code=2)
+        assert lock.exists(), "it was held"
+    text = cloud.launch("v6e-1 run --name lock --lr none", code=2)
+    assert "invalid float value" in text, text
+    assert not lock.exists()
+
+
+def test_a_connection_that_breaks_is_made_again(cloud):
+    """What was said before is not said again, and gcloud may fail meanwhile."""
+    write(cloud.stub / "idle", "")
+    cloud.launch("v4-16 setup --name pod")
+    homes = [cloud.stub / f"pod/w{i}" for i in range(2)]
+
+    def both_have_failed():
+        assert (cloud.stub / "fail").read_text().count('"times": 0') == 2
+
+    def breaks():
+        cloud.fail("describe", UNAVAILABLE)
+        cloud.fail("describe", OFFLINE)
+        for worker in "01":
+            until_it_works(lambda worker=worker: cloud.gcloud("kill", "pod", worker, "tail -n"))
+        until_it_works(both_have_failed)
+        cloud.launch("v4-16 stop --name pod")
+
+    broken = when(lambda: all(says(home / "said", "waits") for home in homes), breaks)
+    text = cloud.launch("v4-16 run --name pod", POD_FLAGS, code=143)
+    broken.result()
+    assert "gcloud fails: ERROR: (gcloud.x) UNAVAILABLE" in text, text
+    assert "gcloud fails: ERROR: (gcloud.x) There was a problem refreshing" in text, text
+    assert "the connection broke; following again" in text, text
+    for worker in "w0", "w1":
+        assert text.count(f"[{worker}] waits") == 1, text
+        assert text.count(f"[{worker}] exit 143") == 1, text
+    # Of a log that is long, `logs` shows the end.
+    log = homes[0] / "podgrpo/run.log"
+    log.write_text("".join(f"line {n}\n" for n in range(200)))
+    text = cloud.launch("v4-16 logs --name pod", code=143)
+    assert "[w0] line 150\n" in text and "[w0] line 149\n" not in text, text
+    assert "pod in us-central2-b may still be there, and paid for" in text, text
+
+
+@pytest.mark.slow
+def test_results_come_home_and_the_vm_goes(cloud):
+    """Of a run that has finished: final/, config.json and *.jsonl, and no checkpoint."""
+    cloud.fail(
+        "worker.sh results", "ERROR: (gcloud.x) [/usr/bin/ssh] exited with return code [255]."
+    )
+    flags = (POD_FLAGS, "--steps 2 --out", ["out/my run"])
+    text = cloud.launch("v4-8 --down --name home", *flags)
+    assert "its results are in out/home/my run" in text and "deleting home" in text, text
+    assert "may still be there" not in text and not (cloud.stub / "home").exists(), text
+    assert sorted(os.listdir(cloud.clone / "out/home")) == ["my run"]
+    results = cloud.clone / "out/home/my run"
+    names = ["config.json", "final", "metrics.jsonl", "samples.jsonl"]
+    assert sorted(os.listdir(results)) == names
+    assert [row["step"] for row in read_jsonl(results / "metrics.jsonl")] == [1, 2]
+    assert (results / "final/model.safetensors").stat().st_size > 1e5
+    # What failed stays, with its VM.
+    text = cloud.launch("v4-8 --down --name home", POD_FLAGS, ENDS, code=2)
+    assert (cloud.stub / "home").exists() and "may still be there, and paid for" in text, text
+    text = cloud.launch("v4-8 fetch --name home", code=1)
+    assert "failed" in text or "->" in text, text
+
+
+def test_a_run_that_takes_its_time_to_start_is_followed(cloud):
+    """Its log is not that of the run before, nor is it taken for dead before it has begun."""
+    cloud.launch("v6e-1 setup --name late")
+    write(cloud.stub / "late/w0/broken", "")
+    cloud.launch("v6e-1 run --name late", POD_FLAGS, code=7)
+    # From here a worker's run begins some seconds after the call that starts it.
+    slow = f'#!/bin/sh\n/bin/sleep 3\nexec {shutil.which("setsid")} "$@"\n'
+    write(cloud.stub / "bin/setsid", slow, 0o755)
+    try:
+        text = cloud.launch("v6e-1 run --name late", POD_FLAGS, code=7)
+    finally:
+        (cloud.stub / "bin/setsid").unlink()
+    assert text.count("[w0] no such luck") == 1, text
