@@ -2,362 +2,499 @@
 
 For token i with hidden state h, target y, LM head W [V, D] and temperature T:
 
-    z = h W' / T        logp = z[y] - logsumexp(z)        H = -sum_v p_v log p_v,  p = softmax(z)
-    ratio  = exp(logp - old)                    old: log-prob when the answer was sampled, by the trainer
+    z = h W' / T      logp = z[y] - logsumexp(z)      H = -sum_v p_v log p_v,  p = softmax(z)
+    ratio  = exp(logp - old)                     old: the trainer's log-prob when it was sampled
     policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
-                                                PPO (arXiv 1707.06347, eq. 7), bounds: DAPO, 2503.14476
-    k3     = exp(ref - logp) - (ref - logp) - 1 KL to a frozen reference (GRPO, arXiv 2402.03300, eq. 4)
-    cap    = min(exp(old - sampler), is_cap)    truncated importance weight, a constant, for the sampler
-    loss   = sum_i weight_i (beta k3 - cap policy - entropy_bonus H)
-    dz     = (g (onehot(y) - p) - e p (log p + H)) / T,  where g = dl/dlogp, e = dl/dH
+                                                 PPO (arXiv 1707.06347, eq. 7); DAPO (2503.14476)
+    kl     = exp(ref - logp) - (ref - logp) - 1  to a frozen reference (GRPO, 2402.03300, eq. 4)
+    cap    = min(exp(old - sampler), is_cap)     truncated importance weight, a constant
+    loss   = sum_i weight_i (beta kl - cap policy - entropy_bonus H)
+    dz     = (g (onehot(y) - p) - e p (log p + H)) / T,  where g = dloss/dlogp, e = dloss/dH
     dh, dW = dz W, dz' h
-
-`weight` carries mask, aggregation and normalisation, so that any split of the tokens sums to the same. g and
-e are algebra on [tokens] vectors, known once a chunk's logits are, and its gradients are formed while these
-are at hand: three GEMMs (logits, dh, dW), not four. The backward pass scales them by dl/dloss; only for
-cotangents of logp or entropy (a term built outside) does it walk the chunks again.
-
-On a mesh a device holds V/n rows of the head for all tokens of its group of n = fsdp * tp devices. A chunk's
-hidden states are gathered, the softmax's sums combined, dh summed and scattered; dW stays. Parameters lie
-sharded over D, so that V may be anything: an all_to_all turns D/n columns into V/n rows.
-
-On a TPU two Pallas kernels do this, in tiles [vocabulary, tokens]: sums over the vocabulary go down sublanes.
-One keeps z - m, m the largest of 256 rows: bfloat16 is exact where it matters, near the top. The other builds
-dz in VMEM, for both GEMMs. Exponents are of 2, as in hardware. What is less than a tile is left to plain JAX.
 """
 
-import math
-from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array, NamedSharding, P, ShapeDtypeStruct, lax
 from jax.custom_derivatives import SymbolicZero
-from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import BlockSpec, cdiv, num_programs, pallas_call, program_id, when
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-TOKENS = ("dp", "fsdp", "tp")  # outside a chunk, tokens are shared out over every device
-SHARDS = ("fsdp", "tp")        # and the head over these
-DIM = ("parallel", "arbitrary")  # of a grid: the two cores of a chip, where it has two, share the first
-LOG2E = math.log2(math.e)
-NOTHING = -1e30                # the logit of what is not in the vocabulary
+# Suffixes of shapes: N tokens of all devices, n of one; C of a chunk, c of a chunk on one device;
+# D model, d columns of a device or tile; V vocabulary, or the rows of it in a shard or tile.
+TOKENS = ("dp", "fsdp", "tp")  # the mesh axes over which tokens are sharded
+HEAD = ("fsdp", "tp")  # and the LM head: the devices along these work on the same chunk
+GRID = ("parallel", "arbitrary")  # chips with two cores share out a grid's first dimension
+VMEM = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}  # MiB, by device_kind
+LOG2E = 1.4426950408889634  # log2(e)
+NO_LOGIT = -1e30  # the logit of a row that is not in the vocabulary
+FAR = 60.0  # differences of log-probs are at most this, so that exp does not overflow
+f32 = jnp.float32
+
 
 # ---------------------------------------------------------------- GRPO on [tokens] vectors
-def grpo_terms(logp_N, entropy_N, vectors, *, clip_low=.2, clip_high=.2, beta=0, is_cap=0, entropy_bonus=0):
-    """The algebra of GRPO -> (loss_N, stats): float32 vectors over tokens, all 0 where weight is 0.
-    vectors: `weight` (0 = masked; what the others hold there is never used), `advantage`, and what the
-    batch has of `old` (absent: ratio 1), `sampler` (absent: weight 1), `ref` (absent: no KL)."""
+def grpo_terms(
+    logp_N: Array,
+    entropy_N: Array,
+    vectors: dict,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    beta: float = 0.0,
+    is_cap: float = 0.0,  # 0: no importance weight
+    entropy_bonus: float = 0.0,
+) -> tuple[Array, dict]:
+    """The terms of the loss above -> (loss_N, stats), float32 [N], all 0 where weight is 0.
+    vectors: `weight` (aggregation and normalisation; 0: masked, whatever the others hold there),
+    `advantage`, and if present `old` (else ratio 1), `sampler` (else cap 1), `ref` (else no KL)."""
+    # Masked before any algebra: 0 times infinity or NaN is NaN, in the gradient too.
     mask = vectors["weight"] > 0
-    def difference(a, b):  # masked before exp, and exp must not overflow: even times 0, inf and NaN are NaN
-        return jnp.minimum(jnp.where(mask, a, 0.0) - jnp.where(mask, b, 0.0), 60.0)
-    old = vectors.get("old", jax.lax.stop_gradient(logp_N))
-    advantage = jnp.where(mask, vectors["advantage"], 0.0)
-    ratio = jnp.exp(difference(logp_N, old))
+    vectors = {name: jnp.where(mask, a, 0.0) for name, a in vectors.items()}
+    logp = jnp.where(mask, logp_N, 0.0)
+    old = vectors.get("old", lax.stop_gradient(logp))
+    advantage = vectors["advantage"]
+    ratio = jnp.exp(jnp.minimum(logp - old, FAR))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     outside = clipped * advantage < ratio * advantage
-    policy = jnp.where(outside, clipped, ratio) * advantage  # jnp.minimum halves the gradient of a tie
+    # This is min(), but jnp.minimum would halve the gradient of a tie.
+    policy = jnp.where(outside, clipped, ratio) * advantage
     stats = {"clip_fraction": 1.0 * (mask & outside), "ratio": mask * ratio}
     if "sampler" in vectors:
-        gap = difference(old, vectors["sampler"])
+        gap = jnp.minimum(old - vectors["sampler"], FAR)
         stats["logprob_gap"] = jnp.abs(gap)
         if is_cap:
-            policy *= jax.lax.stop_gradient(jnp.minimum(jnp.exp(gap), is_cap))
+            policy *= lax.stop_gradient(jnp.minimum(jnp.exp(gap), is_cap))
     loss = -policy
     if "ref" in vectors:
-        log_ref = difference(vectors["ref"], logp_N)
+        log_ref = jnp.minimum(vectors["ref"] - logp, FAR)
         stats["kl"] = jnp.exp(log_ref) - log_ref - 1
         loss += beta * stats["kl"]
     if entropy_bonus:
         loss -= entropy_bonus * jnp.where(mask, entropy_N, 0.0)
-    return vectors["weight"] * loss, jax.lax.stop_gradient(stats)
+    return vectors["weight"] * loss, lax.stop_gradient(stats)
+
 
 # ---------------------------------------------------------------- a chunk in plain JAX
-# C tokens, D model, V rows of the head: this device's, of which the first `rows` are in the vocabulary.
-# forward -> what backward needs, max, sum of exp(z - max), sum of (z - max) exp(z - max), float32 [C]
-# backward -> dh [C, D], dW [V, D], float32, the latter added to what was there, but not if `first`
-def dot(a, b, contract):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(a, b, ((contract[:1], contract[1:]), ((), ())), precision=precision,
-                               preferred_element_type=jnp.float32)
+# The gradients of a chunk are formed while its logits are at hand: three GEMMs (z, dh, dW), not
+# four. Of the head's V rows, only the first `rows` are in the vocabulary.
+def dot(a, b, a_axis, b_axis):
+    precision = "highest" if a.dtype == f32 else "default"  # float32 products are not rounded
+    axes = (([a_axis], [b_axis]), ([], []))
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=f32)
 
-def jax_forward(h_CD, head_VD, rows, temperature):
-    z_CV = jnp.where(jnp.arange(len(head_VD)) < rows, dot(h_CD, head_VD, (1, 1)) / temperature, NOTHING)
-    top_C = z_CV.max(-1, initial=NOTHING)
-    off = z_CV - top_C[:, None]
-    return z_CV, top_C, jnp.exp(off).sum(-1), (off * jnp.exp(off)).sum(-1)
 
-def jax_backward(z_CV, h_CD, head_VD, y_C, vectors, dW_VD, first):
+def jax_forward(head_VD, rows, temperature, h_CD):
+    """-> z [C, V], its maximum m, sum of exp(z - m), sum of (z - m) exp(z - m): float32 [C]."""
+    z_CV = dot(h_CD, head_VD, 1, 1) / temperature
+    z_CV = jnp.where(jnp.arange(len(head_VD)) < rows, z_CV, NO_LOGIT)
+    top_C = z_CV.max(-1, initial=NO_LOGIT)
+    off_CV = z_CV - top_C[:, None]
+    p_CV = jnp.exp(off_CV)
+    return z_CV, top_C, p_CV.sum(-1), (off_CV * p_CV).sum(-1)
+
+
+def jax_backward(head_VD, z_CV, h_CD, y_C, vectors, dW_VD, is_first):
+    """-> dh [C, D], dW [V, D], float32; the first chunk does not add to dW_VD, it replaces it."""
     g, e, lse, entropy = (a[:, None] for a in vectors)
     log_p = z_CV - lse
     hit = y_C[:, None] == jnp.arange(len(head_VD))
-    dz = (jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + e * (log_p + entropy))).astype(h_CD.dtype)
-    return dot(dz, head_VD, (1, 0)), jnp.where(first, 0.0, dW_VD) + dot(dz, h_CD, (0, 0))
+    dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + e * (log_p + entropy))
+    dz_CV = dz.astype(h_CD.dtype)
+    return dot(dz_CV, head_VD, 1, 0), jnp.where(is_first, 0.0, dW_VD) + dot(dz_CV, h_CD, 0, 0)
+
 
 def combine(top, total, product):
-    """Sums of exp relative to parts' own maxima, [parts, C] each -> relative to the largest, [C]."""
+    """Sums of exp relative to each part's own maximum, [parts, C] -> to that of all, [C]."""
     top_C = top.max(0)
     scale = jnp.exp(top - top_C)
-    return top_C, (scale * total).sum(0), (scale * (product + (top - top_C) * total)).sum(0)
+    product_C = (scale * (product + (top - top_C) * total)).sum(0)
+    return top_C, (scale * total).sum(0), product_C
+
 
 # ---------------------------------------------------------------- a chunk in Pallas
-# tokens: of a device group, that have logits at once (plain JAX looks at no more). Of a tile: rows: tokens in
-# the forward; vocab; hidden: columns of D in the backward; step: rows of z with one maximum. vmem: bytes.
-Blocks = namedtuple("Blocks", "tokens rows vocab hidden vmem interpret step", defaults=[0] * 4 + [False, 256])
+# Two kernels work on tiles of z' [vocabulary, tokens], so that sums over the vocabulary go down
+# sublanes, and what belongs to a token lies along lanes. The forward keeps z - m, where m is the
+# largest of `step` rows: bfloat16 is exact near the top, where it matters. The backward makes dz
+# in VMEM, for both its GEMMs. Exponents are of 2, as in hardware.
+@dataclass(frozen=True)
+class Blocks:
+    tokens: int  # of a chunk, over the devices of a head; plain JAX reads no more than this
+    rows: int = 0  # tokens of a tile in the forward
+    vocab: int = 0  # rows of the head of a tile
+    hidden: int = 0  # columns of the model of a tile in the backward
+    vmem: int = 0  # bytes that a kernel may take
+    interpret: object = False  # True or pltpu.InterpretParams: interpreted, not compiled
+    step: int = 256  # rows of z that share a maximum
 
-def forward_kernel(scale, step, h_CD, w_VD, *out):
-    """z = w h' of one tile, `step` rows after another: the next GEMM stands before the exp of the last, which
-    the compiler then does meanwhile."""
-    *z_out, top_out, sum_out, dot_out = out
-    z = dot(w_VD[:step], h_CD[...], (1, 1))
-    for i in range(w_VD.shape[0] // step):
-        r = slice(i * step, (i + 1) * step)
-        following = dot(w_VD[r.stop:r.stop + step], h_CD[...], (1, 1)) if r.stop < w_VD.shape[0] else None
+
+def block_sizes(device_kind: str, D: int, impl: str = "pallas", tokens: int = 0) -> Blocks:
+    """Blocks for a chip and a bfloat16 model: all of D if 7/8 of VMEM hold it, as z is read once
+    for each tile of D; then much of V. `tokens`, if given, is a chunk's. ValueError: no TPU."""
+    if impl != "pallas":
+        return Blocks(tokens or 1024)
+    vmem = next((mib << 20 for kind, mib in VMEM.items() if device_kind.startswith(kind)), 0)
+    rows = 2048 if vmem > 16 << 20 else 256
+    C = tokens or max(rows, 1024)
+    for halvings in range(5):
+        hidden = cdiv(D, 128 << halvings) * 128
+        for vocab in (1024, 512, 256):
+            # h and dh, in two buffers where they change, and the float32 sum of dh; two buffers
+            # each of W, dW in, dW out and z, and dz; the temporaries of a step.
+            need = C * hidden * (10 if hidden >= D else 16)
+            need += vocab * (20 * hidden + 6 * C) + 256 * C * 8
+            if need < vmem * 7 // 8:
+                return Blocks(C, rows, vocab, hidden, vmem * 15 // 16)
+    chips = ", ".join(VMEM)
+    raise ValueError(f"pallas is for {chips} and D up to 8192, not for {device_kind} and D = {D}")
+
+
+def forward_kernel(scale, step, h_CD, w_VD, *outputs):
+    """Of a tile: [z - m,] m, sum of p, sum of p log2 p, where p = 2 ** (z - m)."""
+    *z_out, top_out, total_out, product_out = outputs
+    size = w_VD.shape[0]
+    z = dot(w_VD[:step], h_CD[...], 1, 1)
+    for i in range(size // step):
+        end = (i + 1) * step
+        # The next step's GEMM stands before this step's exp, so that the compiler can run the
+        # matrix unit and the vector unit at the same time.
+        next_z = dot(w_VD[end : end + step], h_CD[...], 1, 1) if end < size else None
         z *= scale * LOG2E
         top = z.max(0, keepdims=True)
         off = z - top
         p = jnp.exp2(off)
-        top_out[0, i], sum_out[0, i] = top, p.sum(0, keepdims=True)
-        dot_out[0, i] = (off * p).sum(0, keepdims=True)
+        total = p.sum(0, keepdims=True)
+        top_out[0, i] = top
+        total_out[0, i] = total
+        product_out[0, i] = (off * p).sum(0, keepdims=True)
         for ref in z_out:
-            ref[r] = off.astype(ref.dtype)
-        z = following
+            ref[i * step : end] = off.astype(ref.dtype)
+        z = next_z
 
-def forward_tiles(b, n, save, h_CD, head_VD, temperature):
-    """n tiles of the head -> ([z - m [V, C] if save,] m, sum p, sum p log2 p: float32 [n, steps, 1, C])."""
-    (C, D), steps, rows = h_CD.shape, b.vocab // b.step, min(b.rows, len(h_CD))
-    vector = jax.ShapeDtypeStruct((n, steps, 1, C), jnp.float32)
-    vectors = [pl.BlockSpec((1, steps, 1, rows), lambda i, j: (j, 0, 0, i))] * 3
-    z_VC = [jax.ShapeDtypeStruct((n * b.vocab, C), h_CD.dtype)] * save
-    return pl.pallas_call(
-        partial(forward_kernel, 1 / temperature, b.step), name="grpo_forward", interpret=b.interpret,
-        grid=(pl.cdiv(C, rows), n), out_shape=z_VC + [vector] * 3,
-        in_specs=[pl.BlockSpec((rows, D), lambda i, j: (i, 0)),
-                  pl.BlockSpec((b.vocab, D), lambda i, j: (j, 0))],
-        out_specs=[pl.BlockSpec((b.vocab, rows), lambda i, j: (j, i))] * save + vectors,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=DIM, vmem_limit_bytes=b.vmem))(h_CD, head_VD)
 
-def pallas_forward(blocks, n, save, h_CD, head_VD, rows, temperature):
-    """The head's first n tiles, which no device lacks, in Pallas; the rest, at most about one, in JAX."""
-    *z_VC, top, total, product = forward_tiles(blocks, n, save, h_CD, head_VD, temperature)
-    z_rest, *rest = jax_forward(h_CD, head_VD[n * blocks.vocab:], rows - n * blocks.vocab, temperature)
-    parts = [jnp.concatenate([a.reshape(-1, len(h_CD)), b[None]])
-             for a, b in zip((top / LOG2E, total, product / LOG2E), rest)]
-    return (*z_VC, top, z_rest), *combine(*parts)
+def pallas_forward(blocks, tiles, save, head_VD, rows, temperature, h_CD):
+    """-> (z - m if save, m, z of the rest), and the sums of `jax_forward`, which takes the rest."""
+    (C, D), V = h_CD.shape, blocks.vocab
+    tokens, steps, done = min(blocks.rows, C), V // blocks.step, tiles * V
+    vector = ShapeDtypeStruct((tiles, steps, 1, C), f32)
+    vector_spec = BlockSpec((1, steps, 1, tokens), lambda i, j: (j, 0, 0, i))
+    z_spec = BlockSpec((V, tokens), lambda i, j: (j, i))
+    params = pltpu.CompilerParams(dimension_semantics=GRID, vmem_limit_bytes=blocks.vmem)
+    *z_VC, top, total, product = pallas_call(
+        partial(forward_kernel, 1 / temperature, blocks.step),
+        name="grpo_forward",
+        interpret=blocks.interpret,
+        grid=(cdiv(C, tokens), tiles),
+        in_specs=[
+            BlockSpec((tokens, D), lambda i, j: (i, 0)),
+            BlockSpec((V, D), lambda i, j: (j, 0)),
+        ],
+        out_specs=[z_spec] * save + [vector_spec] * 3,
+        out_shape=[ShapeDtypeStruct((done, C), h_CD.dtype)] * save + [vector] * 3,
+        compiler_params=params,
+    )(h_CD, head_VD)
+    z_rest, *rest = jax_forward(head_VD[done:], rows - done, temperature, h_CD)
+    sums = [top / LOG2E, total, product / LOG2E]
+    sums = jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, C), b[None]]), sums, rest)
+    return (*z_VC, top, z_rest), *combine(*sums)
 
-def backward_kernel(step, entropic, first, y, vectors, h_CD, w_VD, z_VC, top, dw_in, dh, dw, dz_VC, dh_CD):
-    """dz of one tile, `step` rows after another, each one GEMM early as in the forward; then dh."""
-    j, size = pl.program_id(1), w_VD.shape[0]
-    @pl.when(j == 0)
+
+def backward_kernel(
+    step, entropic, is_first, y_1C, vectors, h_CD, w_VD, z_VC, top, dW_in, dh, dW, dz_VC, dh_CD
+):
+    """Of a tile: dz = g onehot(y) - p (k + e log2 p), dW += dz h; over tiles: dh = sum of dz' w."""
+    tile, size = program_id(1), w_VD.shape[0]
+
+    @when(tile == 0)
     def _():
         dh_CD[...] = jnp.zeros_like(dh_CD)
-    g, e, k, lse = (vectors[i:i + 1] for i in range(4))
-    def gradient(i):
-        log2_p = z_VC[i * step:(i + 1) * step].astype(jnp.float32) + (top[0, i] - lse)
-        row = jax.lax.broadcasted_iota(jnp.int32, log2_p.shape, 0)
-        hit = row == y[...] - (j * size + i * step)
-        factor = k + e * log2_p if entropic else k
-        return (jnp.where(hit, g, 0.0) - jnp.exp2(log2_p) * factor).astype(dz_VC.dtype)
-    wide = 2 - size // step % 2  # steps a GEMM: more rows, fewer visits of h
-    gradients = lambda i: jnp.concatenate([gradient(k) for k in range(i, i + wide)])
-    dz = gradients(0)
+
+    g, e, k, lse = (vectors[i : i + 1] for i in range(4))
+    wide = 1 if size // step % 2 else 2  # steps a GEMM: with more rows, h is read less often
+
+    def gradient(first):
+        parts = []
+        for i in range(first, first + wide):
+            log2_p = z_VC[i * step : (i + 1) * step].astype(f32) + (top[0, i] - lse)
+            row = lax.broadcasted_iota(jnp.int32, log2_p.shape, 0)
+            hit = row == y_1C[...] - (tile * size + i * step)
+            factor = k + e * log2_p if entropic else k
+            dz = jnp.where(hit, g, 0.0) - jnp.exp2(log2_p) * factor
+            parts.append(dz.astype(dz_VC.dtype))
+        return jnp.concatenate(parts)
+
+    dz = gradient(0)
     for i in range(0, size // step, wide):
-        r = slice(i * step, (i + wide) * step)
-        following = gradients(i + wide) if r.stop < size else None
-        dz_VC[r] = dz
-        dw[r] = jnp.where(first[0] == 1, 0.0, dw_in[r]) + dot(dz, h_CD[...], (1, 0))
-        dz = following
-    dh_CD[...] += dot(dz_VC[...], w_VD[...], (0, 0))
-    @pl.when(j == pl.num_programs(1) - 1)
+        rows = slice(i * step, (i + wide) * step)
+        next_dz = gradient(i + wide) if rows.stop < size else None  # before this dz's GEMM
+        dz_VC[rows] = dz
+        dW[rows] = jnp.where(is_first[0] == 1, 0.0, dW_in[rows]) + dot(dz, h_CD[...], 1, 0)
+        dz = next_dz
+    dh_CD[...] += dot(dz_VC[...], w_VD[...], 0, 0)
+
+    @when(tile == num_programs(1) - 1)
     def _():
         dh[...] = dh_CD[...].astype(dh.dtype)
 
-def backward_tiles(b, entropic, dtype, first, y_1C, vectors_4C, h_CD, head_VD, z_VC, top, dW_VD):
-    """Of the tiles that z has -> dh [C, D] in dtype, dW [V, D] float32, in place of what it was."""
-    (C, D), (n, steps, *_) = h_CD.shape, top.shape
-    tile = pl.BlockSpec((b.vocab, b.hidden), lambda d, j, _: (j, d))
-    column = pl.BlockSpec((C, b.hidden), lambda d, j, _: (0, d))
-    # What the first chunk adds to was never written, and but for one tile it is not read either.
-    dw_in = pl.BlockSpec((b.vocab, b.hidden), lambda d, j, first: (j * (1 - first[0]), d))
-    return pl.pallas_call(
-        partial(backward_kernel, b.step, entropic), name="grpo_backward", interpret=b.interpret,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(pl.cdiv(D, b.hidden), n), out_specs=[column, tile],
-            in_specs=[*(pl.BlockSpec((k, C), lambda d, j, _: (0, 0)) for k in (1, 4)), column, tile,
-                      pl.BlockSpec((b.vocab, C), lambda d, j, _: (j, 0)),
-                      pl.BlockSpec((1, steps, 1, C), lambda d, j, _: (j, 0, 0, 0)), dw_in],
-            scratch_shapes=[pltpu.VMEM((b.vocab, C), h_CD.dtype), pltpu.VMEM((C, b.hidden), jnp.float32)]),
-        out_shape=[jax.ShapeDtypeStruct((C, D), dtype), jax.ShapeDtypeStruct(dW_VD.shape, jnp.float32)],
-        input_output_aliases={} if b.interpret else {7: 1},  # the interpreter would return the padded shape
-        compiler_params=pltpu.CompilerParams(dimension_semantics=DIM, vmem_limit_bytes=b.vmem),
-    )(first, y_1C, vectors_4C, h_CD, head_VD, z_VC, top, dW_VD)
 
-def pallas_backward(blocks, entropic, dtype, saved, h_CD, head_VD, y_C, vectors, dW_VD, first):
-    (z_VC, top, z_rest), (g, e, lse, entropy), n = saved, vectors, len(saved[0])
-    vectors_4C = jnp.stack([g, e / LOG2E, g + e * entropy, lse * LOG2E])  # as the kernel has it
-    rest, dW_rest = jax_backward(z_rest, h_CD, head_VD[n:], y_C - n, vectors, dW_VD[n:], first)
-    dW_VD = jax.lax.dynamic_update_slice(dW_VD, dW_rest, (n, 0))
-    dh_CD, dW_VD = backward_tiles(blocks, entropic, dtype, first[None], y_C[None], vectors_4C, h_CD, head_VD,
-                                  z_VC, top, dW_VD)
-    if blocks.interpret:  # not in place there
-        dW_VD = jax.lax.dynamic_update_slice(dW_VD, dW_rest, (n, 0))
-    return (dh_CD + rest).astype(dtype), dW_VD
+def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors, dW_VD, is_first):
+    """As `jax_backward`, but dh is of dtype, and dW replaces dW_VD in place."""
+    (C, D), V, d = h_CD.shape, blocks.vocab, blocks.hidden
+    (z_VC, top, z_rest), (g, e, lse, entropy) = saved, vectors
+    done = len(z_VC)
+    rest = z_rest, h_CD, y_C - done, vectors, dW_VD[done:], is_first
+    dh_rest, dW_rest = jax_backward(head_VD[done:], *rest)
+    # log p = z - lse, and -p (g + e (log p + H)) = -p (k + e log p) with k = g + e H; base 2.
+    vectors_4C = jnp.stack([g, e / LOG2E, g + e * entropy, lse * LOG2E])
+    column = BlockSpec((C, d), lambda i, j, _: (0, i))
+    tile = BlockSpec((V, d), lambda i, j, _: (j, i))
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(cdiv(D, d), len(top)),
+        in_specs=[
+            *(BlockSpec((k, C), lambda i, j, _: (0, 0)) for k in (1, 4)),
+            column,
+            tile,
+            BlockSpec((V, C), lambda i, j, _: (j, 0)),
+            BlockSpec((1, *top.shape[1:]), lambda i, j, _: (j, 0, 0, 0)),
+            # What the first chunk adds to was never written: but for one tile it is not read.
+            BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i)),
+        ],
+        out_specs=[column, tile],
+        scratch_shapes=[pltpu.VMEM((V, C), h_CD.dtype), pltpu.VMEM((C, d), f32)],
+    )
+    params = pltpu.CompilerParams(dimension_semantics=GRID, vmem_limit_bytes=blocks.vmem)
+    dh_CD, dW_VD = pallas_call(
+        partial(backward_kernel, blocks.step, entropic),
+        name="grpo_backward",
+        interpret=blocks.interpret,
+        grid_spec=grid_spec,
+        out_shape=[ShapeDtypeStruct((C, D), dtype), ShapeDtypeStruct(dW_VD.shape, f32)],
+        input_output_aliases={} if blocks.interpret else {7: 1},  # interpreted, dW would be padded
+        compiler_params=params,
+    )(is_first[None], y_C[None], vectors_4C, h_CD, head_VD, z_VC, top, dW_VD)
+    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))
+    return (dh_CD + dh_rest).astype(dtype), dW_VD
 
-# ---------------------------------------------------------------- block sizes
-VMEM = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}  # MiB a core, by device_kind
-
-def block_sizes(device_kind, D, impl="pallas", tokens=0):
-    """Tiles for a chip and a model, bfloat16: all of D if 7/8 of VMEM hold it, as z is read once a tile of D;
-    then much of V. `tokens` overrides how many have logits at once. ValueError: not a TPU."""
-    vmem = next((mib << 20 for kind, mib in VMEM.items() if device_kind.startswith(kind)), 0)
-    if impl != "pallas":
-        return Blocks(tokens or 1024)
-    C = tokens or (2048 if vmem > 16 << 20 else 1024)
-    for hidden in (-(-D // (128 * k)) * 128 for k in (1, 2, 4, 8, 16)):
-        for vocab in (1024, 512, 256):
-            # h and dh, twice if they change, and dh's sum; two of W, dW in, dW out and z; dz, and its parts
-            need = C * hidden * (10 if hidden >= D else 16) + vocab * (20 * hidden + 6 * C) + 256 * C * 8
-            if need < vmem * 7 // 8:
-                return Blocks(C, 2048 if vmem > 16 << 20 else 256, vocab, hidden, vmem - (vmem >> 4))
-    raise ValueError(f"pallas is for {', '.join(VMEM)} and D up to 8192, not for {device_kind} and D = {D}")
 
 # ---------------------------------------------------------------- over a mesh
-def rows_to_columns(dW_VD, shards, piece=2048):
-    """This device's rows of dW -> its columns of all's, summed over dp; in pieces, as XLA copies them."""
+# Parameters are sharded over D, so that V may be anything. For the loss, an all-to-all turns a
+# device's d columns of the head into V / shards rows, for the tokens of its shards = fsdp * tp
+# devices. A chunk's hidden states are gathered, the softmax's sums are combined, and dh is
+# reduce-scattered; dW stays where it is, and an all-to-all turns its rows into columns at the end.
+@dataclass(frozen=True)
+class Settings:
+    mesh: Mesh
+    terms: Callable | None  # (logp, entropy, vectors) -> (loss, stats); None: no gradients
+    entropic: bool  # the loss depends on the entropy
+    temperature: float = 1.0
+    impl: str = "jax"  # or pallas, or full
+    blocks: Blocks | None = None  # None: what suits the devices
+
+
+def rows_to_columns(dW_VD, shards):
+    """This device's rows of dW -> its columns, summed over dp."""
     if shards == 1:
-        return jax.lax.psum(dW_VD, "dp")
-    (V, D), piece = dW_VD.shape, min(piece, len(dW_VD))
-    def move(i, out):
+        return lax.psum(dW_VD, "dp")
+    V, D = dW_VD.shape
+    piece = min(2048, V)
+
+    # In pieces, as XLA copies what it sends; without the layout, it would copy all columns too.
+    def move(i, columns):
         start = jnp.minimum(i * piece, V - piece)
-        rows = jax.lax.dynamic_slice_in_dim(dW_VD, start, piece).reshape(piece, shards, D // shards)
-        rows = with_layout_constraint(rows.transpose(1, 0, 2), Layout((0, 1, 2)))  # or XLA relays all of out
-        rows = jax.lax.all_to_all(rows, SHARDS, split_axis=0, concat_axis=0)
-        return jax.lax.dynamic_update_slice(out, jax.lax.psum(rows, "dp"), (0, start, 0))
-    out = jax.lax.empty((shards, V, D // shards), jnp.float32)
-    return jax.lax.fori_loop(0, -(-V // piece), move, out).reshape(shards * V, D // shards)
+        rows = lax.dynamic_slice_in_dim(dW_VD, start, piece).reshape(piece, shards, D // shards)
+        rows = with_layout_constraint(rows.transpose(1, 0, 2), Layout((0, 1, 2)))
+        rows = lax.all_to_all(rows, HEAD, split_axis=0, concat_axis=0)
+        return lax.dynamic_update_slice(columns, lax.psum(rows, "dp"), (0, start, 0))
 
-# terms: (logp, entropy, vectors) -> (loss, stats), or None: no gradients. entropic: does it use the entropy?
-Settings = namedtuple("Settings", "mesh terms entropic temperature impl blocks")
+    columns = lax.empty((shards, V, D // shards), f32)
+    columns = lax.fori_loop(0, cdiv(V, piece), move, columns)
+    return columns.reshape(shards * V, D // shards)
 
-def one_device(settings, h_nD, head_Vd, y_n, vectors):
-    """Of this device's tokens and columns of the head, what `loss_and_gradients` returns."""
-    _, terms, entropic, temperature, impl, blocks = settings
-    gather = partial(jax.lax.all_gather, axis_name=SHARDS, tiled=True)
-    n, V, D = len(y_n), len(head_Vd), h_nD.shape[1]
-    rank, shards = jax.lax.axis_index(SHARDS), D // head_Vd.shape[1]
-    share = -(-V // shards)  # rows of the head a device; the last may have fewer, or none
-    rows = jnp.clip(V - rank * share, 0, share)
-    n_tiles = impl == "pallas" and max(0, V - (shards - 1) * share) // blocks.vocab
-    dtype = h_nD.dtype if shards == 1 else jnp.float32  # of dh, where it is to be summed
-    forward = partial(pallas_forward, blocks, n_tiles, terms is not None) if n_tiles else jax_forward
-    backward = partial(pallas_backward, blocks, entropic, dtype) if n_tiles else jax_backward
-    head_Vd = jnp.pad(head_Vd.astype(h_nD.dtype), ((0, share * shards - V), (0, 0)))
-    head_VD = jax.lax.all_to_all(head_Vd, SHARDS, split_axis=0, concat_axis=1, tiled=True)
-    unit = 128 // math.gcd(128, shards) if n_tiles and not blocks.interpret else 1  # whole lanes of tokens
-    c = -(-n // -(-n * shards // blocks.tokens) // unit) * unit  # tokens a device and chunk, as many in each
-    mine = partial(jax.lax.dynamic_slice_in_dim, start_index=rank * c, slice_size=c)
-    def chunk(dW_VD, args):
-        first, h_cD, y_c, vectors_c = args
-        h_cD = jnp.where(vectors_c["weight"][:, None] > 0, h_cD, 0)  # a masked NaN must not reach dW
-        h_CD, y_C = gather(h_cD), gather(y_c) - rank * share
-        saved, top, total, product = forward(h_CD, head_VD, rows, temperature)
-        w_CD = head_VD.at[y_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        target = jax.lax.psum(jnp.sum(h_CD.astype(jnp.float32) * w_CD, -1) / temperature, SHARDS)
-        top, total, product = combine(*jax.lax.all_gather((top, total, product), SHARDS))
-        log_total = jnp.log(total)
-        log_total += total * jnp.exp(-log_total) - 1  # a Newton step: a TPU's log alone is good to 1e-4
-        lse, entropy = top + log_total, log_total - product / total
-        logp_c, entropy_c = mine(target - top - log_total), mine(entropy)
-        if terms is None:
-            return dW_VD, (logp_c, entropy_c)
-        loss_c, gradient = jax.vjp(lambda *a: terms(*a, vectors_c)[0], logp_c, entropy_c)
-        g, e = (gather(a) / temperature for a in gradient(jnp.ones_like(loss_c)))
-        dh_CD, dW_VD = backward(saved, h_CD, head_VD, y_C, (g, e, lse, entropy), dW_VD, first)
-        dh_cD = jax.lax.psum_scatter(dh_CD, SHARDS, tiled=True)
-        return dW_VD, (logp_c, entropy_c, loss_c, dh_cD.astype(h_cD.dtype))
-    counted = vectors["weight"] > 0  # tokens with a weight come first; chunks of others are not computed
-    order = jnp.concatenate([jnp.argsort(~counted, stable=True), jnp.arange(n, n + -n % c)])
-    def body(i, carry):
-        at = jax.lax.dynamic_slice_in_dim(order, i * c, c)
-        args = jax.tree.map(lambda a: a.at[at].get(mode="fill", fill_value=0), (h_nD, y_n, vectors))
-        dW_VD, new = chunk(carry[0], ((i == 0).astype(jnp.int32), *args))
-        put = lambda a, b: a.at[at].set(b, mode="drop", unique_indices=True)
-        return dW_VD, tuple(map(put, carry[1], new))
-    out = [jnp.zeros(n)] * (2 if terms is None else 3) + [jnp.zeros_like(h_nD)] * (terms is not None)
-    dW_VD = jax.lax.empty((share, D), jnp.float32) if terms is not None else None
-    chunks = jnp.maximum(1, -(-jax.lax.pmax(counted.sum(), SHARDS) // c))  # the first one writes all of dW
-    dW_VD, out = jax.lax.fori_loop(0, chunks, body, (dW_VD, tuple(out)))
-    return out if terms is None else (*out, rows_to_columns(dW_VD, shards)[:V])
 
-def materialised(settings, h_ND, head_VD, targets_N, vectors):
-    """What `loss_and_gradients` does, by way of the logits of all tokens and what JAX makes of them."""
-    keep = lambda a, *spec: jax.lax.with_sharding_constraint(a, NamedSharding(settings.mesh, P(*spec)))
-    def logp_and_entropy(h_ND, head_VD):
-        h_ND = keep(jnp.where(vectors["weight"][:, None] > 0, h_ND, 0), TOKENS)
-        log_p = jax.nn.log_softmax(dot(h_ND, keep(head_VD.astype(h_ND.dtype)), (1, 1)) / settings.temperature)
-        logp_N = jnp.take_along_axis(log_p, targets_N[:, None], 1)[:, 0]
-        return logp_N, -jnp.sum(jnp.exp(log_p) * log_p, -1)
+def chunk_logp(forward, head_VD, temperature, h_CD, y_C):
+    """-> what the backward needs; log-probs, log-sum-exp and entropies over all shards, [C]."""
+    saved, *sums = forward(h_CD)
+    # One device has the target's row of the head; with the others it is 0.
+    w_CD = head_VD.at[y_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    target = lax.psum(jnp.sum(h_CD.astype(f32) * w_CD, -1) / temperature, HEAD)
+    top, total, product = combine(*lax.all_gather(sums, HEAD))
+    log_total = jnp.log(total)
+    log_total += total * jnp.exp(-log_total) - 1  # a Newton step: a TPU's log is good to 1e-4
+    return saved, target - top - log_total, top + log_total, log_total - product / total
+
+
+def chunk_loss(settings, forward, backward, head_VD, dW_VD, is_first, h_cD, y_c, vectors_c):
+    """-> dW_VD with a chunk's; logp, entropy and, given terms, loss and dh of this device's c."""
+    rank, c = lax.axis_index(HEAD), len(h_cD)
+    gather = partial(lax.all_gather, axis_name=HEAD, tiled=True)
+    h_cD = jnp.where(vectors_c["weight"][:, None] > 0, h_cD, 0)  # a masked NaN must not reach dW
+    h_CD = gather(h_cD)
+    y_C = gather(y_c) - rank * len(head_VD)
+    saved, logp_C, lse_C, entropy_C = chunk_logp(forward, head_VD, settings.temperature, h_CD, y_C)
+    logp_c = lax.dynamic_slice_in_dim(logp_C, rank * c, c)
+    entropy_c = lax.dynamic_slice_in_dim(entropy_C, rank * c, c)
     if not settings.terms:
-        return logp_and_entropy(h_ND, head_VD)
-    out, to_inputs = jax.vjp(logp_and_entropy, h_ND, head_VD)
-    loss_N, to_out = jax.vjp(lambda out: settings.terms(*out, vectors)[0], out)
-    return *out, loss_N, *to_inputs(*to_out(jnp.ones_like(loss_N)))
+        return dW_VD, (logp_c, entropy_c)
+    # The loss is algebra on vectors of c tokens: JAX makes its derivatives g and e.
+    loss_c, vjp = jax.vjp(lambda *a: settings.terms(*a, vectors_c)[0], logp_c, entropy_c)
+    g_C, e_C = (gather(a) / settings.temperature for a in vjp(jnp.ones_like(loss_c)))
+    dh_CD, dW_VD = backward(saved, h_CD, y_C, (g_C, e_C, lse_C, entropy_C), dW_VD, is_first)
+    dh_cD = lax.psum_scatter(dh_CD, HEAD, tiled=True)
+    return dW_VD, (logp_c, entropy_c, loss_c, dh_cD.astype(h_cD.dtype))
 
-def loss_and_gradients(settings, h_ND, head_VD, targets_N, vectors):
-    """-> logp [N], entropy [N] and, given terms, loss [N], dh [N, D] in h's dtype, dW [V, D] float32."""
-    mesh, terms, *_, impl, blocks = settings
+
+def one_device(settings, h_nD, head_Vd, targets_n, vectors):
+    """`loss_and_gradients` of this device's tokens and columns of the head, chunk by chunk."""
+    (n, D), (V, d) = h_nD.shape, head_Vd.shape
+    terms, temperature, blocks = settings.terms, settings.temperature, settings.blocks
+    # The head's columns become rows, as many on each device; those past V are zeros.
+    shards = D // d
+    share = cdiv(V, shards)
+    head_Vd = jnp.pad(head_Vd.astype(h_nD.dtype), ((0, share * shards - V), (0, 0)))
+    head_VD = lax.all_to_all(head_Vd, HEAD, split_axis=0, concat_axis=1, tiled=True)
+    rows = V - lax.axis_index(HEAD) * share
+    forward = partial(jax_forward, head_VD, rows, temperature)
+    backward = partial(jax_backward, head_VD)
+    # Pallas takes the tiles that all devices have; the last one has the fewest rows.
+    tiles = max(0, V - (shards - 1) * share) // blocks.vocab if settings.impl == "pallas" else 0
+    if tiles:
+        forward = partial(pallas_forward, blocks, tiles, bool(terms), head_VD, rows, temperature)
+        dtype = h_nD.dtype if shards == 1 else f32  # of dh, which is summed over shards
+        backward = partial(pallas_backward, blocks, settings.entropic, dtype, head_VD)
+    # All chunks have as many tokens. For compiled kernels, these fill lanes of 128.
+    c = cdiv(n, cdiv(n * shards, blocks.tokens))
+    while tiles and not blocks.interpret and c * shards % 128:
+        c += 1
+    # Tokens with a weight come first; chunks of others are not computed. Indices from n on fill
+    # the last chunk: they read zeros, and what they write is dropped.
+    has_weight = vectors["weight"] > 0
+    order = jnp.concatenate([jnp.argsort(~has_weight, stable=True), jnp.arange(n, n + -n % c)])
+    # The first chunk is always computed, as it writes all of dW.
+    chunks = jnp.maximum(1, cdiv(lax.pmax(has_weight.sum(), HEAD), c))
+
+    def body(i, carry):
+        dW_VD, outputs = carry
+        index = lax.dynamic_slice_in_dim(order, i * c, c)
+        inputs = h_nD, targets_n, vectors
+        inputs = jax.tree.map(lambda a: a.at[index].get(mode="fill", fill_value=0), inputs)
+        is_first = (i == 0).astype(jnp.int32)
+        dW_VD, new = chunk_loss(settings, forward, backward, head_VD, dW_VD, is_first, *inputs)
+        pairs = zip(outputs, new, strict=True)
+        return dW_VD, [a.at[index].set(b, mode="drop", unique_indices=True) for a, b in pairs]
+
+    start = None, [jnp.zeros(n)] * 2
+    if terms:
+        start = lax.empty(head_VD.shape, f32), [jnp.zeros(n)] * 3 + [jnp.zeros_like(h_nD)]
+    dW_VD, outputs = lax.fori_loop(0, chunks, body, start)
+    if not terms:
+        return tuple(outputs)
+    return *outputs, rows_to_columns(dW_VD, shards)[:V]
+
+
+def with_all_logits(settings, targets_N, vectors, h_ND, head_VD):
+    """-> loss [N], if terms are given, and logp [N], entropy [N], by what JAX differentiates."""
+    h_ND = jnp.where(vectors["weight"][:, None] > 0, h_ND, 0)
+    shardings = [NamedSharding(settings.mesh, spec) for spec in (P(TOKENS), P())]
+    inputs = lax.with_sharding_constraint([h_ND, head_VD.astype(h_ND.dtype)], shardings)
+    log_p = jax.nn.log_softmax(dot(*inputs, 1, 1) / settings.temperature)
+    logp_N = jnp.take_along_axis(log_p, targets_N[:, None], 1)[:, 0]
+    entropy_N = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+    loss_N = settings.terms(logp_N, entropy_N, vectors)[0] if settings.terms else None
+    return loss_N, (logp_N, entropy_N)
+
+
+def loss_and_gradients(
+    settings: Settings, h_ND: Array, head_VD: Array, targets_N: Array, vectors: dict
+) -> tuple[Array, ...]:
+    """-> logp [N], entropy [N] and, given terms, loss [N], dh [N, D] in h's dtype, dW [V, D].
+    Arguments as in `grpo_loss`; all but dh are float32."""
+    mesh, terms, impl = settings.mesh, settings.terms, settings.impl
     if impl == "full":
-        return materialised(settings, h_ND, head_VD, targets_N, vectors)
-    blocks = blocks or block_sizes(mesh.devices.flat[0].device_kind, h_ND.shape[1], impl)
-    tokens, columns = P(TOKENS), P(None, SHARDS)
-    run = jax.shard_map(partial(one_device, settings._replace(blocks=blocks)), mesh=mesh, check_vma=False,
-                        in_specs=(tokens, columns, tokens, tokens),
-                        out_specs=(tokens,) * 4 + (columns,) if terms else (tokens, tokens))
+        run = partial(with_all_logits, settings, targets_N, vectors)
+        if not terms:
+            return run(h_ND, head_VD)[1]
+        loss_N, vjp, outputs = jax.vjp(run, h_ND, head_VD, has_aux=True)
+        return *outputs, loss_N, *vjp(jnp.ones_like(loss_N))
+    blocks = settings.blocks or block_sizes(mesh.devices.flat[0].device_kind, h_ND.shape[1], impl)
+    run = partial(one_device, replace(settings, blocks=blocks))
+    tokens, columns = P(TOKENS), P(None, HEAD)
+    in_specs = tokens, columns, tokens, tokens
+    out_specs = (tokens,) * 4 + (columns,) if terms else (tokens, tokens)
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return run(h_ND, head_VD, targets_N, vectors)
 
+
+# ---------------------------------------------------------------- a differentiable loss
+# The forward pass makes both gradients of the loss, the backward pass scales them. Only where logp
+# or entropy have cotangents, of a term built outside, are the chunks computed again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused(settings, h_ND, head_VD, targets_N, vectors):
-    logp_N, entropy_N = loss_and_gradients(settings._replace(terms=None), h_ND, head_VD, targets_N, vectors)
-    return settings.terms(logp_N, entropy_N, vectors)[0].sum(), logp_N, entropy_N
+def fused_loss(settings, *inputs):
+    logp_N, entropy_N = loss_and_gradients(replace(settings, terms=None), *inputs)
+    loss_N, _ = settings.terms(logp_N, entropy_N, inputs[-1])
+    return loss_N.sum(), logp_N, entropy_N
 
-def fused_forward(settings, *primals):
-    args = jax.tree.map(lambda p: p.value, primals)
-    logp_N, entropy_N, loss_N, *gradients = loss_and_gradients(settings, *args)
-    return (loss_N.sum(), logp_N, entropy_N), (args, gradients)
 
-def fused_backward(settings, saved, cotangents):
+def fused_loss_forward(settings, *primals):
+    inputs = jax.tree.map(lambda primal: primal.value, primals)
+    logp_N, entropy_N, loss_N, *gradients = loss_and_gradients(settings, *inputs)
+    return (loss_N.sum(), logp_N, entropy_N), (inputs, gradients)
+
+
+def fused_loss_backward(settings, saved, cotangents):
     (h_ND, head_VD, targets_N, vectors), gradients = saved
-    gradients = [0.0 if isinstance(cotangents[0], SymbolicZero) else a * cotangents[0] for a in gradients]
-    outer = {k: ct for k, ct in zip("ge", cotangents[1:]) if not isinstance(ct, SymbolicZero)}
-    if outer:  # once more, of a loss that has these for its gradient
-        linear = lambda logp, entropy, v: (v.get("g", 0) * logp + v.get("e", 0) * entropy, {})
-        again, vectors = settings._replace(terms=linear, entropic="e" in outer), vectors | outer
-        *_, dh_ND, dW_VD = loss_and_gradients(again, h_ND, head_VD, targets_N, vectors)
-        gradients = [gradients[0] + dh_ND, gradients[1] + dW_VD]
-    return gradients[0].astype(h_ND.dtype), gradients[1].astype(head_VD.dtype), None, None
-fused.defvjp(fused_forward, fused_backward, symbolic_zeros=True)
+    d_loss, *outer = cotangents
+    dh_ND, dW_VD = (0.0 if isinstance(d_loss, SymbolicZero) else a * d_loss for a in gradients)
+    outer = {k: a for k, a in zip("ge", outer, strict=True) if not isinstance(a, SymbolicZero)}
+    if outer:
+        # The gradients of a loss that has these cotangents for its derivatives g and e.
+        settings = replace(
+            settings,
+            terms=lambda logp, entropy, v: (v.get("g", 0) * logp + v.get("e", 0) * entropy, {}),
+            entropic="e" in outer,
+        )
+        more = loss_and_gradients(settings, h_ND, head_VD, targets_N, vectors | outer)
+        dh_ND, dW_VD = dh_ND + more[3], dW_VD + more[4]
+    return dh_ND.astype(h_ND.dtype), dW_VD.astype(head_VD.dtype), None, None
 
-def grpo_loss(hidden_ND, head_VD, targets_N, vectors, mesh, *, temperature=1., impl="jax", blocks=None,
-              **terms):
-    """Hidden states in the compute dtype, LM head, targets in [0, V), vectors and options of `grpo_terms` ->
-    (loss, tokens), differentiable in hidden_ND and head_VD. The mesh's devices divide N, fsdp * tp divides D.
-    loss: a float32 scalar, the sum over tokens. tokens: float32 [N], 0 where masked: logp and entropy (build
-    other terms with them: their cotangents count), and without gradient clip_fraction, ratio, and where
-    defined logprob_gap, kl. impl: jax | pallas (TPUs, else ValueError) | full (all logits, for contrast)."""
+
+fused_loss.defvjp(fused_loss_forward, fused_loss_backward, symbolic_zeros=True)
+
+
+def grpo_loss(
+    hidden_ND: Array,  # in the compute dtype
+    head_VD: Array,
+    targets_N: Array,  # int32, in [0, V)
+    vectors: dict,  # of `grpo_terms`
+    mesh: Mesh,  # its devices divide N, and fsdp * tp divides D
+    *,
+    temperature: float = 1.0,
+    impl: str = "jax",  # or pallas (TPUs, else ValueError), or full: all logits, to compare with
+    blocks: Blocks | None = None,  # None: what suits the devices
+    **options,  # of `grpo_terms`
+) -> tuple[Array, dict]:
+    """-> (loss, a float32 scalar; tokens), differentiable in hidden_ND and head_VD. tokens:
+    float32 [N], 0 where masked: logp and entropy (other terms can be built of them, as their
+    cotangents count), and without gradient clip_fraction, ratio, and if defined logprob_gap, kl."""
     with jax.named_scope("grpo_loss"):
-        terms, entropic = partial(grpo_terms, **terms), bool(terms.get("entropy_bonus"))
+        terms = partial(grpo_terms, **options)
+        entropic = bool(options.get("entropy_bonus"))
         settings = Settings(mesh, terms, entropic, temperature, impl, blocks)
-        loss, logp_N, entropy_N = fused(settings, hidden_ND, head_VD, targets_N, vectors)
-        stats = terms(jax.lax.stop_gradient(logp_N), jax.lax.stop_gradient(entropy_N), vectors)[1]
+        loss, logp_N, entropy_N = fused_loss(settings, hidden_ND, head_VD, targets_N, vectors)
+        _, stats = terms(logp_N, entropy_N, vectors)
         tokens = stats | {"logp": logp_N, "entropy": entropy_N}
         return loss, {k: jnp.where(vectors["weight"] > 0, a, 0.0) for k, a in tokens.items()}
 
-def score(hidden_ND, head_VD, targets_N, weight_N, mesh, *, temperature=1., impl="jax", blocks=None):
-    """-> (logp [N], entropy [N]) of the targets that have a weight, without meaning of the others: one GEMM,
-    no gradients. Arguments as in `grpo_loss`."""
-    inputs = *jax.lax.stop_gradient((hidden_ND, head_VD)), targets_N, {"weight": weight_N}
-    return loss_and_gradients(Settings(mesh, None, False, temperature, impl, blocks), *inputs)
 
-# ---------------------------------------------------------------- benchmark
+def score(
+    hidden_ND: Array, head_VD: Array, targets_N: Array, weight_N: Array, mesh: Mesh, **how
+) -> tuple[Array, Array]:
+    """-> logp [N], entropy [N] of targets with a weight, by one GEMM; arguments of `grpo_loss`."""
+    settings = Settings(mesh, None, False, **how)
+    hidden_ND, head_VD = lax.stop_gradient((hidden_ND, head_VD))
+    return loss_and_gradients(settings, hidden_ND, head_VD, targets_N, {"weight": weight_N})

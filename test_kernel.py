@@ -226,7 +226,7 @@ def without_races(f, *args, **settings):
         with contextlib.redirect_stdout(io.StringIO()) as said, unwritten:
             out = jax.block_until_ready(f(*args, **settings))
     finally:
-        # One that failed must be told to forget it.
+        # After a failure its state would reach the next call.
         pltpu.reset_tpu_interpret_mode_state()
     assert "RACE DETECTED" not in said.getvalue(), said.getvalue()
     return out

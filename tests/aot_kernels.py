@@ -22,23 +22,29 @@ def main(tiles):
     array = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     blocks = kernel.block_sizes(device.device_kind, HIDDEN)
     tokens = blocks.tokens
+    # Complete tiles only, so that nothing is left to plain JAX.
     vocab = tiles * blocks.vocab
 
     h_CD = array((tokens, HIDDEN), jnp.bfloat16)
     head_VD = array((vocab, HIDDEN), jnp.bfloat16)
-    forward = partial(kernel.forward_tiles, blocks, tiles, True, temperature=1.0)
-    jax.jit(forward).lower(h_CD, head_VD).compile()
 
-    is_first_chunk = array((1,), jnp.int32)
-    targets_1C = array((1, tokens), jnp.int32)
-    vectors_4C = array((4, tokens), jnp.float32)
+    def forward(head_VD, h_CD):
+        return kernel.pallas_forward(blocks, tiles, True, head_VD, vocab, 1.0, h_CD)
+
+    jax.jit(forward).lower(head_VD, h_CD).compile()
+
     z_VC = array((vocab, tokens), jnp.bfloat16)
     top = array((tiles, blocks.vocab // blocks.step, 1, tokens), jnp.float32)
+    z_rest = array((tokens, 0), jnp.float32)
+    targets_C = array((tokens,), jnp.int32)
+    vectors = [array((tokens,), jnp.float32)] * 4
     dW_VD = array((vocab, HIDDEN), jnp.float32)
-    inputs = (is_first_chunk, targets_1C, vectors_4C, h_CD, head_VD, z_VC, top, dW_VD)
+    is_first_chunk = array((), jnp.int32)
+    saved = (z_VC, top, z_rest)
+    inputs = (head_VD, saved, h_CD, targets_C, vectors, dW_VD, is_first_chunk)
     # dW is added to in place, as in the trainer.
-    backward = partial(kernel.backward_tiles, blocks, False, jnp.bfloat16)
-    jax.jit(backward, donate_argnums=len(inputs) - 1).lower(*inputs).compile()
+    backward = partial(kernel.pallas_backward, blocks, False, jnp.bfloat16)
+    jax.jit(backward, donate_argnums=5).lower(*inputs).compile()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,19 @@
-"""Time and memory of the GRPO loss with both its gradients."""
+"""Time and memory of the GRPO loss with both its gradients.
+
+python tools/bench_loss.py --impl jax,full
+python tools/bench_loss.py --aot v6e-8 --impl jax,pallas    # compiled for absent TPUs, not run
+"""
 
 import argparse
 import math
+import sys
 import timeit
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -14,70 +24,188 @@ from jax.sharding import PartitionSpec as P
 import kernel
 from infra import memory
 
-FLAGS = dict(  # sizes are a device's, 0 = what suits it; impl, aot (slices such as v6e-8): one, or a,b,c
-    impl="jax,full", mode="on_policy", batch=1, time=4096, vocab=151936, hidden=2048, dtype="bfloat16",
-    compute_dtype="bfloat16", iters=10, warmup=2, epsilon_low=0.2, epsilon_high=0.2, temperature=1.0,
-    block_tokens=0, block_vocab=0, block_hidden=0, aot="")
+# Sizes are those of a device; 0 is what suits it.
+FLAGS = dict(
+    impl="jax,full",  # one, or a,b,c
+    mode="on_policy",  # or off_policy: with log-probs of when the answers were sampled
+    batch=1,
+    time=4096,
+    vocab=151936,
+    hidden=2048,
+    dtype="bfloat16",
+    compute_dtype="bfloat16",
+    iters=10,
+    warmup=2,
+    epsilon_low=0.2,
+    epsilon_high=0.2,
+    temperature=1.0,
+    block_tokens=0,
+    block_vocab=0,
+    block_hidden=0,
+    aot="",  # slices of absent TPUs, such as v6e-8: one, or a,b,c
+)
 
-def float64_error(settings, head_VD, *of_tokens):
-    """Of h, targets, vectors, logp, dh: the largest error of logp, relative error of dh, on 16 tokens."""
-    some = np.linspace(0, len(of_tokens[0]) - 1, 16, dtype=int)
-    h, y, vectors, logp, dh = jax.tree.map(lambda a: np.float64(a[some]), of_tokens)
-    W, T = np.float64(head_VD), settings.temperature
-    log_p = h @ W.T / T
-    log_p -= np.logaddexp.reduce(log_p, 1, keepdims=True)
-    hit = np.arange(len(W)) == y[:, None]
-    g = jax.grad(lambda logp: settings.terms(logp, logp, vectors)[0].sum())(log_p[hit])
-    right = np.float64(g)[:, None] / T * (hit - np.exp(log_p)) @ W
-    off = abs(logp - log_p[hit]).max(), np.linalg.norm(dh - right) / np.linalg.norm(right)
-    return "errors: logp {:.1e}, dh {:.1e}".format(*off)
 
-def measure(args, impl, mesh):
-    """Compile the loss and both gradients -> (what to print, seconds); with --aot nothing is run."""
-    N, V, D = args.batch * args.time * mesh.size, args.vocab, args.hidden
+# ---------------------------------------------------------------- one measurement
+@dataclass(frozen=True)
+class Case:
+    """One implementation on one mesh."""
+
+    settings: kernel.Settings
+    program: Callable  # compiled: hidden states, head, targets, vectors -> loss_and_gradients
+    make_inputs: Callable  # () -> the program's inputs
+
+    @property
+    def impl(self):
+        return self.settings.impl
+
+
+def make_inputs(args, N):
+    """-> hidden states [N, D], head [V, D], targets [N], {vector: [N]}: random, from one key."""
+    V, D = args.vocab, args.hidden
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    # The order in which keys are taken decides what is drawn.
+    vectors = {"weight": jnp.full(N, 1 / N)}
+    vectors["advantage"] = jax.random.normal(next(keys), (N,))
+    if args.mode != "on_policy":
+        vectors["old"] = jax.random.normal(next(keys), (N,)) - math.log(V) - 2
+    hidden_ND = jax.random.normal(next(keys), (N, D))
+    head_VD = 2 * D**-0.5 * jax.random.normal(next(keys), (V, D))
+    targets_N = jax.random.randint(next(keys), N, 0, V)
+    return hidden_ND.astype(args.dtype), head_VD.astype(args.dtype), targets_N, vectors
+
+
+def compile_case(args, impl, mesh):
+    """Compile the loss and both gradients, for the mesh's devices."""
+    N = args.batch * args.time * mesh.size
+    kind = mesh.devices.flat[0].device_kind
+    blocks = kernel.block_sizes(kind, args.hidden, impl, args.block_tokens)
+    if args.block_vocab:
+        blocks = replace(blocks, vocab=args.block_vocab)
+    if args.block_hidden:
+        blocks = replace(blocks, hidden=args.block_hidden)
     terms = partial(kernel.grpo_terms, clip_low=args.epsilon_low, clip_high=args.epsilon_high)
-    own = {name[6:]: n for name, n in vars(args).items() if name.startswith("block_") and n}
-    blocks = kernel.block_sizes(mesh.devices.flat[0].device_kind, D, impl, args.block_tokens)._replace(**own)
-    settings = kernel.Settings(mesh, terms, False, args.temperature, impl, blocks)
-    def make_inputs():
-        keys = iter(jax.random.split(jax.random.key(0), 5))
-        normal = lambda *size: jax.random.normal(next(keys), size)
-        vectors = {"weight": jnp.full(N, 1 / N), "advantage": normal(N)}
-        if args.mode != "on_policy":
-            vectors["old"] = normal(N) - math.log(V) - 2
-        h, W, y = normal(N, D), 2 * D ** -0.5 * normal(V, D), jax.random.randint(next(keys), N, 0, V)
-        return h.astype(args.dtype), W.astype(args.dtype), y, vectors
-    tokens, columns = NamedSharding(mesh, P(kernel.TOKENS)), NamedSharding(mesh, P(None, kernel.SHARDS))
-    program = jax.jit(lambda h, *rest: kernel.loss_and_gradients(settings, h.astype(args.compute_dtype), *rest),
-                      in_shardings=(tokens, columns, tokens, tokens))
-    program = program.lower(*jax.eval_shape(make_inputs)).compile()
-    m, temp = program.memory_analysis(), program.memory_analysis().temp_size_in_bytes
-    if mesh.devices.flat[0].platform == "tpu":  # whose compiler counts VMEM in; the peak is without
-        temp = m.peak_memory_in_bytes - m.argument_size_in_bytes - m.output_size_in_bytes
-    text = f"{impl:6} temp {temp / 1e9:.3f} GB, peak {m.peak_memory_in_bytes / 1e9:.3f} GB"
-    if args.aot:
-        return text, None
-    h, W, y, vectors = inputs = make_inputs()
-    seconds = lambda f, *inputs: np.median(timeit.repeat(
-        lambda: jax.block_until_ready(f(*inputs)), number=1, repeat=args.warmup + args.iters)[args.warmup:])
-    part = h[:2048].astype(args.compute_dtype), W.astype(args.compute_dtype)
-    floor = 3 * seconds(jax.jit(lambda h, W: kernel.dot(h, W, (1, 1))), *part) * N / len(part[0])
-    took, (logp_N, _, _, dh_ND, _) = seconds(program, *inputs), program(*inputs)
-    return (f"{text}, {took * 1e3:.2f} ms, {6e-12 * N * D * V / took:.2f} TFLOP/s, {floor / took:.0%} of the "
-            f"floor of three GEMMs, {float64_error(settings, W, h, y, vectors, logp_N, dh_ND)}"), took
+    settings = kernel.Settings(
+        mesh, terms, entropic=False, temperature=args.temperature, impl=impl, blocks=blocks
+    )
+
+    def loss_and_gradients(hidden_ND, head_VD, targets_N, vectors):
+        hidden_ND = hidden_ND.astype(args.compute_dtype)
+        return kernel.loss_and_gradients(settings, hidden_ND, head_VD, targets_N, vectors)
+
+    tokens = NamedSharding(mesh, P(kernel.TOKENS))
+    columns = NamedSharding(mesh, P(None, kernel.HEAD))
+    program = jax.jit(loss_and_gradients, in_shardings=(tokens, columns, tokens, tokens))
+    inputs = partial(make_inputs, args, N)
+    compiled = program.lower(*jax.eval_shape(inputs)).compile()
+    return Case(settings, compiled, inputs)
+
+
+# ---------------------------------------------------------------- its memory, time and errors
+def memory_text(case):
+    """What the compiled program takes of a device."""
+    sizes = case.program.memory_analysis()
+    peak = sizes.peak_memory_in_bytes
+    temp = sizes.temp_size_in_bytes
+    if case.settings.mesh.devices.flat[0].platform == "tpu":
+        # There the compiler counts VMEM among temporaries, but not in the peak.
+        temp = peak - sizes.argument_size_in_bytes - sizes.output_size_in_bytes
+    return f"{case.impl:6} temp {temp / 1e9:.3f} GB, peak {peak / 1e9:.3f} GB"
+
+
+def median_seconds(args, function, *inputs):
+    def call():
+        jax.block_until_ready(function(*inputs))
+
+    times = timeit.repeat(call, number=1, repeat=args.warmup + args.iters)
+    return np.median(times[args.warmup :])
+
+
+def seconds_of_three_gemms(args, hidden_ND, head_VD):
+    """Of as many tokens, estimated from one product of at most 2,048: no loss takes less."""
+    part = hidden_ND[:2048].astype(args.compute_dtype)
+    gemm = jax.jit(lambda h, W: kernel.dot(h, W, 1, 1))
+    seconds = median_seconds(args, gemm, part, head_VD.astype(args.compute_dtype))
+    return 3 * seconds * len(hidden_ND) / len(part)
+
+
+def float64_errors(settings, head_VD, *per_token):
+    """The largest error of logp and the relative error of dh, against float64 NumPy on 16 tokens.
+
+    per_token: hidden states, targets, vectors, and the logp and dh to be tested.
+    """
+    some = np.linspace(0, len(per_token[0]) - 1, 16, dtype=int)
+    h, targets, vectors, logp, dh = jax.tree.map(lambda a: np.float64(a[some]), per_token)
+    W = np.float64(head_VD)
+    log_p = h @ W.T / settings.temperature
+    log_p -= np.logaddexp.reduce(log_p, 1, keepdims=True)
+    hit = np.arange(len(W)) == targets[:, None]
+
+    def loss(logp):
+        # These terms make no use of the entropy.
+        return settings.terms(logp, logp, vectors)[0].sum()
+
+    g = np.float64(jax.grad(loss)(log_p[hit]))
+    expected_dh = g[:, None] / settings.temperature * (hit - np.exp(log_p)) @ W
+    logp_error = abs(logp - log_p[hit]).max()
+    dh_error = np.linalg.norm(dh - expected_dh) / np.linalg.norm(expected_dh)
+    return logp_error, dh_error
+
+
+def run_case(args, case):
+    """-> (its time and errors as text, seconds)"""
+    inputs = case.make_inputs()
+    hidden_ND, head_VD, targets_N, vectors = inputs
+    floor = seconds_of_three_gemms(args, hidden_ND, head_VD)
+    seconds = median_seconds(args, case.program, *inputs)
+    logp_N, _, _, dh_ND, _ = case.program(*inputs)
+    per_token = (hidden_ND, targets_N, vectors, logp_N, dh_ND)
+    logp_error, dh_error = float64_errors(case.settings, head_VD, *per_token)
+    N, D = hidden_ND.shape
+    tflops = 6e-12 * N * D * args.vocab / seconds
+    text = (
+        f"{seconds * 1e3:.2f} ms, {tflops:.2f} TFLOP/s, "
+        f"{floor / seconds:.0%} of the floor of three GEMMs, "
+        f"errors: logp {logp_error:.1e}, dh {dh_error:.1e}"
+    )
+    return text, seconds
+
+
+# ---------------------------------------------------------------- the command
+def parse(argv=None):
+    parser = argparse.ArgumentParser(
+        description="Time and memory of the GRPO loss with both its gradients."
+    )
+    for name, default in FLAGS.items():
+        help_text = f"default {default!r}"
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
+    return parser, parser.parse_args(argv)
+
 
 def benchmark(argv=None):
-    parser = argparse.ArgumentParser(description="Time and memory of the GRPO loss with both its gradients.")
-    for name, default in FLAGS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default!r}")
-    args = parser.parse_args(argv)
-    for name in args.aot.split(","):
+    parser, args = parse(argv)
+    for slice_type in args.aot.split(","):
         try:
-            devices = memory.tpu_devices(name) if name else jax.devices()[:1]
-        except Exception as e:  # of re for the name, of jax for what libtpu lacks, or that it lacks libtpu
-            parser.error(f"--aot {name} cannot be compiled for here ({e}); try v6e-8, pip install libtpu")
-        mesh, took = Mesh(np.array(devices).reshape(1, -1, 1), kernel.TOKENS), {}
+            devices = memory.tpu_devices(slice_type) if slice_type else jax.devices()[:1]
+        # Of re for the name, of jax for what libtpu lacks, or because libtpu is missing.
+        except Exception as e:
+            parser.error(
+                f"--aot {slice_type} cannot be compiled for here ({e}); "
+                "try v6e-8, pip install libtpu"
+            )
+        mesh = Mesh(np.array(devices).reshape(1, -1, 1), kernel.TOKENS)
+        name = slice_type or devices[0].device_kind
+        took = {}
         for impl in args.impl.split(","):
-            text, took[impl] = measure(args, impl, mesh)
-            print(name or devices[0].device_kind, text, flush=True)
-    print(*(f"{a} / {b} {took[a] / took[b]:.2f}" for a in took for b in took if a < b and took[a]), sep=", ")
+            case = compile_case(args, impl, mesh)
+            text = memory_text(case)
+            if not args.aot:
+                more, took[impl] = run_case(args, case)
+                text = f"{text}, {more}"
+            print(name, text, flush=True)
+    pairs = [(a, b) for a in took for b in took if a < b]
+    print(", ".join(f"{a} / {b} {took[a] / took[b]:.2f}" for a, b in pairs))
+
+
+if __name__ == "__main__":
+    benchmark()
