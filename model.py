@@ -553,15 +553,18 @@ def truncate(z_BV, sampling: Sampling) -> jax.Array:
     """
     if sampling.top_k == 0 and sampling.top_p >= 1:
         return z_BV
-    # Every logit of these rows, in descending order: V may be split over tp.
-    sorted_BV = jnp.sort(jax.lax.all_gather(z_BV, "tp", axis=1, tiled=True), descending=True)
+    # All logits of these rows, in descending order: V may be split over tp.
+    all_BV = jax.lax.all_gather(z_BV, "tp", axis=1, tiled=True)
+    sorted_BV = jnp.sort(all_BV, descending=True)
+    threshold_B1 = sorted_BV[:, -1:]
     if sampling.top_k:
-        least_B1 = sorted_BV[:, : sampling.top_k][:, -1:]
-        sorted_BV = jnp.where(sorted_BV >= least_B1, sorted_BV, -jnp.inf)
-    mass_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), -1)
-    # The last token of the top p is the first at which the mass is reached.
-    last_B = jnp.argmax(mass_BV >= sampling.top_p * mass_BV[:, -1:], -1)
-    threshold_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], 1)
+        threshold_B1 = sorted_BV[:, : sampling.top_k][:, -1:]
+        sorted_BV = jnp.where(sorted_BV >= threshold_B1, sorted_BV, -jnp.inf)
+    if sampling.top_p < 1:
+        mass_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), -1)
+        is_enough_BV = mass_BV >= sampling.top_p * mass_BV[:, -1:]
+        last_B1 = jnp.argmax(is_enough_BV, -1, keepdims=True)
+        threshold_B1 = jnp.take_along_axis(sorted_BV, last_B1, 1)
     return jnp.where(z_BV >= threshold_B1, z_BV, -jnp.inf)
 
 
@@ -599,8 +602,7 @@ def sample(z_BV, u_B, sampling: Sampling) -> tuple:
     best_B = z_BV.max(-1)
     top_B = jax.lax.pmax(best_B, "tp")
 
-    # Mass per shard (Z of them) and column of the vocabulary. exp is at most 1: top_B is the
-    # greatest logit.
+    # Mass per column of the vocabulary, on each of Z shards and in all.
     z_BYX, empty = in_columns(z_BV)
     mass_BX = jnp.exp(z_BYX - top_B[:, None, None]).sum(1)
     mass_ZBX = jax.lax.all_gather(mass_BX, "tp")
@@ -610,8 +612,8 @@ def sample(z_BV, u_B, sampling: Sampling) -> tuple:
     if sampling.temperature == 0:
         # The first of the most likely tokens.
         last = V * jax.lax.axis_size("tp") - 1
-        mine_B = jnp.where(best_B == top_B, shard * V + jnp.argmax(z_BV, -1), last)
-        token_B = jax.lax.pmin(mine_B, "tp")
+        best_token_B = shard * V + jnp.argmax(z_BV, -1)
+        token_B = jax.lax.pmin(jnp.where(best_B == top_B, best_token_B, last), "tp")
     else:
         # A cumsum over 128 columns, one over the shards, and one down a column cost less than one
         # over V, and round less.
@@ -623,6 +625,7 @@ def sample(z_BV, u_B, sampling: Sampling) -> tuple:
         # Only the shard that has the token knows which it is.
         token_B = jax.lax.psum(jnp.where(shard_B == shard, token_B, 0), "tp")
 
+    # Its logit, from the shard that has it.
     local_B = token_B - shard * V
     is_here_B = (local_B >= 0) & (local_B < V)
     z_B = jnp.take_along_axis(z_BV, jnp.clip(local_B, 0, V - 1)[:, None], 1)[:, 0]

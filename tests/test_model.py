@@ -322,13 +322,13 @@ def test_load_streams(tmp_path, record_property):
     larger = dict(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
     config = data.TINY_MODEL | larger | {"tie_word_embeddings": False}
     hf.write_random(tmp_path, config, seed=0)
-    whole, cfg = load(tmp_path)
+    at_once, cfg = load(tmp_path)
     checkpoint = WatchedCheckpoint(tmp_path, cfg)
     tracemalloc.start()
     params = hf.load(checkpoint, on)
     tracemalloc.stop()
 
-    assert_trees_equal(params, whole)
+    assert_trees_equal(params, at_once)
     for name, sharding in model.flatten(model.shardings(cfg, on)).items():
         loaded = model.flatten(params)[name]
         assert loaded.sharding == sharding and loaded.dtype == jnp.float32, name

@@ -23,7 +23,7 @@ from conftest import (
 )
 from numpy.testing import assert_allclose, assert_array_equal
 from test_model import by_tier, hf_model
-from test_sampling import compiled_sample
+from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
 from infra import layouts, memory, rollout
@@ -52,21 +52,23 @@ def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_pro
     n = 64
     hf = hf_model(name)
     prompts = random_prompts(hf.cfg, (9, 1, 14, 5))
-    whole = greedy_answers(hf.theirs, prompts, n)
-    assert min(len(set(row)) for row in whole) > 10, "an answer is a few tokens repeated"
+    untruncated = greedy_answers(hf.theirs, prompts, n)
+    assert min(len(set(row)) for row in untruncated) > 10, "an answer is a few tokens repeated"
     cfg = hf.cfg
     stops = []
-    wanted = whole
+    wanted = untruncated
     if has_stops:
-        stops = [whole[0][20], whole[2][33]]
+        stops = [untruncated[0][20], untruncated[2][33]]
         wanted = greedy_answers(hf.theirs, prompts, n, eos_token_id=stops)
-        copy = spoiled_copy(hf.directory, tmp_path, "config.json", {"eos_token_id": whole[3][0]})
+        copy = spoiled_copy(
+            hf.directory, tmp_path, "config.json", {"eos_token_id": untruncated[3][0]}
+        )
         # generation_config.json overrules config.json.
         edit(copy / "generation_config.json", {"eos_token_id": stops})
         cfg = hf.read_config(copy)
 
-    out = generate(hf.params, cfg, prompts, n, sampling=model.Sampling(temperature=0.0))
-    is_stop = np.isin(whole, stops)
+    out = generate(hf.params, cfg, prompts, n, sampling=GREEDY)
+    is_stop = np.isin(untruncated, stops)
     has_ended = is_stop.any(1)
     lengths = np.where(has_ended, is_stop.argmax(1) + 1, n)
     assert_array_equal(out["tokens_BT"][:, : len(wanted[0])], wanted)
@@ -120,7 +122,7 @@ def uncached_step(params, tokens_BT, lengths_B, key, t):
         return jax.random.uniform(jax.random.fold_in(step, row))
 
     u_B = jax.vmap(uniform)(jnp.arange(B))
-    return compiled_sample(last_BD @ model.head(params).T, u_B, model.Sampling(), 1)
+    return compiled_sample(last_BD @ model.head(params).T, u_B, PLAIN, 1)
 
 
 @cache
@@ -133,18 +135,18 @@ def uncached_answers():
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     live = np.ones(B, bool)
-    logps = [[] for _ in PROMPTS]
+    answer_logprobs = [[] for _ in PROMPTS]
     for t in range(MAX_ANSWER):
         step = uncached_step(params, tokens, lengths, jax.random.key(SEED), t)
-        drawn, logp = map(np.asarray, step)
+        drawn, logprobs = map(np.asarray, step)
         for i in np.flatnonzero(live):
             tokens[i, lengths[i]] = drawn[i]
             lengths[i] += 1
-            logps[i].append(logp[i])
+            answer_logprobs[i].append(logprobs[i])
             live[i] = drawn[i] not in CFG.stop_ids
     ended = zip(tokens, PROMPTS, lengths, strict=True)
     answers = [row[len(prompt) : length].tolist() for row, prompt, length in ended]
-    return answers, live, logps
+    return answers, live, answer_logprobs
 
 
 class Way(NamedTuple):
@@ -179,7 +181,7 @@ SLOW_WAYS = {
 @pytest.mark.parametrize("way", by_tier(WAYS, SLOW_WAYS))
 def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
     """Of ragged prompts, in groups, growing windows and waves, while rows that are done go."""
-    answers, live, logps = uncached_answers()
+    answers, live, logprobs = uncached_answers()
     resize = mock.Mock(wraps=layouts.resize_array)
     monkeypatch.setattr(layouts, "resize_array", resize)
     heard = []
@@ -198,7 +200,7 @@ def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
         assert out["lengths_B"][i] == n
         assert out["truncated_B"][i] == live[i]
         assert not out["logprobs_BT"][i, n:].any()
-        errors[i] = abs(out["logprobs_BT"][i, :n] - logps[i]).max()
+        errors[i] = abs(out["logprobs_BT"][i, :n] - logprobs[i]).max()
     check_errors(errors, 1e-4, record_property)
     assert heard[-1] == (len(live) - sum(live), sum(map(len, answers))), heard
     assert len(heard) == way.heard
@@ -217,11 +219,11 @@ def test_greedy_answers_equal_on_meshes():
     cfg = dataclasses.replace(TIED, V=208)
     prompts = random_prompts(TIED, (5, 3, 8, 8, 1, 2, 4, 7))
     params = random_params(cfg, mesh())
-    one = generate(params, cfg, prompts, 24, kind="auto", sampling=model.Sampling(temperature=0.0))
+    one = generate(params, cfg, prompts, 24, kind="auto", sampling=GREEDY)
     on = mesh(2, 2, 2)
     params = random_params(cfg, on)
     for kind in ("replicated", "tp"):
-        other = generate(params, cfg, prompts, 24, on, kind, sampling=model.Sampling(temperature=0.0))
+        other = generate(params, cfg, prompts, 24, on, kind, sampling=GREEDY)
         assert_allclose(one["logprobs_BT"], other["logprobs_BT"], rtol=0, atol=1e-4)
         for name in ("tokens_BT", "lengths_B", "truncated_B"):
             assert_array_equal(one[name], other[name])
@@ -299,11 +301,11 @@ def test_layout_is_chosen_by_size_and_memory(monkeypatch):
         ("14B", 4, "fsdp", 1),
     ]
     # fmt: on
-    for name, memory, kind, tp in cases:
-        set_memory(monkeypatch, memory)
+    for name, gib, kind, tp in cases:
+        set_memory(monkeypatch, gib)
         layout, why = layouts.rollout_layout("auto", sizes(name), on, "bfloat16")
-        assert layout.kind == kind, (name, memory, why)
-        assert why.startswith(kind), (name, memory, why)
+        assert layout.kind == kind, (name, gib, why)
+        assert why.startswith(kind), (name, gib, why)
         assert list(layout.mesh.devices.flat) == list(on.devices.flat)
         assert layout.mesh.shape["tp"] == tp
 
@@ -330,10 +332,10 @@ def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
         keys_and_values = 36 * 2 * heads * 128 * 2 * slots
         half = (32 * GIB - resting - weights) / 2
         cases = [(32, half // keys_and_values), (12, 1), (math.inf, 2**30)]
-        for memory, rows in cases:
-            set_memory(monkeypatch, memory)
+        for gib, rows in cases:
+            set_memory(monkeypatch, gib)
             found = layouts.rows_that_fit(cfg, layout, "bfloat16", slots, resting)
-            assert found == rows, (kind, memory)
+            assert found == rows, (kind, gib)
 
 
 def test_batch_shrinks_where_that_saves_a_tenth():
@@ -354,7 +356,7 @@ def test_batch_shrinks_where_that_saves_a_tenth():
         assert rollout.fewer_rows(*case) == rows, case
 
 
-def test_buckets_are_powers_of_two_and_three_quarters_of_them():
+def test_padded_lengths_are_powers_of_two_and_three_quarters_of_them():
     table = {1: 1, 2: 2, 3: 3, 5: 6, 24: 24, 25: 32, 100: 128, 513: 768}
     for n, size in table.items():
         assert rollout.padded_length(n) == size, n

@@ -41,11 +41,14 @@ def compiled_sample(z_RV, u_B, sampling, tp):
     return draw(jnp.tile(z_RV, (len(u_B) // len(z_RV), 1)), u_B)
 
 
-def sample(z_RV, u_B, temperature=1.0, top_k=0, top_p=1.0, tp=1):
+PLAIN = model.Sampling()
+GREEDY = model.Sampling(temperature=0.0)
+
+
+def sample(z_RV, u_B, sampling=PLAIN, tp=1):
     """model.sample of the rows of z in turn, with the vocabulary on so many devices."""
-    sampling = model.Sampling(temperature, top_k, top_p)
-    tokens, logp = compiled_sample(z_RV, u_B, sampling, tp)
-    return np.asarray(tokens), np.asarray(logp)
+    tokens, logprobs = compiled_sample(z_RV, u_B, sampling, tp)
+    return np.asarray(tokens), np.asarray(logprobs)
 
 
 def truncated(p, top_k, top_p):
@@ -69,9 +72,11 @@ def chi_square(tokens, p):
 
 
 @partial(jax.jit, static_argnames="temperature")
-def training_logp(hidden_ND, head_VD, targets_N, weight_N, temperature):
-    logp, _ = kernel.score(hidden_ND, head_VD, targets_N, weight_N, mesh(), temperature=temperature)
-    return logp
+def training_logprobs(hidden_ND, head_VD, targets_N, weight_N, temperature):
+    logprobs, _ = kernel.score(
+        hidden_ND, head_VD, targets_N, weight_N, mesh(), temperature=temperature
+    )
+    return logprobs
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def training_logp(hidden_ND, head_VD, targets_N, weight_N, temperature):
         pytest.param(TIED, model.Sampling(temperature=1.2, top_k=20, top_p=0.8), id="truncated"),
     ],
 )
-def test_sampled_logps_equal_training_forward(cfg, sampling, record_property):
+def test_sampled_logprobs_equal_training_forward(cfg, sampling, record_property):
     """What `generate` reports is what the trainer computes; draws follow that, each time anew."""
     n = 32
     temperature = sampling.temperature
@@ -113,8 +118,9 @@ def test_sampled_logps_equal_training_forward(cfg, sampling, record_property):
         else:
             h_ND = hidden.reshape(-1, cfg.D)
             weight = live.ravel().astype(np.float32)
-            logp = training_logp(h_ND, head, out["tokens_BT"].ravel(), weight, temperature)
-            wanted = np.asarray(logp).reshape(live.shape)[live]
+            targets = out["tokens_BT"].ravel()
+            logprobs = training_logprobs(h_ND, head, targets, weight, temperature)
+            wanted = np.asarray(logprobs).reshape(live.shape)[live]
         errors[seed] = abs(out["logprobs_BT"][live] - wanted).max()
         # If tokens follow q, these are uniform.
         upper = q.cumsum(-1)[each, tokens]
@@ -224,17 +230,48 @@ def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_
     rng = np.random.default_rng(6)
     z = 2 * rng.standard_normal((2, V)).astype(np.float32)
     u = np.asarray(jax.random.uniform(jax.random.key(V), 2 * n))
-    tokens, logp = sample(z, u, temperature, top_k, top_p, tp=tp)
+    tokens, logprobs = sample(z, u, model.Sampling(temperature, top_k, top_p), tp)
     p_values = []
     for row in (0, 1):
         p = truncated(softmax(z[row] / temperature), top_k, top_p)
-        mine = tokens[row::2]
-        assert (p[mine] > 0).all(), "drew a token outside the kept set"
-        assert_allclose(logp[row::2], np.log(p[mine]), rtol=0, atol=1e-5)
-        p_values.append(chi_square(mine, p))
+        drawn = tokens[row::2]
+        assert (p[drawn] > 0).all(), "drew a token outside the kept set"
+        assert_allclose(logprobs[row::2], np.log(p[drawn]), rtol=0, atol=1e-5)
+        p_values.append(chi_square(drawn, p))
     assert min(p_values) > 1e-3, p_values
     record_property("lowest p of 2", f"{min(p_values):.2f}")
 
-    greedy, logp = sample(z, np.zeros(2, np.float32), temperature=0.0, tp=tp)
+    greedy, logprobs = sample(z, np.zeros(2, np.float32), GREEDY, tp)
     assert_array_equal(greedy, z.argmax(-1))
-    assert_allclose(logp, np.log(softmax(z).max(-1)), rtol=0, atol=1e-5)
+    assert_allclose(logprobs, np.log(softmax(z).max(-1)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_truncation_keeps_equals_of_the_last_token(tp):
+    """And of the top k all tokens, however little mass they have; -inf is never kept."""
+    nothing = -np.inf
+    z = np.log([[8, 1, 4, 2, 4, 4, 1e-30, 1], [1, 1, 1, 1, 0, 0, 0, 0]], dtype=np.float32)
+    # fmt: off
+    cases = [
+        (dict(top_k=2), [[0, 2, 4, 5], [0, 1, 2, 3]]),
+        (dict(top_k=7), [[0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3]]),
+        (dict(top_k=99), [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3]]),
+        (dict(top_p=0.1), [[0], [0, 1, 2, 3]]),
+        (dict(top_p=0.5), [[0, 2, 4, 5], [0, 1, 2, 3]]),
+        (dict(top_k=2, top_p=0.35), [[0], [0, 1, 2, 3]]),
+        (dict(top_p=0.9), [[0, 2, 3, 4, 5], [0, 1, 2, 3]]),
+    ]
+    # fmt: on
+    for options, kept in cases:
+        truncate = jax.shard_map(
+            partial(model.truncate, sampling=model.Sampling(**options)),
+            mesh=mesh(tp=tp),
+            check_vma=False,
+            in_specs=P(None, "tp"),
+            out_specs=P(None, "tp"),
+        )
+        found = np.asarray(jax.jit(truncate)(z))
+        for row in (0, 1):
+            wanted = np.full(8, nothing, np.float32)
+            wanted[kept[row]] = z[row, kept[row]]
+            assert_array_equal(found[row], wanted, str(options))
