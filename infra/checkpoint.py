@@ -122,6 +122,7 @@ def saved_steps(out: str) -> list[int]:
 def shard_files(directory: str) -> dict:
     """{(part, of how many): path} of a checkpoint's files. Whatever else lies there, a killed
     process may have left."""
+    # The directory may be gone: other processes delete old checkpoints.
     found = {}
     names = os.listdir(directory) if os.path.isdir(directory) else []
     for name in names:
@@ -312,6 +313,7 @@ class Saver:
 
         Each process does this for itself: others may be gone.
         """
+        # What is being written may yet be complete.
         if self.pending:
             step, future = self.pending
             if future.result():

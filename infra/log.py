@@ -59,6 +59,7 @@ class RolloutProgress:
         self.printed = self.began
 
     def __call__(self, answers: int, tokens: int) -> None:
+        # Tokens of all rows that are decoded together.
         rate = tokens / (time.time() - self.began)
         line = f"{self.label}: {answers} answers done, {tokens} tokens, {rate:.0f} tok/s"
         progress(line)
@@ -242,6 +243,7 @@ def print_setup(cfg, setup) -> None:
 
 def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
+    # What is said is read from the files, so that a run that resumed says the same.
     metrics = read_jsonl(f"{out}/metrics.jsonl")
     # An evaluation is a row of its own.
     solved = {row["step"]: row["eval/solved"] for row in metrics if "eval/solved" in row}
@@ -262,6 +264,7 @@ def print_before_and_after(out: str, first: int, last: int) -> None:
         for row in read_jsonl(f"{out}/samples.jsonl")
         if row.get("eval") and row["step"] in (first, last)
     ]
+    # A question's answers, before and after, stand together.
     for row in sorted(samples, key=lambda row: row["question"]):
         if row["step"] == first:
             say(f"\n  {row['question']}")

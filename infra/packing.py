@@ -62,6 +62,7 @@ def pack_minibatches(
     shards = mesh.shape["dp"] * mesh.shape["fsdp"] // jax.process_count()
     height = shards * micro_batch
     parts = [range(len(lengths))[m::minibatches] for m in range(minibatches)]
+    # Packed within a minibatch: a row belongs to one update.
     rows_of = []
     for part in parts:
         packed = pack([lengths[i] for i in part], width)
