@@ -1,8 +1,11 @@
 """What tests share: their environment, one compilation cache a session, small models with random
 weights, and ways to run train.py as a user would."""
+# ruff: noqa: E402, the environment is set before JAX is imported
 
 import contextlib
 import dataclasses
+import fcntl
+import glob
 import io
 import json
 import os
@@ -11,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -33,14 +37,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 import model
 import train
-from infra import data
-from infra import hf
-from infra import layouts
-from infra import rollout
+from infra import data, hf, layouts, rollout
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -313,7 +315,147 @@ def restored_signals():
             signal.signal(number, handler)
 
 
+def step_rows(rows):
+    """Of metrics.jsonl the rows of steps."""
+    return [row for row in rows if "eval/solved" not in row]
+
+
+def evaluations(rows):
+    """Of metrics.jsonl the evaluations, [(step, the fraction solved)]; a step has one at most."""
+    found = [(row["step"], row["eval/solved"]) for row in rows if "eval/solved" in row]
+    steps = [step for step, _ in found]
+    assert steps == sorted(set(steps)), f"evaluations repeated: {steps}"
+    return found
+
+
 def without_times(rows):
     """Metrics of steps, less what a clock or the machine's memory says."""
     timed = ("time/", "throughput/", "rollout/", "memory/", "mfu")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+# ---------------------------------------------------------------- runs to disturb
+# A supervised phase, then advantages, clipping, a reference; a checkpoint every other step.
+LIFE_FLAGS = (
+    "--system= --max_prompt 32 --max_answer 16 --lr 1e-4 --sft_lr 1e-3 --npq 4 --sft_steps 3 "
+    "--minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 --entropy_bonus 0.01 --save_every 2"
+)
+
+
+def made_once(tmp_path_factory, name, make):
+    """A directory that make(directory) fills for the first test that asks, in any process."""
+    top = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        top = top.parent  # which the processes share
+    directory = top / name
+    with open(top / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            unfinished = top / f"{name}.unfinished"
+            unfinished.mkdir(exist_ok=True)
+            make(unfinished)
+            unfinished.rename(directory)
+    return directory
+
+
+def teach(directory):
+    """Sums of digits, and a model that answers in their form and sometimes right."""
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    rows = [
+        {"question": f"What is {a} + {b}?", "answer": f"<answer>{a + b}</answer>"} for a, b in pairs
+    ]
+    sums = directory / "sums.jsonl"
+    sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "--steps 0 --sft_steps 30 --batch 4 --npq 4 --minibatches 1 --warmup 2 --max_answer 16"
+    run_train(flags, "--data", sums, "--out", directory / "run")
+
+
+def taught(tmp_path_factory):
+    """The flags of sums, and of a model whose answers to one of them differ in reward."""
+    directory = made_once(tmp_path_factory, "taught", teach)
+    sums = directory / "sums.jsonl"
+    return arguments(["--model", directory / "run/final", "--data", sums, "--eval_data", sums])
+
+
+def lives(tmp_path_factory, steps, *others):
+    """The flags of a run to disturb: so many steps after the supervised ones."""
+    return [*taught(tmp_path_factory), *arguments([LIFE_FLAGS, "--steps", steps, *others])]
+
+
+@contextlib.contextmanager
+def running(out, flags, processes=1, devices=4, batch=4, log=None, more=()):
+    """The processes of a run, with so many devices and questions a step in all; what they print is
+    in `log`, or in a file beside `out`. more: flags that come last, and so count."""
+    port = 20000 + os.getpid() * 8 % 9000
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices // processes),
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    command += arguments(["--out", out, "--batch", batch // processes])
+    if processes > 1:
+        command += [f"--coordinator=127.0.0.1:{port}", f"--processes={processes}"]
+    runs = []
+    try:
+        with open(log or f"{out}.log", "w") as f:
+            for i in range(processes):
+                own = [f"--process_id={i}"] if processes > 1 else []
+                runs.append(subprocess.Popen([*command, *own, *more], env=env, stdout=f, stderr=f))
+        yield runs
+    finally:
+        for process in runs:
+            process.kill()
+            process.wait()
+
+
+def run_to_end(out, flags, processes=1, code=0, **how):
+    """-> what a run prints whose processes must all end with this exit code"""
+    with running(out, flags, processes, **how) as runs:
+        codes = [process.wait(1200) for process in runs]
+    text = Path(f"{out}.log").read_text(errors="replace")
+    assert codes == [code] * processes, (codes, text)
+    return text
+
+
+def until(moment, runs=(), seconds=1200):
+    """Wait until moment() or the end of a process -> are they still there?"""
+    end = time.time() + seconds
+    while not moment() and all(process.poll() is None for process in runs):
+        assert time.time() < end, f"not within {seconds} s"
+        time.sleep(0.002)
+    return all(process.poll() is None for process in runs)
+
+
+def calm_run(tmp_path_factory):
+    """`out` of an undisturbed run of 9 steps. Not to be changed."""
+
+    def make(directory):
+        run_to_end(directory / "run", lives(tmp_path_factory, 9))
+
+    return made_once(tmp_path_factory, "calm", make) / "run"
+
+
+def same_weights(out, calm):
+    """Final weights, bit for bit."""
+    weights = load_file(out / "final/model.safetensors")
+    jax.tree.map(assert_array_equal, weights, load_file(calm / "final/model.safetensors"))
+
+
+def same_run(out, calm):
+    """Metrics and final weights, bit for bit; rows of steps and evaluations, and samples, once."""
+    rows = read_jsonl(out / "metrics.jsonl")
+    wanted = read_jsonl(calm / "metrics.jsonl")
+    steps = [row["step"] for row in step_rows(rows)]
+    assert steps == [*range(1, len(step_rows(wanted)) + 1)]
+    assert evaluations(rows) == evaluations(wanted)
+    assert without_times(rows) == without_times(wanted)
+    same_weights(out, calm)
+    samples = read_jsonl(out / "samples.jsonl")
+    assert len(samples) == len(read_jsonl(calm / "samples.jsonl")), "samples lost or repeated"
+
+
+def saving(out):
+    """Files that are being written, or were when a process was killed."""
+    # glob.glob: Path.glob fails where the run deletes an old checkpoint.
+    return glob.glob(f"{out}/step_*/*.tmp")

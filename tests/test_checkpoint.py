@@ -1,8 +1,9 @@
-"""Checkpoints: in shards, for any mesh, whole or passed over; what a full disk does to a run."""
+"""Checkpoints: in shards, for any mesh, complete or not used; what a full disk does to a run."""
 
 import contextlib
+import json
+import resource
 import shutil
-import signal
 import subprocess
 from types import SimpleNamespace
 from unittest import mock
@@ -11,15 +12,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import UNTIED, edit, mesh, random_params, read_jsonl, refused, restored_signals
+from conftest import (
+    UNTIED,
+    calm_run,
+    edit,
+    lives,
+    mesh,
+    random_params,
+    read_jsonl,
+    refused,
+    running,
+    same_weights,
+    saving,
+    until,
+    without_times,
+)
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
-from test_resume import calm_run, lives, running, same_run, saving, until
 
 import train
 from infra import checkpoint, files, log, run_dir
+from infra.state import abstract_state
 
 ONE_FILE = "shards-00000-of-00001.safetensors"
 
@@ -51,7 +66,7 @@ def test_saved_shards_load_on_other_meshes(tmp_path):
 @pytest.mark.parametrize("dims", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
 def test_the_size_of_a_checkpoint_is_known_beforehand(dims):
     cfg = train.parse(["--beta", "0.1", "--dtype", "bfloat16"])
-    wanted = train.abstract_state(cfg, UNTIED, mesh(*dims))
+    wanted = abstract_state(cfg, UNTIED, mesh(*dims), train.optimizer)
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), wanted)
     written = sum(shard.nbytes for shard in checkpoint.shards_of(state).values())
     assert run_dir.checkpoint_bytes(wanted) == written > 12 * UNTIED.n_params
@@ -129,9 +144,9 @@ def contents(out):
 def newest(out, capsys):
     """-> (the step to resume after, what is said of others); nothing may be changed or deleted."""
     before = contents(out)
-    step, files, _ = run_dir.newest_checkpoint(train.Config(out=str(out)))
+    step, paths, _ = run_dir.newest_checkpoint(str(out), "auto")
     assert contents(out) == before
-    assert all(f"step_{step:06}" in path for path in files)
+    assert all(f"step_{step:06}" in path for path in paths)
     return step, capsys.readouterr().err
 
 
@@ -161,7 +176,7 @@ def damages(good):
     return cases
 
 
-def test_damaged_checkpoints_are_named_and_passed_over(two_checkpoints, capsys, record_property):
+def test_damaged_checkpoints_are_named_and_not_used(two_checkpoints, capsys, record_property):
     """Any flipped bit, a file truncated, too long or lost."""
     assert newest(two_checkpoints, capsys) == (2, "")
     victim = two_checkpoints / "step_000002" / DAMAGED
@@ -171,7 +186,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(two_checkpoints, capsys, 
         edit(victim, damaged)
         step, said = newest(two_checkpoints, capsys)
         assert step == 1, (what, said)
-        assert said.count("step 2 is passed over") == 1 and "step_000002" in said, (what, said)
+        assert said.count("step 2 cannot be used") == 1 and "step_000002" in said, (what, said)
         cause = "has 3 of the files of 4" if damaged is None else DAMAGED
         assert cause in said, (what, said)
         victim.write_bytes(good)
@@ -179,7 +194,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(two_checkpoints, capsys, 
     record_property("damages", len(cases))
 
 
-def test_a_checkpoint_with_a_file_of_another_run_is_passed_over(two_checkpoints, capsys):
+def test_a_checkpoint_with_a_file_of_another_run_is_not_used(two_checkpoints, capsys):
     write_checkpoint(two_checkpoints, 2, parts=[2], run="8")
     assert newest(two_checkpoints, capsys)[0] == 1
     # Once all of it is of one run again, it counts.
@@ -187,7 +202,7 @@ def test_a_checkpoint_with_a_file_of_another_run_is_passed_over(two_checkpoints,
     assert newest(two_checkpoints, capsys) == (2, "")
 
 
-def test_an_empty_checkpoint_is_passed_over(two_checkpoints, capsys):
+def test_an_empty_checkpoint_is_not_used(two_checkpoints, capsys):
     for path in (two_checkpoints / "step_000002").iterdir():
         path.unlink()
     step, said = newest(two_checkpoints, capsys)
@@ -195,7 +210,7 @@ def test_an_empty_checkpoint_is_passed_over(two_checkpoints, capsys):
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):
-    """No checkpoint is whole; to start anew would overwrite what another host may still have."""
+    """No checkpoint is complete; to start anew would overwrite what another host may still have."""
     for step in (1, 2):
         (two_checkpoints / f"step_{step:06}" / DAMAGED).unlink()
     assert "another number of processes than 1" in refusal(two_checkpoints, capsys)
@@ -205,7 +220,7 @@ def refusal(out, capsys):
     """What is said where no checkpoint can be used; nothing may be changed or deleted."""
     before = contents(out)
     with pytest.raises(SystemExit) as end:
-        run_dir.newest_checkpoint(train.Config(out=str(out)))
+        run_dir.newest_checkpoint(str(out), "auto")
     assert end.value.code == 2
     assert contents(out) == before
     last = capsys.readouterr().err.splitlines()[-1]
@@ -213,7 +228,7 @@ def refusal(out, capsys):
     return last
 
 
-def test_what_a_kill_in_the_first_save_leaves_is_passed_over(tmp_path, capsys):
+def test_what_a_kill_in_the_first_save_leaves_is_not_used(tmp_path, capsys):
     """No file, then files whose names are not final, of this and other numbers of processes."""
     first = tmp_path / "step_000002"
     first.mkdir()
@@ -235,19 +250,23 @@ def test_what_a_kill_in_the_first_save_leaves_is_passed_over(tmp_path, capsys):
 
 
 @contextlib.contextmanager
-def process(me, others_see):
-    """This is one of four processes; others_see(what this one has) is what another has."""
+def process(index, other_has):
+    """This is one of four processes; other_has(what this one has) is what another has."""
+
+    def with_other(value):
+        return np.stack([value, other_has(np.asarray(value))])
+
     with (
-        mock.patch.multiple(jax, process_index=lambda: me, process_count=lambda: 4),
-        mock.patch.object(run_dir, "all_gather_hosts", lambda a: np.stack([a, others_see(np.asarray(a))])),
+        mock.patch.multiple(jax, process_index=lambda: index, process_count=lambda: 4),
+        mock.patch.object(run_dir, "all_gather_hosts", with_other),
     ):
         yield
 
 
-def test_files_of_the_first_save_of_some_processes_are_passed_over(tmp_path, capsys):
+def test_files_of_the_first_save_of_some_processes_are_not_used(tmp_path, capsys):
     """On a disk that four share: two were killed before they had theirs."""
     write_checkpoint(tmp_path, 2, parts=[0, 3])
-    with process(1, others_see=np.copy):
+    with process(1, other_has=np.copy):
         assert newest(tmp_path, capsys)[0] == 0
 
 
@@ -263,7 +282,7 @@ def test_parts_of_two_checkpoints_that_other_processes_lack_end_the_run(tmp_path
     write_checkpoint(tmp_path, 1, parts=[0])
     write_checkpoint(tmp_path, 2, parts=[0])
 
-    with process(0, others_see=np.zeros_like):
+    with process(0, other_has=np.zeros_like):
         assert "process 0 has its part of steps [2, 1]" in refusal(tmp_path, capsys)
 
 
@@ -273,7 +292,7 @@ def test_resume_force_starts_over_beside_the_old_files(two_checkpoints):
     for step in (1, 2):
         (two_checkpoints / f"step_{step:06}" / DAMAGED).write_bytes(b"")
     before = contents(two_checkpoints)
-    found = run_dir.newest_checkpoint(train.Config(out=str(two_checkpoints), resume="force"))
+    found = run_dir.newest_checkpoint(str(two_checkpoints), "force")
     assert found == (0, [], {})
     (old,) = two_checkpoints.glob("old-*")
     kept = {"config.json", "notes.txt"}
@@ -305,81 +324,69 @@ def fill(path):
             pass
 
 
+def test_a_line_without_room_is_printed_and_counted(tmp_path, capsys):
+    """Nothing of it is left in the file, which takes the next line that has room."""
+    lines = log.JsonLines(str(tmp_path / "lines.jsonl"))
+    lines.append({"step": 1})
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As a disk with room for half a line.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, most[1]))
+    try:
+        lines.append({"step": 2}, {"step": 3, "loss": float("nan")})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    printed = capsys.readouterr().err
+    assert "lines.jsonl cannot be written" in printed and "lines lost: 2" in printed, printed
+    assert '{"step": 2}\n{"step": 3, "loss": null}\n' in printed, printed
+    lines.append({"step": 4})
+    assert read_jsonl(tmp_path / "lines.jsonl") == [{"step": 1}, {"step": 4}]
+
+
+def rows_of(text):
+    """What is for a file and was printed."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"step": ')]
+
+
+def in_order(rows):
+    """Of metrics, a step's evaluation after the step's row."""
+    return without_times(sorted(rows, key=lambda row: (row["step"], "eval/solved" in row)))
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_property):
-    """Filled after the first checkpoint, with room again later: all metrics, once."""
+    """Filled after the first checkpoint, with room again later: it ends with the calm run's
+    weights, and each line is in its file or on stderr, once."""
     calm = calm_run(tmp_path_factory)
-    log = tmp_path / "log"
+    output = tmp_path / "log"
     (tmp_path / "disk").mkdir()
 
     def said(text):
-        return log.read_text(errors="replace").count(text)
+        return output.read_text(errors="replace").count(text)
 
     with (
         small_disk(tmp_path / "disk") as disk,
-        running(disk / "run", lives(tmp_path_factory, 9), log=log) as runs,
+        running(disk / "run", lives(tmp_path_factory, 9), log=output) as runs,
     ):
         out = disk / "run"
 
         def first_is_saved():
             return (out / "step_000002").exists() and not saving(out)
 
-        assert until(first_is_saved, runs), log.read_text()
+        assert until(first_is_saved, runs), output.read_text()
         fill(disk / "filler")
-        alive = until(lambda: said("cannot be saved") and said("lines wait"), runs)
-        kept, _, _ = run_dir.newest_checkpoint(train.Config(out=str(out)))
-        assert alive and kept and said("No space left"), log.read_text()
+        alive = until(lambda: said("cannot be saved") and said("metrics.jsonl cannot be"), runs)
+        kept, _, _ = run_dir.newest_checkpoint(str(out), "auto")
+        assert alive and kept and said("No space left"), output.read_text()
         (disk / "filler").unlink()
-        assert runs[0].wait(300) == 0, log.read_text()
-        same_run(out, calm)
-    record_property("whole all along", f"step {kept}; {said('cannot be saved')} not saved")
-
-
-def main_on_a_full_disk(flags, full, end):
-    """train.main, where the disk takes no lines of the steps `full`, which ends so after step 3."""
-    real_finish = train.finish
-    real_open = open
-    disk = {"full": False}
-
-    def finish(step, state, metrics, cfg, run):
-        disk["full"] = step in full
-        real_finish(step, state, metrics, cfg, run)
-        if step == 3 and end == "kill":
-            checkpoint.finish_save(cfg, run)
-            raise KeyboardInterrupt
-        if step == 3 and end == "signal":
-            signal.raise_signal(signal.SIGTERM)
-
-    def open_or_fail(path, mode="r", *args, **options):
-        if disk["full"] and mode == "ab":
-            raise OSError(28, "No space left on device")
-        return real_open(path, mode, *args, **options)
-
-    with (
-        mock.patch.object(train, "finish", finish),
-        mock.patch.object(log, "open", open_or_fail, create=True),
-    ):
-        train.main(flags)
-
-
-@pytest.mark.slow
-def test_lines_that_wait_for_room_outlive_a_kill(tmp_path, tmp_path_factory):
-    """The run ends before or after the disk takes the lines of some steps; what waits is in the
-    checkpoint, and found once in the resumed run's files."""
-    flags = [*lives(tmp_path_factory, 3), "--out", "run"]
-
-    def enter(name):
-        # One name of `out`, which is part of the flags, so that all runs share their programs.
-        (tmp_path / name).mkdir()
-        return contextlib.chdir(tmp_path / name)
-
-    with restored_signals():
-        with enter("calm"):
-            train.main(flags)
-        for full, end, written in (((2,), "kill", [1, 2, 3]), ((2, 3), "signal", [1])):
-            with enter(end):
-                with pytest.raises((KeyboardInterrupt, SystemExit)):
-                    main_on_a_full_disk(flags, full, end)
-                assert [row["step"] for row in read_jsonl("run/metrics.jsonl")] == written
-                train.main(flags)
-            same_run(tmp_path / end / "run", tmp_path / "calm/run")
+        assert runs[0].wait(300) == 0, output.read_text()
+        same_weights(out, calm)
+        printed = rows_of(output.read_text())
+        metrics = [row for row in printed if "question" not in row]
+        samples = [row for row in printed if "question" in row]
+        assert metrics, "no line was lost"
+        written = read_jsonl(out / "metrics.jsonl")
+        assert in_order(written + metrics) == in_order(read_jsonl(calm / "metrics.jsonl"))
+        samples += read_jsonl(out / "samples.jsonl")
+        assert len(samples) == len(read_jsonl(calm / "samples.jsonl"))
+    record_property("complete all along", f"step {kept}; {said('cannot be saved')} not saved")
+    record_property("metrics rows on stderr", len(metrics))

@@ -10,8 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_jsonl
-from test_resume import lives, running, until
+from conftest import ROOT, lives, read_jsonl, running, until
 
 from infra import claim
 

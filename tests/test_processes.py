@@ -6,9 +6,19 @@ import time
 
 import numpy as np
 import pytest
-from conftest import TINY_FLAGS, arguments, check_errors, read_jsonl, relative
+from conftest import (
+    TINY_FLAGS,
+    arguments,
+    check_errors,
+    lives,
+    read_jsonl,
+    relative,
+    run_to_end,
+    running,
+    taught,
+    until,
+)
 from safetensors.numpy import load_file
-from test_resume import lives, run_to_end, running, taught, until
 
 # processes, devices in all, mesh
 # fmt: off

@@ -1,10 +1,6 @@
-"""Runs from start to end, cut short and resumed: what comes out is the calm run, bit for bit.
-
-Other files take from here how to start runs, disturb and compare them.
-"""
+"""Runs from start to end, cut short and resumed: what comes out is the calm run, bit for bit."""
 
 import contextlib
-import fcntl
 import glob
 import http.server
 import json
@@ -12,146 +8,39 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from conftest import (
-    ROOT,
     TINY_FLAGS,
     arguments,
+    calm_run,
+    evaluations,
     generate,
+    lives,
     load,
     read_jsonl,
     restored_signals,
+    run_to_end,
     run_train,
+    running,
+    same_run,
+    step_rows,
+    until,
     without_times,
 )
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
-from infra import cluster, data
-
-# A supervised phase, then advantages, clipping, a reference; a checkpoint every other step.
-LIFE_FLAGS = (
-    "--system= --max_prompt 32 --max_answer 16 --lr 1e-4 --sft_lr 1e-3 --npq 4 --sft_steps 3 "
-    "--minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 --entropy_bonus 0.01 --save_every 2"
-)
-
-
-# ---------------------------------------------------------------- runs, also for other files
-def made_once(tmp_path_factory, name, make):
-    """A directory that make(directory) fills for the first test that asks, in any process."""
-    top = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        top = top.parent  # which the processes share
-    directory = top / name
-    with open(top / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not directory.exists():
-            unfinished = top / f"{name}.unfinished"
-            unfinished.mkdir(exist_ok=True)
-            make(unfinished)
-            unfinished.rename(directory)
-    return directory
-
-
-def teach(directory):
-    """Sums of digits, and a model that answers in their form and sometimes right."""
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    rows = [
-        {"question": f"What is {a} + {b}?", "answer": f"<answer>{a + b}</answer>"} for a, b in pairs
-    ]
-    sums = directory / "sums.jsonl"
-    sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = "--steps 0 --sft_steps 30 --batch 4 --npq 4 --minibatches 1 --warmup 2 --max_answer 16"
-    run_train(flags, "--data", sums, "--out", directory / "run")
-
-
-def taught(tmp_path_factory):
-    """The flags of sums, and of a model whose answers to one of them differ in reward."""
-    directory = made_once(tmp_path_factory, "taught", teach)
-    sums = directory / "sums.jsonl"
-    return arguments(["--model", directory / "run/final", "--data", sums, "--eval_data", sums])
-
-
-def lives(tmp_path_factory, steps, *others):
-    """The flags of a run to disturb: so many steps after the supervised ones."""
-    return [*taught(tmp_path_factory), *arguments([LIFE_FLAGS, "--steps", steps, *others])]
-
-
-@contextlib.contextmanager
-def running(out, flags, processes=1, devices=4, batch=4, log=None, more=()):
-    """The processes of a run, with so many devices and questions a step in all; what they print is
-    in `log`, or in a file beside `out`. more: flags that come last, and so count."""
-    port = 20000 + os.getpid() * 8 % 9000
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices // processes),
-        "PYTHONUNBUFFERED": "1",
-    }
-    command = [sys.executable, str(ROOT / "train.py"), *flags]
-    command += arguments(["--out", out, "--batch", batch // processes])
-    if processes > 1:
-        command += [f"--coordinator=127.0.0.1:{port}", f"--processes={processes}"]
-    runs = []
-    try:
-        with open(log or f"{out}.log", "w") as f:
-            for i in range(processes):
-                own = [f"--process_id={i}"] if processes > 1 else []
-                runs.append(subprocess.Popen([*command, *own, *more], env=env, stdout=f, stderr=f))
-        yield runs
-    finally:
-        for process in runs:
-            process.kill()
-            process.wait()
-
-
-def run_to_end(out, flags, processes=1, code=0, **how):
-    """-> what a run prints whose processes must all end with this exit code"""
-    with running(out, flags, processes, **how) as runs:
-        codes = [process.wait(1200) for process in runs]
-    text = Path(f"{out}.log").read_text(errors="replace")
-    assert codes == [code] * processes, (codes, text)
-    return text
-
-
-def until(moment, runs=(), seconds=1200):
-    """Wait until moment() or the end of a process -> are they still there?"""
-    end = time.time() + seconds
-    while not moment() and all(process.poll() is None for process in runs):
-        assert time.time() < end, f"not within {seconds} s"
-        time.sleep(0.002)
-    return all(process.poll() is None for process in runs)
-
-
-def calm_run(tmp_path_factory):
-    """`out` of an undisturbed run of 9 steps. Not to be changed."""
-
-    def make(directory):
-        run_to_end(directory / "run", lives(tmp_path_factory, 9))
-
-    return made_once(tmp_path_factory, "calm", make) / "run"
-
-
-def same_run(out, calm):
-    """Metrics and final weights, bit for bit; metrics and samples of every step, once."""
-    rows = read_jsonl(out / "metrics.jsonl")
-    wanted = read_jsonl(calm / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [*range(1, len(wanted) + 1)]
-    assert without_times(rows) == without_times(wanted)
-    weights = load_file(out / "final/model.safetensors")
-    jax.tree.map(assert_array_equal, weights, load_file(calm / "final/model.safetensors"))
-    samples = read_jsonl(out / "samples.jsonl")
-    assert len(samples) == len(read_jsonl(calm / "samples.jsonl")), "samples lost or repeated"
-
+import train
+from infra import cluster, data, rollout
+from model import Sampling
 
 # ---------------------------------------------------------------- one short run with one resume
 # People chart them.
@@ -167,9 +56,15 @@ METRICS = """
 
 
 def forget(out, kept):
-    """Leave `out` as if its three steps had been killed after `kept`, as it wrote a line."""
+    """Leave `out` as if its three steps had been killed after `kept`, as it wrote a line, and
+    before the evaluation of `kept` was written."""
     for name in ["final", *(f"step_{n:06}" for n in range(kept + 1, 4))]:
         shutil.rmtree(out / name)
+    rows = read_jsonl(out / "metrics.jsonl")
+    rows = [row for row in rows if row not in step_rows(rows) or row["step"] <= kept]
+    evaluated = {"step": kept, "eval/solved": dict(evaluations(rows))[kept]}
+    rows.remove(evaluated)
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open(out / "samples.jsonl", "ab") as f:
         f.write(b'{"step": 1, "answer": "\xe4\xb8')  # half a character, too
 
@@ -189,19 +84,24 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     # An update of demonstrations and of rollouts; sampled and greedy decoding; none of them twice.
     traced = {what: text.count(f"tracing {what}") for what in ("accumulate", "score", "decode")}
     assert traced == {"accumulate": 2, "score": 1, "decode": 2}, text
-    whole = read_jsonl(out / "metrics.jsonl")
-    assert [row["step"] for row in whole] == [1, 2, 3]
-    assert all("eval/solved" in row for row in whole)
-    assert not set(METRICS.split()) - whole[-1].keys(), whole[-1]
-    assert whole[-1]["logprob_gap/max"] < 1e-4, "sampler and trainer disagree"
-    assert whole[-1]["ratio/max"] > 1 + 1e-4, "a step's second update is compared with itself"
+    rows = read_jsonl(out / "metrics.jsonl")
+    # The row of each step, and after it that of its evaluation.
+    assert [row["step"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert [step for step, _ in evaluations(rows)] == [1, 2, 3]
+    last, evaluation = rows[-2:]
+    assert not set(METRICS.split()) - last.keys() - evaluation.keys(), last
+    assert evaluation.keys() == {"step", "eval/solved"}
+    assert last["logprob_gap/max"] < 1e-4, "sampler and trainer disagree"
+    assert last["ratio/max"] > 1 + 1e-4, "a step's second update is compared with itself"
+    samples = read_jsonl(out / "samples.jsonl")
     final = load_file(out / "final/model.safetensors")
     assert "is finished" in run_train(*flags, devices=8)
 
     forget(out, kept=1)
     text = run_train(*flags, "--mesh 2,2,2", devices=8)
     assert f"resuming {out} after step 1" in text, text
-    assert without_times(read_jsonl(out / "metrics.jsonl")) == without_times(whole)
+    assert without_times(read_jsonl(out / "metrics.jsonl")) == without_times(rows)
+    assert read_jsonl(out / "samples.jsonl") == samples
     jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
 
 
@@ -242,12 +142,6 @@ def kill(victim, runs, log):
     assert all(codes) and time.time() - began < 60, (codes, log.read_text(errors="replace"))
 
 
-def saving(out):
-    """Files that are being written, or were when a process was killed."""
-    # glob.glob: Path.glob fails where the run deletes an old checkpoint meanwhile.
-    return glob.glob(f"{out}/step_*/*.tmp")
-
-
 def saves(out, processes):
     """-> (names of complete checkpoints, {name: when it was written to} of those that are torn)"""
     complete = []
@@ -255,10 +149,10 @@ def saves(out, processes):
     for directory in map(Path, glob.glob(f"{out}/step_*")):
         with contextlib.suppress(FileNotFoundError):  # the run deletes it
             names = os.listdir(directory)
-            whole = [name for name in names if name.endswith(f"-of-{processes:05}.safetensors")]
-            if len(whole) == processes:
+            files = [name for name in names if name.endswith(f"-of-{processes:05}.safetensors")]
+            if len(files) == processes:
                 complete.append(directory.name)
-            if len(whole) < processes or len(names) > len(whole):
+            if len(files) < processes or len(names) > len(files):
                 torn[directory.name] = directory.stat().st_mtime
     return complete, torn
 
@@ -339,7 +233,7 @@ def check_transformers(final, prompts):
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
     ids = [tokenizer(prompt).input_ids for prompt in prompts]
     params, cfg = load(final)
-    ours = generate(params, cfg, ids, 24, temperature=0)
+    ours = generate(params, cfg, ids, 24, sampling=Sampling(temperature=0.0))
     for i, prompt in enumerate(ids):
         answer = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0]
         length = ours["lengths_B"][i]
@@ -378,6 +272,50 @@ def test_many_kills(processes, kills, tmp_path, tmp_path_factory, record_propert
     check_kills(tmp_path, flags, kills, 10, processes, record_property)
 
 
+def main_stopped_in_evaluation(number, flags):
+    """train.main, to which SIGTERM comes in its first or second evaluation, as it samples."""
+    real_generate = rollout.generate
+    evaluations_begun = 0
+
+    def generate_or_stop(*args, group, **options):
+        nonlocal evaluations_begun
+        # An evaluation samples one answer to a question.
+        evaluations_begun += group == 1
+        if evaluations_begun == number:
+            signal.raise_signal(signal.SIGTERM)
+        return real_generate(*args, group=group, **options)
+
+    with mock.patch.object(rollout, "generate", generate_or_stop), pytest.raises(SystemExit) as end:
+        train.main(flags)
+    assert end.value.code == 143
+
+
+@pytest.mark.slow
+def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_factory):
+    """Once: after the step of the checkpoint, with the value that the calm run has."""
+    # One name of `out`, which is part of the flags, so that all runs share their programs.
+    flags = [*lives(tmp_path_factory, 3), *arguments(["--batch 4 --out run"])]
+
+    def enter(name):
+        (tmp_path / name).mkdir()
+        return contextlib.chdir(tmp_path / name)
+
+    with restored_signals():
+        with enter("calm"):
+            train.main(flags)
+        evaluated = [
+            step for step, _ in evaluations(read_jsonl(tmp_path / "calm/run/metrics.jsonl"))
+        ]
+        assert evaluated == [3, 6]
+        for number, step in enumerate(evaluated, 1):
+            with enter(f"stopped in {step}"):
+                main_stopped_in_evaluation(number, flags)
+                last = read_jsonl("run/metrics.jsonl")[-1]
+                assert last["step"] == step and "eval/solved" not in last
+                train.main(flags)
+            same_run(tmp_path / f"stopped in {step}" / "run", tmp_path / "calm/run")
+
+
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
     """As Google's metadata server gives it: at first no answer, then FALSE, then TRUE."""
     asked = []
@@ -392,17 +330,16 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
         def log_message(self, *_):
             pass
 
-    run = SimpleNamespace(signal=0)
-    monkeypatch.setattr(cluster, "PATIENCE", 0.1)
+    monkeypatch.setattr(cluster, "SECONDS_BETWEEN_TRIES", 0.1)
     with restored_signals(), http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        cluster.watch_signals(run)
-        until(lambda: run.signal, seconds=60)
+        stop_signal = cluster.watch_signals()
+        until(lambda: stop_signal.number, seconds=60)
         server.shutdown()
-        assert run.signal == signal.SIGTERM
+        assert stop_signal.number == signal.SIGTERM
         with pytest.raises(cluster.Stop):
-            cluster.check_for_stop(run)
+            cluster.check_for_stop(stop_signal)
     assert set(asked) == {("/computeMetadata/v1/instance/preempted?wait_for_change=true", "Google")}
 
 
