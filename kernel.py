@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 # Suffixes of shapes: N tokens of all devices, n of one; C of a chunk, c of a chunk on one device;
-# D model, d columns of a device or tile; V vocabulary, or the rows of it in a shard or tile.
+# D model, d columns of a device or tile; V vocabulary, or its rows in a shard or tile.
 TOKENS = ("dp", "fsdp", "tp")  # the mesh axes over which tokens are sharded
 HEAD = ("fsdp", "tp")  # and the LM head: the devices along these work on the same chunk
 GRID = ("parallel", "arbitrary")  # chips with two cores share out a grid's first dimension

@@ -61,8 +61,9 @@ def mesh(dp=1, fsdp=1, tp=1):
 
 def relative(a, b):
     """|a - b| / |b|, in float64."""
+    a = np.asarray(a, np.float64)
     b = np.asarray(b, np.float64)
-    return np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 # ---------------------------------------------------------------- inputs and the reference
@@ -88,13 +89,7 @@ def blocks(impl, cores=1):
         out_of_bounds_reads="raise",
     )
     return kernel.Blocks(
-        128,
-        rows=64,
-        vocab=32,
-        hidden=16,
-        vmem=8 << 20,
-        step=8,
-        interpret=interpret,
+        128, rows=64, vocab=32, hidden=16, vmem=8 << 20, step=8, interpret=interpret
     )
 
 
@@ -114,7 +109,8 @@ def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.floa
     z = hidden @ rounded_head.T / T
     is_likely = rng.random(N) < 0.3
     targets = np.where(is_likely, z.argmax(-1), rng.integers(0, V, N))
-    logp = special.log_softmax(z, -1)[np.arange(N), targets]
+    log_p = special.log_softmax(z, -1)
+    logp = log_p[np.arange(N), targets]
 
     off_policy = rng.choice([-3, -0.5, -0.1, 0.1, 0.5, 3], N)
     off_policy += rng.uniform(-0.05, 0.05, N)
@@ -127,13 +123,15 @@ def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.floa
 
     out = rng.random(N) < masked
     vectors["weight"][out] = 0
-    others = [a for name, a in vectors.items() if name != "weight"]
-    for a in (hidden, *others):
-        a[out] = rng.choice([np.nan, np.inf, -np.inf], a[out].shape)
+    not_finite = [np.nan, np.inf, -np.inf]
+    for name, a in {"hidden": hidden, **vectors}.items():
+        if name != "weight":
+            a[out] = rng.choice(not_finite, a[out].shape)
     vectors = {k: vectors[k].astype(np.float32) for k in VECTORS if k in have}
     cotangents = rng.standard_normal((2, N)).astype(np.float32)
+    hidden = jnp.asarray(hidden, dtype)
     targets = targets.astype(np.int32)
-    return jnp.asarray(hidden, dtype), head, targets, vectors, cotangents
+    return hidden, head, targets, vectors, cotangents
 
 
 def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
@@ -189,7 +187,8 @@ def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
         tokens["entropy"][i] = entropy
         tokens["ratio"][i] = ratio
         tokens["clip_fraction"][i] = bound is not None
-        cases.update([(side, advantage > 0), "capped" if cap == is_cap else "not capped"])
+        capped = "capped" if cap == is_cap else "not capped"
+        cases.update([(side, advantage > 0), capped])
     # d/dz_v of -sum p log p, where dp_u/dz_v = p_u (1[u=v] - p_v)
     d_entropy = -p * (log_p + 1) + p * (p * (log_p + 1)).sum(-1, keepdims=True)
     d_logp = np.eye(len(W))[y] - p
@@ -213,7 +212,8 @@ def gradients(h, W, y, v, cotangents, impl, T, of, on, cores, **knobs):
         return sum(parts[name] for name in of.split()) / 2, (loss, tokens)
 
     gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-    (_, (loss, tokens)), (dh, dW) = gradient(h, W)
+    (_, aux), (dh, dW) = gradient(h, W)
+    loss, tokens = aux
     return loss, tokens, 2 * dh, 2 * dW
 
 
@@ -233,8 +233,10 @@ def without_races(f, *args, **settings):
 
 
 def run_loss(impl, inputs, T, of="loss", on=None, cores=1, **knobs):
-    settings = {"impl": impl, "T": T, "of": of, "on": on or mesh(), "cores": cores}
-    return without_races(gradients, *inputs, **settings, **KNOBS | knobs)
+    on = on or mesh()
+    knobs = KNOBS | knobs
+    settings = {"impl": impl, "T": T, "of": of, "on": on, "cores": cores}
+    return without_races(gradients, *inputs, **settings, **knobs)
 
 
 compiled_score = jax.jit(kernel.score, static_argnames=("mesh", "temperature", "impl", "blocks"))
@@ -243,12 +245,9 @@ compiled_score = jax.jit(kernel.score, static_argnames=("mesh", "temperature", "
 def run_score(impl, inputs, T, on=None):
     hidden, head, targets, *_ = inputs
     ones = np.ones(len(targets), np.float32)
-    settings = {
-        "temperature": T,
-        "impl": impl,
-        "blocks": blocks(impl),
-    }
-    return without_races(compiled_score, hidden, head, targets, ones, mesh=on or mesh(), **settings)
+    inputs = (hidden, head, targets, ones, on or mesh())
+    settings = {"temperature": T, "impl": impl, "blocks": blocks(impl)}
+    return without_races(compiled_score, *inputs, **settings)
 
 
 compiled_terms = jax.jit(kernel.grpo_terms, static_argnames=tuple(KNOBS))
@@ -262,14 +261,18 @@ def check_loss(impl, inputs, T, of="loss", eps=1e-5, **knobs):
     hidden, _, _, vectors, _ = inputs
     loss, tokens, dh, dW = run_loss(impl, inputs, T, of, **knobs)
     want_N, want_tokens, want_dh, want_dW, cases = numpy_loss(*inputs, T, of, **knobs)
-    assert (dh.dtype, dW.dtype) == (hidden.dtype, np.float32)
+    assert dh.dtype == hidden.dtype
+    assert dW.dtype == np.float32
     assert set(tokens) == set(want_tokens)
-    loss_N, _ = compiled_terms(tokens["logp"], tokens["entropy"], vectors, **KNOBS | knobs)
+    all_knobs = KNOBS | knobs
+    loss_N, _ = compiled_terms(tokens["logp"], tokens["entropy"], vectors, **all_knobs)
     for name, a in (tokens | {"loss": loss_N}).items():
         wanted = want_N if name == "loss" else want_tokens[name]
         assert_allclose(a, wanted, eps, eps, err_msg=f"{impl}, {of}, {knobs}: {name}")
-    for name, a in zip(("logp", "entropy"), run_score(impl, inputs, T), strict=True):
-        scored = np.where(vectors["weight"] > 0, a, 0)
+    live = vectors["weight"] > 0
+    scores = run_score(impl, inputs, T)
+    for name, a in zip(("logp", "entropy"), scores, strict=True):
+        scored = np.where(live, a, 0)
         assert_allclose(scored, tokens[name], 1e-6, 1e-6, err_msg=name)
     errors = [
         abs(tokens["logp"] - want_tokens["logp"]).max(),
@@ -305,7 +308,8 @@ def test_loss_equals_numpy(impl, record_property):
     seen = Counter()
     worst = defaultdict(float)
     for seed, (N, V, T, dtype, bonus, of) in enumerate(CASES):
-        eps, top = (1e-5, 20) if dtype == "float32" else (1e-2, 35)
+        eps = 1e-5 if dtype == "float32" else 1e-2
+        top = 20 if dtype == "float32" else 35
         masked = 0.4 if N > 1 else 0.0
         inputs = loss_inputs(N, V, T, seed, VECTORS, masked, top, jnp.dtype(dtype))
         errors, cases = check_loss(impl, inputs, T, of, eps, entropy_bonus=bonus)
@@ -333,7 +337,8 @@ def test_masked_tokens_are_as_if_they_were_not_there(impl):
     for a in (dh, *tokens.values()):
         a = np.asarray(a)
         assert not a[~live].any() and a[live].any()
-    nothing = run_loss(impl, loss_inputs(296, 203, 1.3, 10, masked=1), 1.3, EVERYTHING)
+    masked_inputs = loss_inputs(296, 203, 1.3, 10, masked=1)
+    nothing = run_loss(impl, masked_inputs, 1.3, EVERYTHING)
     assert not any(np.asarray(a).any() for a in jax.tree.leaves(nothing))
 
 
@@ -383,12 +388,9 @@ def test_loss_equals_liger(kind, record_property):
     for impl in IMPLS:
         inputs = (hidden, head, targets, v, cotangents)
         loss, _, dh, dW = run_loss(impl, inputs, 0.7, entropy_bonus=0.0)
-        worst = max(
-            worst,
-            relative(loss, want.detach()),
-            relative(dh, h.grad),
-            relative(dW, W.grad),
-        )
+        worst = max(worst, relative(loss, want.detach()))
+        worst = max(worst, relative(dh, h.grad))
+        worst = max(worst, relative(dW, W.grad))
     assert worst < 1e-4
     record_property("largest relative error", f"{worst:.1e}")
 
