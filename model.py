@@ -254,6 +254,7 @@ def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
 def rotate(x, rope: tuple) -> jax.Array:
     """Rotate the pairs (i, i + H/2) of float32 [B, heads, T, H]."""
     cos, sin = rope
+    # Not (2i, 2i + 1) as in the paper: weights on the hub are in this order.
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -266,9 +267,11 @@ def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order: str = "BKSH") -> jax.Arra
     """
     B, N, T, H = q_BNTH.shape
     K = k_BKSH.shape[order.index("K")]
+    # Each G query heads in succession share one of the K heads.
     q_BKGTH = q_BNTH.reshape(B, K, -1, T, H)
     scores = matmul(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH)
-    probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), -1)
+    scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
+    probs = jax.nn.softmax(scores, -1)
     out = matmul(f"BKGTS,{order}->BKGTH", probs.astype(v_BKSH.dtype), v_BKSH)
     return out.reshape(B, N, T, H)
 

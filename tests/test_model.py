@@ -109,11 +109,11 @@ def assert_trees_equal(found, wanted):
 def test_logits_equal_transformers(record_property):
     errors = {}
     for name in HF_MODELS:
-        hf = hf_model(name)
-        tokens = random_prompts(hf.cfg, (24, 24, 24))
-        wanted = hf_logits(hf.theirs, tokens)
+        saved = hf_model(name)
+        tokens = random_prompts(saved.cfg, (24, 24, 24))
+        wanted = hf_logits(saved.theirs, tokens)
         assert 1 < wanted.std() < 5, f"degenerate logits, deviation {wanted.std()}"
-        errors[name] = abs(logits(hf.params, hf.cfg, tokens) - wanted).max()
+        errors[name] = abs(logits(saved.params, saved.cfg, tokens) - wanted).max()
     check_errors(errors, 1e-4, record_property)
 
 
@@ -122,11 +122,11 @@ def test_logits_equal_transformers(record_property):
 )
 def test_saved_checkpoint_loads_in_transformers(name, file_bytes, tmp_path, record_property):
     transformers = pytest.importorskip("transformers")
-    hf = hf_model(name)
+    saved = hf_model(name)
     on = mesh(2, 2, 2) if len(jax.devices()) >= 8 else mesh()
-    params, _ = load(hf.directory, on)
-    shutil.copy(hf.directory / "config.json", tmp_path)
-    hf.save(tmp_path, params, hf.cfg, on, "float32", file_bytes)
+    params, _ = load(saved.directory, on)
+    shutil.copy(saved.directory / "config.json", tmp_path)
+    hf.save(tmp_path, params, saved.cfg, on, "float32", file_bytes)
 
     files = list(tmp_path.glob("*.safetensors"))
     is_one_file = files == [tmp_path / "model.safetensors"]
@@ -137,16 +137,16 @@ def test_saved_checkpoint_loads_in_transformers(name, file_bytes, tmp_path, reco
     record_property("files", len(files))
 
     again = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path)
-    tokens = random_prompts(hf.cfg, (11, 11))
-    assert_array_equal(hf_logits(again, tokens), hf_logits(hf.theirs, tokens))
+    tokens = random_prompts(saved.cfg, (11, 11))
+    assert_array_equal(hf_logits(again, tokens), hf_logits(saved.theirs, tokens))
     assert_trees_equal(load(tmp_path)[0], params)
 
 
 def test_loads_bfloat16_and_several_files(tmp_path, record_property):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    hf = hf_model("untied")
-    half = transformers.Qwen2ForCausalLM.from_pretrained(hf.directory, dtype=torch.bfloat16)
+    saved = hf_model("untied")
+    half = transformers.Qwen2ForCausalLM.from_pretrained(saved.directory, dtype=torch.bfloat16)
     theirs = tmp_path / "theirs"
     half.save_pretrained(theirs, max_shard_size="40KB")
     assert (theirs / "model.safetensors.index.json").exists()
@@ -159,7 +159,7 @@ def test_loads_bfloat16_and_several_files(tmp_path, record_property):
     ours = tmp_path / "ours"
     ours.mkdir()
     shutil.copy(theirs / "config.json", ours)
-    hf.save(ours, hf.params, cfg, mesh(), "bfloat16")
+    hf.save(ours, saved.params, cfg, mesh(), "bfloat16")
     assert_trees_equal(load(ours)[0], params)
 
 

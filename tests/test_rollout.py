@@ -26,7 +26,7 @@ from test_model import by_tier, hf_model
 from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
-from infra import layouts, memory, rollout
+from infra import hf, layouts, memory, rollout
 from test_kernel import mesh
 from tools import bench_rollout
 
@@ -50,24 +50,24 @@ def greedy_answers(theirs, prompts, n, **stop):
 def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_property):
     """For prompts of unequal length, padded on the left; two stop ids end rows early."""
     n = 64
-    hf = hf_model(name)
-    prompts = random_prompts(hf.cfg, (9, 1, 14, 5))
-    untruncated = greedy_answers(hf.theirs, prompts, n)
+    saved = hf_model(name)
+    prompts = random_prompts(saved.cfg, (9, 1, 14, 5))
+    untruncated = greedy_answers(saved.theirs, prompts, n)
     assert min(len(set(row)) for row in untruncated) > 10, "an answer is a few tokens repeated"
-    cfg = hf.cfg
+    cfg = saved.cfg
     stops = []
     wanted = untruncated
     if has_stops:
         stops = [untruncated[0][20], untruncated[2][33]]
-        wanted = greedy_answers(hf.theirs, prompts, n, eos_token_id=stops)
+        wanted = greedy_answers(saved.theirs, prompts, n, eos_token_id=stops)
         copy = spoiled_copy(
-            hf.directory, tmp_path, "config.json", {"eos_token_id": untruncated[3][0]}
+            saved.directory, tmp_path, "config.json", {"eos_token_id": untruncated[3][0]}
         )
         # generation_config.json overrules config.json.
         edit(copy / "generation_config.json", {"eos_token_id": stops})
         cfg = hf.read_config(copy)
 
-    out = generate(hf.params, cfg, prompts, n, sampling=GREEDY)
+    out = generate(saved.params, cfg, prompts, n, sampling=GREEDY)
     is_stop = np.isin(untruncated, stops)
     has_ended = is_stop.any(1)
     lengths = np.where(has_ended, is_stop.argmax(1) + 1, n)
