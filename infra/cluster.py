@@ -299,17 +299,18 @@ def watch_signals() -> StopSignal:
     signal.signal(signal.SIGTERM, stop_signal.note)
     signal.signal(signal.SIGINT, stop_signal.note)
     if on_tpu_vm():
-        threading.Thread(target=wait_for_preemption, daemon=True).start()
+        threading.Thread(target=wait_for_preemption, args=[stop_signal], daemon=True).start()
     return stop_signal
 
 
-def wait_for_preemption():
-    """Send this process SIGTERM once Google's metadata server announces the preemption."""
+def wait_for_preemption(stop_signal: StopSignal) -> None:
+    """Ask this process to end once Google's metadata server announces the preemption."""
     while True:
         try:
             # The server answers when the value changes.
             if metadata("preempted?wait_for_change=true", None) == "TRUE":
-                os.kill(os.getpid(), signal.SIGTERM)
+                # No signal: the VM's own, which follows, would be the second, and end the save.
+                stop_signal.number = signal.SIGTERM
                 return
         except (OSError, ValueError):
             time.sleep(SECONDS_BETWEEN_TRIES)
