@@ -1,6 +1,7 @@
 """Checkpoints: in shards, for any mesh, complete or not used; what a full disk does to a run."""
 
 import contextlib
+import dataclasses
 import json
 import resource
 import shutil
@@ -299,6 +300,37 @@ def test_resume_force_starts_over_beside_the_old_files(two_checkpoints):
     now = {path.relative_to(two_checkpoints).as_posix(): text for path, text in before.items()}
     moved = {name if name in kept else f"{old.name}/{name}": text for name, text in now.items()}
     assert contents(two_checkpoints) == {two_checkpoints / name: moved[name] for name in moved}
+
+
+def opened(out, resume="auto"):
+    """What run_dir.open_run gives of a directory, for the default's flags."""
+    cfg = train.parse(["--out", str(out)])
+    flags = dataclasses.asdict(cfg)
+    return run_dir.open_run(str(out), cfg.sft_steps + cfg.steps, flags, resume)
+
+
+def test_half_of_the_first_file_is_not_in_the_way(tmp_path):
+    """A killed process leaves it."""
+    for name in ("config.json.0.tmp", "claim.json.tmp", "claim.json"):
+        (tmp_path / name).write_text("{")
+    assert opened(tmp_path) == (0, [], {})
+
+
+def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
+    """As where step_* were deleted to make room: the run would begin anew, and end in its place."""
+    flags = dataclasses.asdict(train.parse(["--out", str(tmp_path)]))
+    files.write_json(str(tmp_path / "config.json"), {"config": flags})
+    (tmp_path / "final").mkdir()
+    for name in ("final/model.safetensors", "metrics.jsonl"):
+        (tmp_path / name).write_text(name)
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        opened(tmp_path)
+    assert end.value.code == 2 and contents(tmp_path) == before
+    assert "has a final model, and no checkpoint" in capsys.readouterr().err
+    assert opened(tmp_path, "force") == (0, [], {})
+    (old,) = tmp_path.glob("old-*")
+    assert sorted(path.name for path in old.iterdir()) == ["final", "metrics.jsonl"]
 
 
 # ---------------------------------------------------------------- a full disk

@@ -54,6 +54,9 @@ MISTAKES = {  # flags: what the message must say
     "--top_p 1.5 --eval_temperature 1": "1.5",
     "--steps 0 --sft_steps 0 --eval_data none": "nothing to do",
     # devices and processes
+    "--out s3://bucket/run": "out = s3://bucket/run is neither a directory nor gs://bucket/run",
+    "--out gs:/bucket/run": "out = gs:/bucket/run is neither",
+    "--out gs://": "is neither",
     "--mesh fast": "mesh fast",
     "--mesh 1,-1": "mesh 1,-1",
     "--mesh -1,8,1": "argument --mesh: expected one argument",

@@ -338,6 +338,8 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
         until(lambda: stop_signal.number, seconds=60)
         server.shutdown()
         assert stop_signal.number == signal.SIGTERM
+        # The SIGTERM with which the VM then goes down must not end the save.
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(cluster.Stop):
             cluster.check_for_stop(stop_signal)
     assert set(asked) == {("/computeMetadata/v1/instance/preempted?wait_for_change=true", "Google")}
