@@ -69,6 +69,7 @@ def test_the_size_of_a_checkpoint_is_known_beforehand(dims):
     cfg = train.parse(["--beta", "0.1", "--dtype", "bfloat16"])
     wanted = abstract_state(cfg, UNTIED, mesh(*dims), train.optimizer)
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), wanted)
+    # Parameters, two moments and the reference.
     written = sum(shard.nbytes for shard in checkpoint.shards_of(state).values())
     assert run_dir.checkpoint_bytes(wanted) == written > 12 * UNTIED.n_params
 
@@ -280,9 +281,9 @@ def test_checkpoints_that_are_all_damaged_end_the_run(two_checkpoints, capsys):
 
 def test_parts_of_two_checkpoints_that_other_processes_lack_end_the_run(tmp_path, capsys):
     """As where each has its own disk, and one of these is lost: all had the first of the two."""
+    # A second checkpoint is begun once all processes have the first.
     write_checkpoint(tmp_path, 1, parts=[0])
     write_checkpoint(tmp_path, 2, parts=[0])
-
     with process(0, other_has=np.zeros_like):
         assert "process 0 has its part of steps [2, 1]" in refusal(tmp_path, capsys)
 
@@ -405,6 +406,7 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_
             return (out / "step_000002").exists() and not saving(out)
 
         assert until(first_is_saved, runs), output.read_text()
+        # Some lines still find room in the last block of their file.
         fill(disk / "filler")
         alive = until(lambda: said("cannot be saved") and said("metrics.jsonl cannot be"), runs)
         kept, _, _ = run_dir.newest_checkpoint(str(out), "auto")

@@ -42,10 +42,14 @@ def test_vectors_do_not_decay():
 COSINE = 1 + np.cos(np.arange(1, 7) * np.pi / 7)
 # fmt: off
 SCHEDULES = [  # flags, the rates of steps 1 to 6
-    (dict(lr=4.0, steps=6, warmup=2), [2, 4, 4, 4, 4, 4]),
-    (dict(lr=5.0, steps=6, warmup=2, decay="linear"), [2.5, 5, 4, 3, 2, 1]),
-    (dict(lr=8.0, sft_lr=2.0, sft_steps=3, steps=3, warmup=2), [1, 2, 2, 4, 8, 8]),
-    (dict(lr=2.0, steps=6, warmup=0, decay="cosine"), COSINE),
+    (dict(lr=4.0, steps=6, warmup=2),
+     [2, 4, 4, 4, 4, 4]),
+    (dict(lr=5.0, steps=6, warmup=2, decay="linear"),
+     [2.5, 5, 4, 3, 2, 1]),
+    (dict(lr=8.0, sft_lr=2.0, sft_steps=3, steps=3, warmup=2),
+     [1, 2, 2, 4, 8, 8]),
+    (dict(lr=2.0, steps=6, warmup=0, decay="cosine"),
+     COSINE),
 ]
 # fmt: on
 

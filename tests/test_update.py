@@ -127,7 +127,8 @@ def update_of(batch, model_cfg=SMALL, on=None, rate=1e4, **flags):
     assert kinds[0] == {"pinned_host" if cfg.offload == "params" else device}
     new, parts = jax.device_get((model.flatten(after["params"]), parts))
     weights = update_case(model_cfg).weights
-    metrics = {"grad_norm": float(norm), "loss": sum(part["loss"] for part in parts)}
+    metrics = {"grad_norm": float(norm)}
+    metrics["loss"] = sum(part["loss"] for part in parts)
     for name in parts[0]["sum"]:
         metrics[name] = sum(part["sum"][name] for part in parts)
     for name in parts[0]["max"]:
@@ -155,7 +156,9 @@ def test_advantages_of_a_group():
     mixed = np.array([1.1, 0.1, 0.1, 0.0])
     off = mixed - mixed.mean()
     others = [np.delete(mixed, i).mean() for i in range(4)]
-    wanted = dict(grpo=off / math.sqrt(np.mean(off**2)), drgrpo=off, rloo=mixed - others)
+    wanted = {"drgrpo": off}
+    wanted["grpo"] = off / math.sqrt(np.mean(off**2))
+    wanted["rloo"] = mixed - others
     rewards = [*mixed, *[1.1] * 4, *[0.3] * 4]
     for kind, first in wanted.items():
         a = train.group_advantages(rewards, 4, kind)
@@ -191,7 +194,13 @@ def test_rows_hold_the_fields_of_every_token():
 
 # fmt: off
 PACKED = [  # devices, tokens of all sequences in rows of each device
-    (1, 8), (1, 8.4), (1, 8.8), (1, 16), (4, 8), (8, 8), (4, 30),
+    (1, 8),
+    (1, 8.4),
+    (1, 8.8),
+    (1, 16),
+    (4, 8),
+    (8, 8),
+    (4, 30),
 ]
 # fmt: on
 
@@ -344,18 +353,29 @@ def near_policies(rows, weights, model_cfg, rng):
     return scored, hidden
 
 
+# fmt: off
+REWARDS = [  # of four groups; in the first all answers score the same
+    [1.1, 1.1, 1.1, 1.1],
+    [0.0, 0.1, 1.1, 0.1],
+    [1.0, 0.0, 0.0, 0.0],
+    [0.1, 0.1, 1.1, 1.1],
+]
+# fmt: on
+
+
 def test_update_equals_numpy_for_every_aggregation(record_property):
     """Loss and gradient of an untied head, in float64 from the hidden states on."""
     untied = dataclasses.replace(SMALL, tied=False)
     case = update_case(untied)
     rng = np.random.default_rng(6)
-    rewards = [[1.1, 1.1, 1.1, 1.1], [0, 0.1, 1.1, 0.1], [1, 0, 0, 0], [0.1, 0.1, 1.1, 1.1]]
-    advantages = train.group_advantages(rewards, 4, "grpo")
+    advantages = train.group_advantages(REWARDS, 4, "grpo")
     assert (advantages[:4] == 0).all()
     assert (advantages[4:] != 0).all()
     lengths = np.array([[len(a)] for a in case.answers])
     # What a token of each answer weighs.
-    token_weights = dict(token=1 / lengths.sum(), sequence=1 / lengths / 16, constant=1 / 12 / 16)
+    token_weights = {"token": 1 / lengths.sum()}
+    token_weights["sequence"] = 1 / lengths / 16
+    token_weights["constant"] = 1 / 12 / 16
     knobs = dict(clip_low=0.2, clip_high=0.28, beta=0.1, is_cap=1.5, entropy_bonus=0.0)
     errors = {}
     seen = Counter()
@@ -450,6 +470,7 @@ def test_optimizer_equals_optax_on_the_clipped_gradient(flags):
 def test_update_that_is_not_finite_changes_nothing():
     """Bit for bit, if one micro-batch of several is bad."""
     cfg = train.Config(**PLAIN | ADAMW | {"beta": 0.1})
+    static = dict(cfg=cfg, model_cfg=SMALL, mesh=mesh())
     (good,) = unsplit_batch("token")
     for name, value in ("advantage", np.nan), ("weight", np.inf), ("weight", 0.1):
         old = state_of(cfg, SMALL, mesh())
@@ -457,7 +478,7 @@ def test_update_that_is_not_finite_changes_nothing():
         spoilt = good[name].copy()
         spoilt[0] = value
         batch = [good | {name: spoilt}, good]
-        new, _, norm = train.update(old, batch, 0.1, cfg=cfg, model_cfg=SMALL, mesh=mesh())
+        new, _, norm = train.update(old, batch, 0.1, **static)
         after = jax.device_get((model.flatten(new["params"]), new["opt"]))
         if np.isfinite(value):
             assert np.isfinite(norm)
