@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 from conftest import (
     arguments,
+    evaluations,
     load,
     logits,
     read_jsonl,
@@ -25,6 +26,7 @@ from conftest import (
     run_train,
     shared,
     spoiled_copy,
+    step_rows,
 )
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file
@@ -52,13 +54,11 @@ FINAL_NUMBERS = {  # a number: the texts whose final number it is
     3: ["1,2,3", r"\boxed{x^{2} + {3}} 9"],
     5: [
         "10-5", "10 - 5 = 5", "<answer>5",
-        "<answer>3 <answer>5</answer> 9</answer>",
-        "<answer><answer>5</answer></answer>",
+        "<answer>3 <answer>5</answer> 9</answer>", "<answer><answer>5</answer></answer>",
         "<answer>4</answer> <answer>5</answer>", "<answer>5</answer> <answer></answer>",
         "first 9 <answer> 5 apples </answer> then 8",
         r"<answer>\boxed{5}</answer>", r"\boxed{1} \boxed{5}", r"\boxed{5",
-        r"\boxed{\text{5 apples}}",
-        "#### $5.00", "#### 1\n#### 5\nyes 7",
+        r"\boxed{\text{5 apples}}", "#### $5.00", "#### 1\n#### 5\nyes 7",
     ],
     25: ["<answer>25 m^2</answer>", r"\boxed{25\text{ cm}^2}"],
     42: ["<answer>42</answer>", r"\boxed{42}", "so\n#### 42", "it is 7, no, 42"],
@@ -260,10 +260,9 @@ def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directo
     path.write_text(json.dumps(written))
     tokenizer, _ = data.load_tokenizer(tiny_directory)
     (row,) = data.load_questions(str(path), False, tokenizer, train.Config(system=""))
-    prompt = tokenizer.encode(data.chat("", "1 + 1?")).ids
-    demonstration = tokenizer.encode("2<|im_end|>").ids
-    added = {"answer": "2", "prompt": prompt, "demonstration_ids": demonstration}
-    assert row == written | added
+    ids = {"prompt": data.chat("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
+    ids = {name: tokenizer.encode(text).ids for name, text in ids.items()}
+    assert row == written | {"answer": "2"} | ids
 
     def has_unit(row, answer):
         return answer.endswith(row["unit"])
@@ -331,7 +330,7 @@ def test_rewards_that_hang_score_zero(monkeypatch):
     rows = [{"question": "q", "answer": "5"}] * 3
     before = signal.getsignal(signal.SIGALRM)
     scores, faults = rewards.score_answers(functions, rows, ["5", "hang", "6"], [False] * 3)
-    # what hung leaves the scores of others, before and after it, as they are
+    # what hung leaves the scores of others as they are
     assert_array_equal(scores, [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
     timeout = {1: "TooSlow: no score within 0.5 s"}
     assert faults == {function.__name__: timeout for function in functions}
@@ -479,9 +478,10 @@ def test_a_run_on_gsm8k_with_the_published_tokenizer(tmp_path):
     )
     skipped = r"train.jsonl: \d+ questions; \d+ skipped, longer than max_prompt = 96"
     assert re.search(skipped, text), text
-    metrics = read_jsonl(out / "metrics.jsonl")
+    rows = read_jsonl(out / "metrics.jsonl")
+    metrics = step_rows(rows)
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert "eval/solved" in metrics[2]
+    assert [step for step, _ in evaluations(rows)] == [1, 3]
     assert metrics[1]["logprob_gap/max"] < 1e-4
     assert np.isfinite([row["loss"] for row in metrics]).all(), metrics
 
