@@ -78,12 +78,6 @@ def unpacked_rows(cfg, model_cfg=SMALL, advantages=None, sampled=True, n=16):
     return train.make_rows(alone, case.prompts, case.answers, advantages, (n, 16), cfg, sampler)
 
 
-def one_micro_batch(rows):
-    """Rows as a minibatch of one micro-batch, on one device."""
-    n = len(rows["weight"])
-    return [rows | {"filled": np.array([n], np.int32)}]
-
-
 def normalised(rows, loss_agg):
     """Rows of one sequence each, with weights as make_batches leaves them."""
     total = rows["weight"].sum() if loss_agg == "token" else len(rows["weight"])
@@ -140,7 +134,7 @@ def update_of(batch, model_cfg=SMALL, on=None, rate=1e4, **flags):
 def unsplit_batch(loss_agg):
     """One sequence a row, all rows in one micro-batch."""
     rows = unpacked_rows(train.Config(max_answer=12, loss_agg=loss_agg))
-    return one_micro_batch(with_policies(normalised(rows, loss_agg)))
+    return [with_policies(normalised(rows, loss_agg))]
 
 
 @cache
@@ -225,7 +219,10 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
         (batch,), counts = train.make_batches(
             prompts, answers, np.ones(len(lengths)), cfg, setup, sampler
         )
-        filled = sum(np.asarray(rows["filled"]) for rows in batch)
+        # Of each device the rows that have tokens.
+        filled = sum(
+            np.asarray(rows["segments"]).any(1).reshape(shards, 16).sum(1) for rows in batch
+        )
         assert batch[0]["tokens"].shape == (shards * 16, width)
         packed = packing.pack(lengths.tolist(), width)
         assert sorted(itertools.chain(*packed)) == list(range(len(lengths)))
@@ -383,7 +380,7 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
         cfg = train.Config(max_answer=12, loss_agg=loss_agg)
         rows = unpacked_rows(cfg, untied, advantages)
         rows, hidden = near_policies(rows, case.weights, untied, rng)
-        batch = one_micro_batch(normalised(rows, loss_agg))
+        batch = [normalised(rows, loss_agg)]
         got, metrics = update_of(batch, untied, loss_agg=loss_agg, beta=0.1, temperature=0.7)
         vectors = rows | {"weight": (rows["weight"] > 0) * each}
         vectors = {name: a.reshape(-1) for name, a in vectors.items()}
@@ -405,7 +402,7 @@ def test_supervised_update_is_maximum_likelihood(record_property):
     """By the textbook: full logits, log-softmax, mean over answer tokens."""
     case = update_case()
     rows = unpacked_rows(train.Config(), advantages=np.ones(16), sampled=False, n=4)
-    got, metrics = update_of(one_micro_batch(normalised(rows, "token")))
+    got, metrics = update_of([normalised(rows, "token")])
     tokens = np.zeros((4, 16), np.int32)
     targets = np.zeros((4, 16), np.int32)
     in_answer = np.zeros((4, 16), bool)
