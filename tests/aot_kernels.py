@@ -17,34 +17,50 @@ from infra import memory
 HIDDEN = 2048
 
 
+def compile_kernel(name, sharding, function, *inputs, donate=()):
+    """Compile the one Pallas kernel that a function calls, without what else the function does."""
+    jaxpr = jax.make_jaxpr(function)(*inputs)
+    (call,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+
+    def run_kernel(*kernel_inputs):
+        # The compiler's file of cycles is named after this scope.
+        with jax.named_scope(name):
+            return call.primitive.bind(*kernel_inputs, **call.params)
+
+    array = partial(jax.ShapeDtypeStruct, sharding=sharding)
+    kernel_inputs = [array(var.aval.shape, var.aval.dtype) for var in call.invars]
+    jax.jit(run_kernel, donate_argnums=donate).lower(*kernel_inputs).compile()
+
+
 def main(tiles):
     device = memory.tpu_devices("v6e-1")[0]
-    array = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+    array = jax.ShapeDtypeStruct
     blocks = kernel.block_sizes(device.device_kind, HIDDEN)
     tokens = blocks.tokens
-    # Complete tiles only, so that nothing is left to plain JAX.
+    # Complete tiles only: no row is left to plain JAX.
     vocab = tiles * blocks.vocab
+    on_device = SingleDeviceSharding(device)
 
-    h_CD = array((tokens, HIDDEN), jnp.bfloat16)
     head_VD = array((vocab, HIDDEN), jnp.bfloat16)
+    h_CD = array((tokens, HIDDEN), jnp.bfloat16)
 
     def forward(head_VD, h_CD):
         return kernel.pallas_forward(blocks, tiles, True, head_VD, vocab, 1.0, h_CD)
 
-    jax.jit(forward).lower(head_VD, h_CD).compile()
+    compile_kernel("grpo_forward", on_device, forward, head_VD, h_CD)
 
     z_VC = array((vocab, tokens), jnp.bfloat16)
     top = array((tiles, blocks.vocab // blocks.step, 1, tokens), jnp.float32)
     z_rest = array((tokens, 0), jnp.float32)
+    saved = (z_VC, top, z_rest)
     targets_C = array((tokens,), jnp.int32)
     vectors = [array((tokens,), jnp.float32)] * 4
     dW_VD = array((vocab, HIDDEN), jnp.float32)
     is_first_chunk = array((), jnp.int32)
-    saved = (z_VC, top, z_rest)
-    inputs = (head_VD, saved, h_CD, targets_C, vectors, dW_VD, is_first_chunk)
-    # dW is added to in place, as in the trainer.
     backward = partial(kernel.pallas_backward, blocks, False, jnp.bfloat16)
-    jax.jit(backward, donate_argnums=5).lower(*inputs).compile()
+    inputs = (head_VD, saved, h_CD, targets_C, vectors, dW_VD, is_first_chunk)
+    # The kernel's last input, dW, is added to in place, as in the trainer.
+    compile_kernel("grpo_backward", on_device, backward, *inputs, donate=7)
 
 
 if __name__ == "__main__":
