@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): config, parameters, training forward, cached forward, sampling.
+"""Qwen2 and Qwen2.5 (dense): config, parameters, training forward, cached forward.
 
 Shapes are suffixes: B rows, T query positions, S key positions, D model, F feed-forward, N query
 heads, K key/value heads, G = N/K, H head dim, V vocab, L layers. `wq_LDNH` has shape [L, D, N, H];
@@ -12,8 +12,7 @@ Architecture: Qwen2 technical report, arXiv 2407.10671.
 
 import dataclasses
 import math
-from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -217,17 +216,6 @@ def head(params: dict) -> jax.Array:
     return params.get("head_VD", params["embed_VD"])
 
 
-def flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
-    """Operations of a forward and backward over sequences, recomputation not counted.
-
-    6 a parameter and token, and 12 a layer, head dimension and pair of tokens of which one attends
-    to the other (arXiv 2204.02311, appendix B).
-    """
-    of_parameters = 6 * cfg.n_multiplied
-    of_attention = 6 * cfg.L * cfg.N * cfg.H
-    return float(sum(of_parameters * n + of_attention * n * (n + 1) for n in lengths))
-
-
 # ---------------------------------------------------------------- the transformer
 def constrain(x, mesh: Mesh, *axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
@@ -276,20 +264,23 @@ def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order: str = "BKSH") -> jax.Arra
     return out.reshape(B, N, T, H)
 
 
-def layer(cfg, x_BTD, w: dict, rope, attend: Callable, enter=lambda h: h, leave=lambda y: y):
+def layer(cfg, x_BTD, w: dict, rope, attend: Callable, leave=lambda y: y):
     """One transformer layer -> (x_BTD, extra).
 
     attend(q, k, v) -> ([B, N, T, H], extra) attends to what the caller has of keys and values.
-    enter and leave stand around the products of which a device may have a part of the heads or F.
+    leave(y): sums the products of which a device may have a part of the heads or of F.
     """
     dtype = x_BTD.dtype
 
+    # Named for the remat policies: products are rounded where they may be kept.
     def save(a):
-        # Named for the remat policies: products are rounded where they may be kept.
         return checkpoint_name(a.astype(dtype), "dot")
 
+    def save_elementwise(a):
+        return checkpoint_name(a, "elementwise")
+
     # Attention.
-    h = enter(rms_norm(x_BTD, w["attn_norm_LD"], cfg.rms_eps))
+    h = save_elementwise(rms_norm(x_BTD, w["attn_norm_LD"], cfg.rms_eps))
     q = matmul("BTD,DNH->BNTH", h, w["wq_LDNH"]) + w["bq_LNH"][:, None]
     k = matmul("BTD,DKH->BKTH", h, w["wk_LDKH"]) + w["bk_LKH"][:, None]
     v = matmul("BTD,DKH->BKTH", h, w["wv_LDKH"]) + w["bv_LKH"][:, None]
@@ -299,198 +290,183 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, enter=lambda h: h, leave=
     x_BTD = save(x_BTD + leave(out).astype(dtype))
 
     # Feed-forward.
-    h = enter(rms_norm(x_BTD, w["mlp_norm_LD"], cfg.rms_eps))
+    h = save_elementwise(rms_norm(x_BTD, w["mlp_norm_LD"], cfg.rms_eps))
     gate = save(matmul("BTD,DF->BTF", h, w["w_gate_LDF"]))
     up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
-    out = matmul("BTF,FD->BTD", jax.nn.silu(gate) * up, w["w_down_LFD"])
+    h = save_elementwise(jax.nn.silu(gate) * up)
+    out = matmul("BTF,FD->BTD", h, w["w_down_LFD"])
     return x_BTD + leave(out).astype(dtype), extra
 
 
 # ---------------------------------------------------------------- the training forward
-# fmt: off
-ATTENTION = "splash", "cudnn", "blockwise"
-REMAT = {  # what of a layer is kept for the way back, beside its input; all else is computed again
+# What of a layer is kept for the backward pass, beside its input; the rest is computed again. What
+# is kept goes by name, so that whole weights, which have none, never stay: they are gathered again.
+REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
-    "none": jax.checkpoint_policies.save_anything_except_these_names("weight")}
-TOKENS_AT_ONCE = 2048  # of a device, in a layer: wide matrix products, yet what lies between stays small
-How = namedtuple("How", "dtype attention remat", defaults=["blockwise", "full"])
+    "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
+}
+# Tokens that a device has in a layer at once: enough for wide matrix products, and few, since all
+# that lies between a layer's input and output is there for so many.
+TOKENS_AT_ONCE = 2048
 
-def see(q_BNTH, k_BKTH, v_BKTH, segments_BT, impl, platform):
-    """Causal attention within segments -> [B, N, T, H]; queries come scaled. splash: on TPUs (elsewhere its
-    interpretation); cudnn: on GPUs; blockwise: anywhere, 512 queries after another."""
-    T, N = q_BNTH.shape[2], q_BNTH.shape[1]
-    if impl == "splash":
-        from jax.experimental.pallas.ops.tpu.splash_attention import (
-            splash_attention_kernel as splash,
-        )
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-        block, H = min(512, -(-T // 128) * 128), q_BNTH.shape[3]  # it is for heads of 64, or multiples of 128
-        more, wider = -T % block, -H % (64 if H <= 64 else 128)
-        q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, more), (0, wider))) for a in (q_BNTH, k_BKTH, v_BKTH))
-        segments = jnp.pad(segments_BT, ((0, 0), (0, more)), constant_values=-1)
-        sizes = {f"block_{name}": block for name in "q kv kv_compute q_dkv kv_dkv kv_dkv_compute".split()}
-        attend = splash.make_splash_mha(
-            masks.MultiHeadMask([masks.CausalMask((q.shape[2],) * 2)] * N), head_shards=1, q_seq_shards=1,
-            block_sizes=splash.BlockSizes(**sizes, use_fused_bwd_kernel=True), interpret=platform != "tpu")
-        one = lambda q, k, v, s: attend(q, k, v, splash.SegmentIds(s, s))
-        return jax.vmap(one)(q, k, v, segments)[:, :, :T, :H]
-    mask = lambda a, b: ((segments_BT[:, a:b, None] == segments_BT[:, None, :b])
-                         & (jnp.arange(a, b)[:, None] >= jnp.arange(b)))
-    if impl == "cudnn":
-        q, k, v = (a.transpose(0, 2, 1, 3) for a in (q_BNTH, k_BKTH, v_BKTH))
-        out = jax.nn.dot_product_attention(q, k, v, mask=mask(0, T)[:, None], scale=1.0, implementation=impl)
-        return out.transpose(0, 2, 1, 3)
-    block = jax.checkpoint(lambda a, b: attention(q_BNTH[:, :, a:b], k_BKTH[:, :, :b], v_BKTH[:, :, :b],
-                                                  mask(a, b)), static_argnums=(0, 1))
-    return jnp.concatenate([block(a, min(a + 512, T)) for a in range(0, T, 512)], 2)
 
-# What follows runs in a shard_map: on this device's rows, with its shards of the weights.
-@jax.custom_vjp
-def enter(h):
-    """Before what tp splits: the way back sums the devices' parts of the gradient (Megatron's f)."""
-    return h
-enter.defvjp(lambda h: (h, None), lambda _, g: (jax.lax.psum(g, "tp"),))
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How the training forward computes."""
 
-@jax.custom_vjp
-def leave(y):
-    """After it: the devices' parts are summed (Megatron's g)."""
-    return jax.lax.psum(y, "tp")
-leave.defvjp(lambda y: (leave(y), None), lambda _, g: (g,))
+    dtype: str  # of compute
+    attend: Callable  # (q_BNTH, k_BKTH, v_BKTH, segments_BT) -> [B, N, T, H]: infra/attention.py
+    remat: str = "full"  # a key of REMAT
 
+
+# From here to `forward` all runs in a shard_map: on a device's rows, with its shards of weights.
 def fsdp_axis(name):
     """The dimension of a layer's weight that fsdp splits, or None."""
     axes = spec(f"layers/{name}")[1:]
     return axes.index("fsdp") if "fsdp" in axes else None
 
-def gather(w, dtype):
-    """A layer's weights, rounded and whole over fsdp, yet float32, that their gradients add up so."""
-    def whole(a, axis):
-        a = jax.device_put(a, DEVICE).astype(dtype)
-        return a if axis is None else jax.lax.all_gather(a, "fsdp", axis=axis, tiled=True)
-    with jax.named_scope("gather"):
-        return {name: whole(a, fsdp_axis(name)).astype(jnp.float32) for name, a in w.items()}
 
-def scatter(dw):
-    """Their gradients, summed over all rows, into shards."""
-    def part(g, axis):
-        return jax.lax.psum(g, ROWS) if axis is None else jax.lax.psum(
-            jax.lax.psum_scatter(g, "fsdp", scatter_dimension=axis, tiled=True), "dp")
-    with jax.named_scope("scatter"):
-        return {name: part(g, fsdp_axis(name)) for name, g in dw.items()}
+def gather_layer(shards):
+    """A layer's weights, all-gathered over fsdp; gradients are reduce-scattered."""
 
-def some_rows(x, w, positions, segments, cfg, how, platform):
-    """A layer."""
-    w = {name: checkpoint_name(a.astype(how.dtype), "weight") for name, a in w.items()}
-    attend = lambda q, k, v: (see(q, k, v, segments, how.attention, platform), None)
-    return layer(cfg, x, w, rope_tables(positions, cfg), attend, enter, leave)[0]
+    def gather(name, shard):
+        axis = fsdp_axis(name)
+        if axis is None:
+            return shard
+        return jax.lax.all_gather(shard, "fsdp", axis=axis, tiled=True)
+
+    return {name: gather(name, shard) for name, shard in shards.items()}
+
+
+@jax.custom_vjp
+def with_gradients_to(w, masters):
+    """-> (w, masters), as they are. In the backward pass gradients of `w`, a rounded copy, become
+    float32 and are added to those of `masters`, float32, of which no value is read."""
+    return w, masters
+
+
+def with_gradients_to_backward(_, grads):
+    d_w, d_masters = grads
+    return None, {name: d + d_w[name].astype(d.dtype) for name, d in d_masters.items()}
+
+
+with_gradients_to.defvjp(lambda *args: (args, None), with_gradients_to_backward)
+
 
 def look_up(embed_Vd, tokens_BT, dtype):
-    """Each device looks up its slice of D for all rows over fsdp: no table is gathered."""
-    x = embed_Vd[jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)].astype(dtype)
+    """Embeddings [B, T, D]. No table is gathered: each device looks up its columns for all rows
+    over fsdp, and then rows are exchanged for columns."""
+    tokens = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
+    x = embed_Vd[tokens].astype(dtype)
     x = jax.lax.all_gather(x, "tp", axis=2, tiled=True)
     return jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
-def look_up_back(grad_Vd, tokens_BT, dx_BTD):
-    dx, d = jax.lax.all_to_all(dx_BTD, "fsdp", split_axis=2, concat_axis=0, tiled=True), grad_Vd.shape[1]
-    dx = jax.lax.dynamic_slice_in_dim(dx, jax.lax.axis_index("tp") * d, d, 2).astype(jnp.float32)
-    tokens = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
-    return grad_Vd + jax.lax.psum(jnp.zeros_like(grad_Vd).at[tokens].add(dx), "dp")
 
 def rows_at_once(B, T):
-    """Of B; so few that of rows that are empty few are computed."""
+    """Rows of a chunk, of B: at most an eighth, since one that has any tokens is computed whole."""
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
-def forward(params, cfg, mesh, rows, how):
-    """The training forward -> (hidden states after the last norm, [B, T, D]; times `head`: logits; back).
-    rows: `tokens`, `positions`, `segments` int32 [B, T]: a token sees those at or before it in its row that
-    have its segment; `filled` int32 [dp * fsdp]: how many of its rows, the first, a device computes.
-    back(grads, d_hidden) adds to grads, float32 like the parameters, in place; by hand, as autodiff would
-    hold the gradients twice. What stays in memory is [L, B, T, D], and what how.remat keeps."""
-    names, of_rows, tree = ("embed_VD", "norm_D", "layers"), P(ROWS), None
-    mine = {name: params[name] for name in names}
-    places = {name: jax.tree.map(lambda place: place.spec, shardings(cfg, mesh)[name]) for name in names}
-    packed = tuple(rows[k] for k in ("filled", "tokens", "positions", "segments"))
-    some = partial(some_rows, cfg=cfg, how=how, platform=mesh.devices.flat[0].platform)
-    some = jax.checkpoint(some, policy=REMAT[how.remat])
-    norm = lambda x, scale: rms_norm(x, scale.astype(how.dtype), cfg.rms_eps)
-    B, T = rows["tokens"].shape
-    at_once = rows_at_once(B // len(rows["filled"]), T)
-    def split(a):
-        a = jnp.pad(a, [(0, -len(a) % at_once)] + [(0, 0)] * (a.ndim - 1))
-        return a.reshape(-1, at_once, *a.shape[1:])
-    join = lambda a: a.reshape(-1, *a.shape[2:])[:B // len(rows["filled"])]
-    take = lambda arrays, i: [a[i] for a in arrays]
-    loop = lambda filled, body, init: jax.lax.fori_loop(0, -(-filled[0] // at_once), body, init)
-    def with_kept(*args):
-        """A layer's output and what is kept of it, but for the arguments, which are at hand."""
-        nonlocal tree
-        y, pull = jax.vjp(some, *args)
-        pull.args_res[:] = [None] * len(pull.args_res)
-        kept, tree = jax.tree.flatten(pull)
-        return y, kept
-    def up(mine, filled, tokens, *where):
-        where = tuple(map(split, where))
-        def one_layer(x, w):
-            w = gather(w, how.dtype)
-            def body(i, carry):
-                y, new = with_kept(carry[0][i], w, *take(where, i))
-                return carry[0].at[i].set(y), [a.at[i].set(b) for a, b in zip(carry[1], new)]
-            kept = jax.eval_shape(lambda: with_kept(x[0], w, *take(where, 0))[1])
-            kept = [jax.lax.empty((len(x), *a.shape), a.dtype) for a in kept]
-            new, kept = loop(filled, body, (x, kept))
-            return new, [x, *kept]
-        with jax.named_scope("embed"):
-            x = split(look_up(mine["embed_VD"], tokens, how.dtype))
-        with jax.named_scope("layers"):
-            x, kept = jax.lax.scan(one_layer, x, mine["layers"])
-        return norm(join(x), mine["norm_D"]), [x, kept]
-    def down(grads, mine, kept, dx, filled, tokens, *where):
-        where, (last, kept) = tuple(map(split, where)), kept
-        def one_layer(carry, layer):
-            (dx, grads), (number, (x, *kept), w) = carry, layer
-            w = gather(w, how.dtype)
-            def body(i, carry):
-                pull = jax.tree.unflatten(tree, take(kept, i))
-                pull.args_res[:] = [x[i], *jax.tree.leaves(w), *take(where, i)]
-                d, dw, *_ = pull(carry[0][i])
-                return carry[0].at[i].set(d), jax.tree.map(jnp.add, carry[1], dw)
-            dx, dw = loop(filled, body, (dx, jax.tree.map(jnp.zeros_like, w)))
-            return (dx, {k: grads[k].at[number].add(g) for k, g in scatter(dw).items()}), None
-        dx, d_norm = jax.vjp(norm, last, mine["norm_D"])[1](split(dx))
-        with jax.named_scope("layers_back"):
-            layers = jnp.arange(cfg.L), kept, mine["layers"]
-            (dx, d_layers), _ = jax.lax.scan(one_layer, (dx, grads["layers"]), layers, reverse=True)
-        with jax.named_scope("embed_back"):
-            d_embed = look_up_back(grads["embed_VD"], tokens, join(dx))
-        d_norm = grads["norm_D"] + jax.lax.psum(d_norm, ROWS)
-        return {"embed_VD": d_embed, "norm_D": d_norm, "layers": d_layers}
-    on = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    hidden, kept = on(up, in_specs=(places, *[of_rows] * 4), out_specs=(of_rows, P(AXES)))(mine, *packed)
-    def back(grads, d_hidden):
-        run = on(down, in_specs=(places, places, P(AXES), *[of_rows] * 5), out_specs=places)
-        return grads | run({name: grads[name] for name in names}, mine, kept, d_hidden, *packed)
-    return hidden, back
-# fmt: on
+
+def split_rows(a, chunk):
+    """[B, ...] -> [chunks, chunk, ...], the last one padded with zeros."""
+    padding = [(0, -len(a) % chunk)]
+    padding += [(0, 0)] * (a.ndim - 1)
+    return jnp.pad(a, padding).reshape(-1, chunk, *a.shape[1:])
+
+
+def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
+    """`layer`, of a chunk of rows, and masters as they are; one without tokens is left out."""
+
+    def attend(q, k, v):
+        return how.attend(q, k, v, segments_BT), None
+
+    def run(x_BTD, masters):
+        own_w, masters = with_gradients_to(w, masters)
+        rope = rope_tables(positions_BT, cfg)
+        # Heads and F are split over tp, and what comes of them are parts of a sum.
+        leave = partial(jax.lax.psum, axis_name="tp")
+        x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, leave=leave)
+        return x_BTD, masters
+
+    def leave_out(x_BTD, masters):
+        return x_BTD, masters
+
+    # The devices along tp have the same rows, so that all of them meet in the sum, or none.
+    has_tokens = jnp.any(segments_BT > 0)
+    return jax.lax.cond(has_tokens, run, leave_out, x_BTD, masters)
+
+
+def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, how):
+    """`forward` of a device's rows, with its shards of the parameters."""
+    B, T = tokens_BT.shape
+    chunk = rows_at_once(B, T)
+    positions = split_rows(positions_BT, chunk)
+    segments = split_rows(segments_BT, chunk)
+    remat = partial(jax.checkpoint, policy=REMAT[how.remat], prevent_cse=False)
+    run_chunk = remat(partial(layer_of_chunk, cfg=cfg, how=how))
+
+    # The remat of a whole layer is for its weights: they are not kept, but gathered again.
+    @remat
+    def run_layer(x, layer):
+        masters, at_rest = layer
+        # Rounded before they are gathered, they take half the time.
+        w = jax.device_put(at_rest, DEVICE)
+        w = gather_layer({name: a.astype(how.dtype) for name, a in w.items()})
+        # No value of these is read, so they are not gathered; but their gradients, in float32, go
+        # from chunk to chunk, and are added to where a chunk is computed.
+        masters = gather_layer(masters)
+
+        def run(masters, rows):
+            x_BTD, positions_BT, segments_BT = rows
+            x_BTD, masters = run_chunk(x_BTD, w, masters, positions_BT, segments_BT)
+            return masters, x_BTD
+
+        _, x = jax.lax.scan(run, masters, (x, positions, segments))
+        return x, None
+
+    with jax.named_scope("embed"):
+        x_BTD = look_up(params["embed_VD"], tokens_BT, how.dtype)
+    with jax.named_scope("layers"):
+        layers = params["layers"], at_rest
+        x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), layers)
+    x_BTD = x.reshape(-1, T, cfg.D)[:B]
+    # Under remat, as its backward pass would keep hidden states in float32.
+    norm = jax.checkpoint(rms_norm, static_argnums=2)
+    return norm(x_BTD, params["norm_D"].astype(how.dtype), cfg.rms_eps)
+
+
+def forward(params, cfg, mesh, rows, how, at_rest=None):
+    """Hidden states after the last norm, [B, T, D] in how.dtype; times `head`, logits.
+    To be differentiated in `params`, whose gradients come reduce-scattered, in float32.
+
+    rows: `tokens`, `positions`, `segments` int32 [B, T]: a token sees those at or before it in its
+    row that have its segment; segment 0 is padding, and chunks of nothing else are left out.
+    For the backward pass stay [L, B, T, D], the inputs of layers, and what how.remat keeps.
+
+    at_rest: params["layers"] in the host's memory, from which one layer at a time is brought; of
+    those of `params`, a copy on the device, values are not read, so that it is never made.
+    """
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cfg, mesh))
+    specs.pop("head_VD", None)
+    # A device's gradients of what others hold too are parts of a sum. shard_map's transpose adds
+    # them over the axes that a spec leaves out: dp for matrices, for norms all of them. (Without
+    # check_vma, which Pallas kernels do not pass, each psum's transpose is a psum of such parts.)
+    by_row = P(ROWS)
+    run = jax.shard_map(
+        partial(forward_on_device, cfg=cfg, how=how),
+        mesh=mesh,
+        in_specs=(specs, specs["layers"], by_row, by_row, by_row),
+        out_specs=by_row,
+        check_vma=False,
+    )
+    used = {name: params[name] for name in specs}
+    at_rest = at_rest or jax.lax.stop_gradient(params["layers"])
+    return run(used, at_rest, rows["tokens"], rows["positions"], rows["segments"])
 
 
 # ---------------------------------------------------------------- the cached forward
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the rows, weights and KV cache of a rollout lie."""
-
-    kind: str  # replicated, tp, fsdp or maxtext; infra/layouts.py chooses
-    mesh: Mesh  # the training mesh's devices, regrouped
-    rows: tuple  # the mesh axes that share out the rows
-    order: str  # of a cache's dimensions, by letter: "LBKSH"
-
-    @property
-    def cache_spec(self) -> P:
-        axes = {"B": self.rows, "K": "tp"}
-        return P(*(axes.get(letter) for letter in self.order))
-
-
-def write_slots(cache, new_BKTH, layer_number, slot, layout: Layout) -> jax.Array:
+def write_slots(cache, new_BKTH, layer_number, slot, layout) -> jax.Array:
     """A layer's keys or values of T new tokens go to slots slot.. of a cache, in place."""
     order = layout.order
     new = jnp.einsum(f"BKSH->{order[1:]}", new_BKTH)[None]
@@ -505,12 +481,12 @@ def write_slots(cache, new_BKTH, layer_number, slot, layout: Layout) -> jax.Arra
 
 
 def cached_forward(
-    weights, cfg: ModelConfig, layout: Layout, tokens_BT, positions_BT, mask_BTS, cache, slot
+    weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, mask_BTS, cache, slot
 ) -> tuple:
     """Forward of T new tokens, whose keys and values go to slots slot.. of the KV cache.
 
     -> (hidden state of the last token after the last norm [B, D], cache). cache: (keys, values) in
-    layout.order; mask: which slots a token attends to.
+    layout.order; mask: which slots a token attends to. layout: of infra/layouts.py.
     """
     rope = rope_tables(positions_BT, cfg)
 
@@ -537,100 +513,3 @@ def cached_forward(
     layers = weights["layers"], jnp.arange(cfg.L)
     (x_BTD, cache), _ = jax.lax.scan(one_layer, (x_BTD, tuple(cache)), layers)
     return rms_norm(x_BTD[:, -1], weights["norm_D"], cfg.rms_eps), cache
-
-
-# ---------------------------------------------------------------- sampling
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from its logits."""
-
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # only the k most likely tokens; 0 = all
-    top_p: float = 1.0  # only the most likely tokens that have this mass together; 1 = all
-
-
-def truncate(z_BV, sampling: Sampling) -> jax.Array:
-    """Set the logits of tokens outside the top k, and then outside the top p, to -inf.
-
-    Tokens as likely as the last one that is kept are kept, too.
-    """
-    if sampling.top_k == 0 and sampling.top_p >= 1:
-        return z_BV
-    # All logits of these rows, in descending order: V may be split over tp.
-    all_BV = jax.lax.all_gather(z_BV, "tp", axis=1, tiled=True)
-    sorted_BV = jnp.sort(all_BV, descending=True)
-    threshold_B1 = sorted_BV[:, -1:]
-    if sampling.top_k:
-        threshold_B1 = sorted_BV[:, : sampling.top_k][:, -1:]
-        sorted_BV = jnp.where(sorted_BV >= threshold_B1, sorted_BV, -jnp.inf)
-    if sampling.top_p < 1:
-        mass_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), -1)
-        is_enough_BV = mass_BV >= sampling.top_p * mass_BV[:, -1:]
-        last_B1 = jnp.argmax(is_enough_BV, -1, keepdims=True)
-        threshold_B1 = jnp.take_along_axis(sorted_BV, last_B1, 1)
-    return jnp.where(z_BV >= threshold_B1, z_BV, -jnp.inf)
-
-
-def invert_cdf(mass_BX, target_B) -> tuple:
-    """First index where the CDF exceeds the target; how far the target is beyond what is before."""
-    # An entry without mass is never chosen, though a parallel cumsum rounds without being monotone.
-    cdf_BX = jnp.where(mass_BX > 0, jnp.cumsum(mass_BX, -1), -jnp.inf)
-    target_B = jnp.minimum(target_B, jnp.nextafter(cdf_BX.max(-1), 0.0))
-    index_B = jnp.argmax(cdf_BX > target_B[:, None], -1)
-    before_BX = cdf_BX - mass_BX
-    return index_B, target_B - jnp.take_along_axis(before_BX, index_B[:, None], 1)[:, 0]
-
-
-def in_columns(z_BV) -> tuple:
-    """This device's logits as [B, Y, 128], so that token v of the complete vocabulary lies in
-    column v % 128; and how many places are left empty before the first one."""
-    B, V = z_BV.shape
-    if V % 128 == 0:
-        return z_BV.reshape(B, -1, 128), 0
-    empty = jax.lax.axis_index("tp") * V % 128
-    padded = jnp.full((B, (V + 254) // 128 * 128), -jnp.inf)
-    padded = jax.lax.dynamic_update_slice(padded, z_BV, (0, empty))
-    return padded.reshape(B, -1, 128), empty
-
-
-def sample(z_BV, u_B, sampling: Sampling) -> tuple:
-    """Draw a token per row -> (token_B int32, its logprob in what it was drawn from, float32).
-
-    Inside a shard_map: V may be split over tp, and the draws are the same. z: float32 logits;
-    u: uniforms in [0, 1), at which the CDF is inverted. Greedy logprobs are those at temperature 1.
-    """
-    z_BV = truncate(z_BV / (sampling.temperature or 1), sampling)
-    B, V = z_BV.shape
-    shard = jax.lax.axis_index("tp")
-    best_B = z_BV.max(-1)
-    top_B = jax.lax.pmax(best_B, "tp")
-
-    # Mass per column of the vocabulary, on each of Z shards and in all.
-    z_BYX, empty = in_columns(z_BV)
-    mass_BX = jnp.exp(z_BYX - top_B[:, None, None]).sum(1)
-    mass_ZBX = jax.lax.all_gather(mass_BX, "tp")
-    mass_BX = mass_ZBX.sum(0)
-    total_B = mass_BX.sum(-1)
-
-    if sampling.temperature == 0:
-        # The first of the most likely tokens.
-        last = V * jax.lax.axis_size("tp") - 1
-        best_token_B = shard * V + jnp.argmax(z_BV, -1)
-        token_B = jax.lax.pmin(jnp.where(best_B == top_B, best_token_B, last), "tp")
-    else:
-        # A cumsum over 128 columns, one over the shards, and one down a column cost less than one
-        # over V, and round less.
-        column_B, rest_B = invert_cdf(mass_BX, u_B * total_B)
-        shard_B, rest_B = invert_cdf(mass_ZBX[:, jnp.arange(B), column_B].T, rest_B)
-        z_BY = jnp.take_along_axis(z_BYX, column_B[:, None, None], 2)[:, :, 0]
-        y_B, _ = invert_cdf(jnp.exp(z_BY - top_B[:, None]), rest_B)
-        token_B = shard * V + y_B * 128 + column_B - empty
-        # Only the shard that has the token knows which it is.
-        token_B = jax.lax.psum(jnp.where(shard_B == shard, token_B, 0), "tp")
-
-    # Its logit, from the shard that has it.
-    local_B = token_B - shard * V
-    is_here_B = (local_B >= 0) & (local_B < V)
-    z_B = jnp.take_along_axis(z_BV, jnp.clip(local_B, 0, V - 1)[:, None], 1)[:, 0]
-    z_B = jax.lax.psum(jnp.where(is_here_B, z_B, 0.0), "tp")
-    return token_B.astype(jnp.int32), z_B - top_B - jnp.log(total_B)

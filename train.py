@@ -11,7 +11,6 @@ all of them run every jitted call. Process 0 prints and writes.
 import contextlib
 import dataclasses
 import math
-import os
 import re
 import signal
 import sys
@@ -28,26 +27,18 @@ from jax.sharding import PartitionSpec as P
 
 import kernel
 import model
-from infra import (
-    checkpoint,
-    cluster,
-    data,
-    files,
-    flags,
-    hf,
-    layouts,
-    log,
-    memory,
-    packing,
-    rewards,
-    rollout,
-    run_dir,
-)
+
+# isort: off
+from infra import checkpoint, cluster, data, files, flags, hf, layouts, log, memory, packing
+from infra import rewards, rollout, run_dir
+# isort: on
+from infra.attention import ATTENTION, segment_attention
 from infra.cluster import all_gather_hosts
 from infra.layouts import LAYOUTS
-from infra.log import check, exit_on, progress, say, warn
+from infra.log import check, exit_on, progress, say
+from infra.sampling import Sampling
 from infra.state import abstract_state, initial_state, reference
-from model import ATTENTION, DEVICE, HOST, REMAT
+from model import DEVICE, HOST, REMAT
 
 # ---------------------------------------------------------------- Config: every flag of the program
 SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
@@ -117,8 +108,10 @@ class Config:
 
 # What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
 TINY = dict(
-    data="arith", system="", steps=80, sft_steps=80, batch=32, npq=8, max_prompt=32, max_answer=40,
-    lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4, eval_every=20, eval_n=1000)
+    data="arith", system="", steps=80, sft_steps=80,
+    batch=32, npq=8, max_prompt=32, max_answer=40,
+    lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4,
+    eval_every=20, eval_n=1000)
 
 
 def parse(argv: list[str]) -> Config:
@@ -131,7 +124,8 @@ def parse(argv: list[str]) -> Config:
 
 def eval_data(cfg: Config) -> str:
     """Where held-out questions come from: a file has none beside it."""
-    return cfg.eval_data or ("none" if cfg.data.endswith(".jsonl") else cfg.data)
+    is_file = cfg.data.endswith(".jsonl")
+    return cfg.eval_data or ("none" if is_file else cfg.data)
 
 
 # ---------------------------------------------------------------- rewards: made to be edited
@@ -158,6 +152,7 @@ SOLVED = correct
 def make_mesh(spec: str, devices: list) -> Mesh:
     """`dp,fsdp,tp` over the devices."""
     # Those of a process stand together, so that the rows of a batch lie in the order of processes.
+    # A device's place in the mesh says which rows and which shards are its own.
     devices = np.array(sorted(devices, key=lambda device: (device.process_index, device.id)))
     n = len(devices)
     processes = len({device.process_index for device in devices})
@@ -236,6 +231,18 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
           "positions")
 
 
+def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None:
+    """A step asks each question at most once, and a supervised step has something to imitate."""
+    processes = jax.process_count()
+    asked = cfg.batch * processes
+    most = len(questions) // processes
+    fix = f"--batch {most}" if most else "fewer processes"
+    check(asked <= len(questions) or cfg.steps == 0, f"batch = {cfg.batch} on {processes} "
+          f"processes asks {asked} questions a step; {cfg.data} has {len(questions)}; try {fix}")
+    check(examples or cfg.sft_steps == 0,
+          f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
+
+
 # ---------------------------------------------------------------- what a run is made of
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -244,7 +251,7 @@ class Setup:
     model_dir: str  # the Hugging Face directory that it starts from
     model_cfg: model.ModelConfig
     mesh: Mesh
-    layout: model.Layout  # of rows, weights and KV cache during the rollout
+    layout: layouts.Layout  # of rows, weights and KV cache during the rollout
     tokenizer: Any
     questions: list[dict]  # rows of the data, with `prompt`: token ids
     examples: list[dict]  # those whose demonstration is short enough for supervised steps
@@ -283,10 +290,8 @@ class Outputs:
 
 # ---------------------------------------------------------------- rollout and advantages
 def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_signal):
-    """Sample an answer to each of this host's rows, of which `group` in a row are the same.
-
-    -> (what rollout.generate returns, the answers' texts)
-    """
+    """Sample an answer to each of this host's rows, of which `group` in a row are the same
+    -> (what rollout.generate returns, the answers' texts)."""
     print_progress = log.RolloutProgress(label)
 
     def between_stages(answers, tokens):
@@ -294,6 +299,7 @@ def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_
         cluster.check_for_stop(stop_signal)
         print_progress(answers, tokens)
 
+    # The tokenizer has been over the prompts once, at the beginning.
     prompts = [row["prompt"] for row in rows]
     out = rollout.generate(
         weights, setup.model_cfg, setup.layout, prompts, key, sampling, max_answer=cfg.max_answer,
@@ -304,7 +310,8 @@ def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_
 
 def answer_tokens(out: dict) -> list[list[int]]:
     """The token ids of each answer of a rollout, its stop token included."""
-    return [row[:n].tolist() for row, n in zip(out["tokens_BT"], out["lengths_B"], strict=True)]
+    rows = zip(out["tokens_BT"], out["lengths_B"], strict=True)
+    return [tokens[:length].tolist() for tokens, length in rows]
 
 
 def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
@@ -315,7 +322,8 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
     """
     reward_GQ = np.asarray(reward_B, np.float64).reshape(-1, npq)
     # Asked of the rewards, as the deviation of equal ones may round to more than 0.
-    all_equal_G1 = reward_GQ.max(1, keepdims=True) == reward_GQ.min(1, keepdims=True)
+    best_G1 = reward_GQ.max(1, keepdims=True)
+    all_equal_G1 = best_G1 == reward_GQ.min(1, keepdims=True)
     advantage_GQ = reward_GQ - reward_GQ.mean(1, keepdims=True)
     if kind == "grpo":
         std_G1 = reward_GQ.std(1, keepdims=True)
@@ -369,7 +377,7 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
             n = len(answers[i])
             end = start + len(prompts[i]) + n
             rows["tokens"][r, start:end] = prompts[i] + answers[i]
-            rows["positions"][r, start:end] = range(end - start)
+            rows["positions"][r, start:end] = np.arange(end - start)
             rows["segments"][r, start:end] = segment
             # Each token of the answer is predicted at the one before it.
             predicting = np.s_[r, end - n - 1 : end - 1]
@@ -386,10 +394,10 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
 def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None):
     """This host's sequences -> (a list of micro-batches per minibatch, counts over all hosts).
 
-    A micro-batch is {field: global array [micro_batch rows of each device, width]}, and `filled`
-    [shards]: how many of its rows, the first ones, a device computes.
+    A micro-batch is {field: global array [micro_batch rows of each device, width]}.
     """
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    sequences = zip(prompts, answers, strict=True)
+    lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
     packed = packing.pack_minibatches(
         lengths, cfg.minibatches, setup.row_width, setup.micro_batch, setup.mesh)
     # Weights are normalised here, once, by sums over all hosts: then the split into rows and
@@ -400,20 +408,19 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
 
     batches = []
     by_rows = NamedSharding(setup.mesh, P(model.ROWS))
+    # Each host brings its rows; together they are one array.
     for micro_batches, normaliser in zip(packed.micro_batches, normaliser_M, strict=True):
         batch = []
-        for part in micro_batches:
+        for places in micro_batches:
             shape = (packed.height, packed.width)
             rows = make_rows(
-                part.sequences, prompts, answers, advantages, shape, cfg, sampler_logprobs)
+                places, prompts, answers, advantages, shape, cfg, sampler_logprobs)
             rows["weight"] /= normaliser
-            rows["filled"] = part.filled
-            # Each host brings its rows; together they are one array.
-            batch.append({name: jax.make_array_from_process_local_data(by_rows, array)
-                          for name, array in rows.items()})
+            place = partial(jax.make_array_from_process_local_data, by_rows)
+            batch.append({name: place(array) for name, array in rows.items()})
         batches.append(batch)
 
-    flops = model.flops(setup.model_cfg, lengths)
+    flops = memory.flops(setup.model_cfg, lengths)
     own_counts = [packed.slots, sum(lengths), flops, sum(valid_M)]
     counts = all_gather_hosts(own_counts).sum(0).tolist()
     return batches, dict(zip(("slots", "tokens", "flops", "valid"), counts, strict=True))
@@ -422,6 +429,7 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
 # ---------------------------------------------------------------- the update
 def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
     """Gradient of the parameter `name` -> direction of its step, to be times the learning rate."""
+    # Without a learning rate, which changes from step to step, and so is an argument of `apply`.
     scale = {
         "adamw": optax.scale_by_adam(b2=cfg.b2),
         "lion": optax.scale_by_lion(b2=cfg.b2),
@@ -440,79 +448,84 @@ def learning_rate(cfg: Config, step: int) -> float:
         base, k, n = cfg.lr, step - cfg.sft_steps, cfg.steps
     # The fraction of the steps after warm-up that are behind.
     done = max(0, k - cfg.warmup) / max(1, n - cfg.warmup + 1)
-    decayed = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return base * min(1, k / max(1, cfg.warmup)) * decayed[cfg.decay]
+    half_wave = (1 + math.cos(math.pi * done)) / 2
+    decayed = {"constant": 1, "linear": 1 - done, "cosine": half_wave}
+    warmed_up = min(1, k / max(1, cfg.warmup))
+    return base * warmed_up * decayed[cfg.decay]
 
 
-def loss_inputs(params, rows, cfg, model_cfg, mesh):
-    """Rows -> (hidden [N, D], LM head [V, D], targets [N]), of which logprobs are a function; and
-    the way back from the gradient of hidden."""
-    how = model.How(cfg.dtype, cfg.attention, cfg.remat)
-    # The layers of offloaded parameters are fetched one by one, in the forward.
-    params = {
-        name: a if name == "layers" else jax.device_put(a, DEVICE) for name, a in params.items()}
-    hidden, back = model.forward(params, model_cfg, mesh, rows, how)
-    inputs = hidden.reshape(-1, model_cfg.D), model.head(params), rows["targets"].reshape(-1)
-    return inputs, back
+def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
+    """Rows -> (hidden [N, D], LM head [V, D], targets [N]): what logprobs are a function of.
+
+    params: on the devices, to be differentiated in; at_rest: the same, where they rest.
+    """
+    attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
+    how = model.How(cfg.dtype, attend, cfg.remat)
+    hidden = model.forward(params, model_cfg, mesh, rows, how, at_rest["layers"])
+    # The loss does not know of rows: its tokens stand in one line.
+    hidden_ND = hidden.reshape(-1, model_cfg.D)
+    targets_N = rows["targets"].reshape(-1)
+    return hidden_ND, model.head(params), targets_N
 
 
 @partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
 def score(params, rows, *, cfg, model_cfg, mesh):
     """Logprobs of the targets of a micro-batch under `params`, [rows, width]."""
     say(f"tracing score: {rows['tokens'].shape}")
-    inputs, _ = loss_inputs(params, rows, cfg, model_cfg, mesh)
+    on_device = jax.device_put(params, DEVICE)
+    inputs = loss_inputs(on_device, params, rows, cfg, model_cfg, mesh)
     weight_N = rows["weight"].reshape(-1)
     logprob_N, _ = kernel.score(
         *inputs, weight_N, mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
     return model.constrain(logprob_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
 
 
-def loss_and_metrics(hidden_ND, head_VD, targets_N, rows, cfg, mesh):
+def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     """-> (loss, metrics) of one micro-batch: {"sum": over its tokens, "max": over its tokens}.
 
     A step's metric is the mean over valid tokens of what is summed here, and the largest of what
     is maximised.
     """
+    inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
     fields = ("weight", "advantage", "old", "sampler", "ref")
     vectors = {name: rows[name].reshape(-1) for name in fields if name in rows}
     # Demonstrations are to be imitated, not to be varied.
     entropy_bonus = cfg.entropy_bonus if "sampler" in rows else 0.0
     loss, stats = kernel.grpo_loss(
-        hidden_ND, head_VD, targets_N, vectors, mesh, temperature=cfg.temperature,
-        clip_low=cfg.clip_low, clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap,
-        entropy_bonus=entropy_bonus, impl=cfg.loss_impl)
+        *inputs, vectors, mesh, temperature=cfg.temperature, clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap, entropy_bonus=entropy_bonus,
+        impl=cfg.loss_impl)
     stats["nll"] = -stats.pop("logp")
     sums = {name: a.sum() for name, a in stats.items()}
-    maxima = {name: stats[name].max() for name in ("ratio", "logprob_gap") if name in stats}
+    # Of these one outlier matters.
+    with_maximum = {"ratio", "logprob_gap"} & stats.keys()
+    maxima = {name: stats[name].max() for name in sorted(with_maximum)}
     return loss, {"loss": loss, "sum": sums, "max": maxima}
 
 
-@partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"), donate_argnames="grads")
-def accumulate(grads, params, rows, *, cfg, model_cfg, mesh):
-    """Add the gradient of one micro-batch to grads, in place -> (grads, metrics)."""
-    say(f"tracing accumulate: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    (*inputs, targets_N), back = loss_inputs(params, rows, cfg, model_cfg, mesh)
-    gradient = jax.value_and_grad(loss_and_metrics, argnums=(0, 1), has_aux=True)
-    (_, metrics), (d_hidden, d_head) = gradient(*inputs, targets_N, rows, cfg, mesh)
-    grads = back(grads, d_hidden.reshape(*rows["tokens"].shape, -1))
-    name = "embed_VD" if model_cfg.tied else "head_VD"
-    grads |= {name: grads[name] + d_head}
+@partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
+def gradients(params, rows, *, cfg, model_cfg, mesh):
+    """-> (gradients of one micro-batch, on the devices in float32, its metrics)."""
+    say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
+    # Of layers that rest with the host no value is read here: the forward fetches them one by one.
+    on_device = jax.device_put(params, DEVICE)
+    gradient = jax.grad(loss_and_metrics, has_aux=True)
+    grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
     return jax.lax.with_sharding_constraint(grads, model.shardings(model_cfg, mesh)), metrics
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def zero_gradients(model_cfg, mesh):
-    """Gradients to add to, sharded like the parameters."""
-    zeros = {name: jnp.zeros(shape) for name, shape in model.shapes(model_cfg).items()}
-    return jax.lax.with_sharding_constraint(model.nest(zeros), model.shardings(model_cfg, mesh))
+# The sum of two trees, in place of the first.
+add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def clip(grads, loss, cfg):
     """-> (norm of all gradients, the factor that clips them); NaN if norm or loss is not finite."""
     norm = optax.global_norm(grads)
-    norm = jnp.where(jnp.isfinite(norm + loss), norm, jnp.nan)
-    return norm, jnp.minimum(1.0, (cfg.grad_clip or jnp.inf) / norm)
+    is_finite = jnp.isfinite(norm + loss)
+    norm = jnp.where(is_finite, norm, jnp.nan)
+    largest = cfg.grad_clip or jnp.inf
+    return norm, jnp.minimum(1.0, largest / norm)
 
 
 @partial(jax.jit, static_argnames=("name", "cfg", "mesh"), donate_argnames=("param", "state"))
@@ -523,11 +536,14 @@ def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
     of what is offloaded is on the device at a time.
     """
     param, state = jax.device_put((param, state), DEVICE)
-    direction, new_state = optimizer(cfg, name).update(factor * grad, state, param)
+    rule = optimizer(cfg, name)
+    direction, new_state = rule.update(factor * grad, state, param)
     sharding = NamedSharding(mesh, model.spec(name))
     new_param = jax.lax.with_sharding_constraint(param - lr * direction, sharding)
+    # An update that is not finite changes nothing.
     keep_old = partial(jnp.where, jnp.isnan(factor))
-    param, state = jax.tree.map(keep_old, (param, state), (new_param, new_state))
+    old, new = (param, state), (new_param, new_state)
+    param, state = jax.tree.map(keep_old, old, new)
     if cfg.offload == "params":
         param = jax.device_put(param, HOST)
     if cfg.offload != "none":
@@ -540,16 +556,22 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
 
     The norm is NaN if the step was skipped, as it or a loss is not finite.
     """
-    grads = zero_gradients(model_cfg, mesh)
+    total = None
     parts = []
     for rows in batch:
-        grads, metrics = accumulate(
-            grads, state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
+        grads, metrics = gradients(
+            state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
+        # Those of a single micro-batch are not held twice.
+        total = grads if total is None else add(total, grads)
+        del grads
         parts.append(metrics)
-    norm, factor = clip(grads, sum(metrics["loss"] for metrics in parts), cfg)
+    loss = sum(metrics["loss"] for metrics in parts)
+    norm, factor = clip(total, loss, cfg)
     # Parameter by parameter; a gradient is dropped once it is used.
-    grads = model.flatten(grads)
-    params, opt = {}, {}
+    grads = model.flatten(total)
+    del total
+    params = {}
+    opt = {}
     for name, param in model.flatten(state["params"]).items():
         params[name], opt[name] = apply(
             param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg, mesh=mesh)
@@ -557,7 +579,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
 
 
 # The programs of an update, for those who want to know its memory before they run it.
-UPDATE = memory.UpdatePrograms(accumulate, apply, optimizer, token_fields)
+UPDATE = memory.UpdatePrograms(gradients, apply, optimizer, token_fields)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -575,7 +597,8 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
     n = len(setup.held_out)
     per_host = cfg.batch * cfg.npq
     per_round = per_host * jax.process_count()
-    sampling = model.Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
+    sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
+    # The same weights for all rounds.
     weights = layouts.to_rollout(params, setup.layout, cfg.dtype)
     # Other draws than those of the rollouts, which fold in their step.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
@@ -584,16 +607,18 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
     for start in range(0, n, per_round):
         # As many rows on each host; those beyond the last question do not count.
         first = start + jax.process_index() * per_host
-        rows = [setup.held_out[i % n] for i in range(first, first + per_host)]
+        places = range(first, first + per_host)
+        rows = [setup.held_out[i % n] for i in places]
         key = jax.random.fold_in(eval_key, start)
         label = f"evaluating {start}/{n}"
         out, texts = sample_answers(
             weights, rows, 1, key, label, sampling, cfg, setup, outputs.stop_signal)
-        scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
+        is_truncated = out["truncated_B"]
+        scores, _ = rewards.score_answers([SOLVED], rows, texts, is_truncated)
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
-            samples = [sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
+            samples = [log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
                        for i in range(min(3, n, per_host))]
         progress("evaluating", min(start + per_round, n), n)
     fraction = float(all_gather_hosts(solved).sum()) / n
@@ -603,21 +628,12 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
     say(f"eval at step {step} | solved {fraction:.4f} of {n} | {time.time() - began:.1f}s")
 
 
-def sample(step, row, text, **scores) -> dict:
-    """A row of samples.jsonl."""
-    row = {"step": step, "question": row["question"], "reference": row["answer"], "answer": text}
-    return row | scores
-
-
 # ---------------------------------------------------------------- metrics
 def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
     """Metrics over the answers of all hosts. Reward functions that failed are named.
 
     scores: [answers, 1 + functions], the first of which is SOLVED.
     """
-    for name, messages in faults.items():
-        first = max(messages.values())
-        print(f"reward {name} failed on {len(messages)} answers, which score 0: {first}")
     # Each of these is a mean over answers.
     of_answers = {
         "reward/mean": reward_B,
@@ -632,12 +648,14 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
     table = all_gather_hosts(table).reshape(-1, len(of_answers))
     means = dict(zip(of_answers, table.mean(0).tolist(), strict=True))
     column = dict(zip(of_answers, table.T, strict=True))
+    # A group teaches nothing where all its rewards are equal.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
-    fault_count = sum(len(messages) for messages in faults.values())
+    has_no_variance_G = reward_GQ.max(1) == reward_GQ.min(1)
+    fault_count = rewards.report(faults)
     return means | {
         "reward/std": float(reward_GQ.std()),
         "len/answer_max": float(column["len/answer"].max()),
-        "group/zero_variance": float((reward_GQ.max(1) == reward_GQ.min(1)).mean()),
+        "group/zero_variance": float(has_no_variance_G.mean()),
         "reward/faults": int(all_gather_hosts(fault_count).sum()),
     }
 
@@ -645,16 +663,19 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
 def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     """Metrics of a step's micro-batches -> means over valid tokens (loss and grad_norm: over
     updates), padding, speed, memory."""
+    # A step has one norm per update; a micro-batch has its part of the loss.
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
+    loss = sum(part["loss"] for part in parts)
     metrics = {
         "kl": 0.0,
-        "loss": float(sum(part["loss"] for part in parts)) / len(norms),
+        "loss": float(loss) / len(norms),
         "grad_norm": sum(finite_norms) / len(finite_norms) if finite_norms else math.nan,
         "skipped": len(norms) - len(finite_norms),
         "valid_tokens": counts["valid"],
         "padding_fraction": 1 - counts["tokens"] / counts["slots"],
         "micro_batch": setup.micro_batch,
     }
+    # Each update of an epoch is of other tokens; each epoch is of the same.
     for name in parts[0]["sum"]:
         total = float(sum(part["sum"][name] for part in parts))
         # What has a maximum too is charted beside it.
@@ -670,22 +691,26 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
 @exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
 def set_up(cfg: Config, claims: contextlib.ExitStack):
     """-> (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
+    # The processes, the directory, the devices.
     rewards.check_signatures([SOLVED] + [function for function, _ in REWARDS])
     cluster.connect(cfg)
     run_dir.claim_out(cfg.out, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
-    cfg = resolve(dataclasses.replace(cfg, require_processes=jax.process_count()), mesh)
+    cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
+    cfg = resolve(cfg, mesh)
     config = dataclasses.asdict(cfg)
     total_steps = cfg.sft_steps + cfg.steps
-    done, paths, header = run_dir.open_run(cfg.out, total_steps, config, cfg.resume)
+    done, paths, skipped = run_dir.open_run(cfg.out, total_steps, config, cfg.resume)
 
     # The model, without its weights, and where they will lie.
     model_dir = data.model_directory(cfg, "*.json", "*.txt", "*.jinja")
     model_cfg = hf.read_config(model_dir)
     tokenizer, end_of_turn = data.load_tokenizer(model_dir)
-    check_sizes(cfg, model_cfg, mesh, 1 + max(tokenizer.get_vocab().values()))
+    largest_id = max(tokenizer.get_vocab().values())
+    check_sizes(cfg, model_cfg, mesh, largest_id + 1)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
-    stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
+    stop_ids = {*model_cfg.stop_ids, end_of_turn}
+    stop_ids = tuple(sorted(stop_ids))
     model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
 
     # The data: what is asked, imitated, held out.
@@ -694,16 +719,10 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     held_out = []
     if eval_data(cfg) != "none":
         held_out = data.load_questions(eval_data(cfg), True, tokenizer, cfg)
-    check(examples or not cfg.sft_steps,
-          f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
-    processes = jax.process_count()
-    asked = cfg.batch * processes
-    most = len(questions) // processes
-    check(asked <= len(questions) or cfg.steps == 0, f"batch = {cfg.batch} on {processes} "
-          f"processes asks {asked} questions a step; {cfg.data} has {len(questions)}; try "
-          + (f"--batch {most}" if most else "fewer processes"))
+    check_data(cfg, questions, examples)
 
     # What has room: a step's rows on the host, checkpoints on its disk, the rest on the devices.
+    # The lengths that are there, not those that flags allow.
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
     row_width = packing.row_width(longest_prompt + cfg.max_answer, mesh)
     memory.check_host_memory(cfg, row_width)
@@ -715,19 +734,16 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     weights = hf.Checkpoint(data.model_directory(cfg, "*.safetensors"), model_cfg)
     wandb = log.start_wandb(cfg.wandb, cfg.out, config)
     run_dir.write_config(cfg.out, config)
-    micro_batch = 0
-    if total_steps:
-        micro_batch = memory.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)
+    micro_batch = memory.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)
 
     setup = Setup(
         model_dir, model_cfg, mesh, layout, tokenizer, questions, examples, held_out, row_width,
         rows_at_once, micro_batch)
-    start = Start(weights, done, paths, int(header.get("skipped", 0)))
+    start = Start(weights, done, paths, skipped)
     saver = checkpoint.Saver(cfg.out, cfg.keep, done)
     metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
     samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
-    outputs = Outputs(saver, metrics, samples, wandb, cluster.watch_signals())
-    return cfg, setup, start, outputs
+    return cfg, setup, start, Outputs(saver, metrics, samples, wandb, cluster.watch_signals())
 
 
 # ---------------------------------------------------------------- main: the loop
@@ -783,13 +799,12 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
             label = f"step {step}/{total_steps}"
             out, texts = sample_answers(
-                weights, rows, cfg.npq, key, label, model.Sampling(cfg.temperature), cfg, setup,
+                weights, rows, cfg.npq, key, label, Sampling(cfg.temperature), cfg, setup,
                 outputs.stop_signal)
             del weights  # the update wants the memory
             answers = answer_tokens(out)
             sampler_logprobs = out["logprobs_BT"]
             t_rollout = time.time()
-
             # -------------------------------------------- rewards, and advantages in each group
             functions = [SOLVED] + [function for function, _ in REWARDS]
             scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
@@ -797,7 +812,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
             metrics |= rollout_metrics(reward_B, prompts, out, scores, faults, cfg)
             outputs.samples.append(*[
-                sample(step, rows[i], texts[i], reward=reward_B[i],
+                log.sample(step, rows[i], texts[i], reward=reward_B[i],
                        truncated=bool(out["truncated_B"][i])) for i in range(2)])
             t_reward = time.time()
             metrics |= {
@@ -812,11 +827,10 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
         batches, counts = make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs)
         policies = {"old": state["params"], "ref": state.get("ref")}
         scored = policies.keys() & token_fields(cfg, supervised).keys()
-        for batch in batches:
-            for micro_batch in batch:
-                # All by the same fields, so that `score` is compiled once.
-                micro_batch |= {
-                    name: score(policies[name], micro_batch, **static) for name in sorted(scored)}
+        for micro_batch in [rows for batch in batches for rows in batch]:
+            # All by the same fields, so that `score` is compiled once.
+            micro_batch |= {
+                name: score(policies[name], micro_batch, **static) for name in sorted(scored)}
 
         # ------------------------------------------------ update: one per minibatch
         lr = learning_rate(cfg, step)
@@ -843,10 +857,10 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             "throughput/train/valid_tokens_per_s": counts["valid"] / (t_end - t_start),
         }
         say(log.step_line(metrics, total_steps))
-        skipped = count_skipped(step, norms, skipped)
+        skipped = checkpoint.count_skipped(step, norms, skipped)
         outputs.saver.remember(step, state, skipped)
         outputs.write(metrics)
-        end_if_diverged(step, skipped, cfg.out, outputs.saver)
+        checkpoint.end_if_diverged(step, skipped, outputs.saver)
         if is_evaluated_after(step, cfg, setup):
             evaluate(state["params"], step, cfg, setup, outputs)
         if step == total_steps or (cfg.save_every and step % cfg.save_every == 0):
@@ -862,38 +876,9 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
         log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)
 
 
-MAX_SKIPPED = 10  # updates in a row that are not finite, before the run ends
-
-
-def count_skipped(step, norms, skipped: int) -> int:
-    """-> updates in a row that were skipped, up to the end of this step, which says so."""
-    for norm in norms:
-        skipped = 0 if np.isfinite(norm) else skipped + 1
-    count = int(np.sum(~np.isfinite(norms)))
-    if count:
-        say(f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
-            "finite")
-    return skipped
-
-
-def end_if_diverged(step, skipped, out, saver) -> None:
-    """End a run that skips one update after another."""
-    if skipped < MAX_SKIPPED:
-        return
-    saver.finish()
-    last = f"{out}/step_{saver.newest:06}" if saver.newest else "none"
-    warn(f"{skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is "
-         f"not finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, "
-         "--dtype float32")
-    raise SystemExit(1)
-
-
 @exit_on(files.CheckpointError, "these files cannot be used")
 def main(argv: list[str]) -> None:
-    devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", 0))
-    if devices:
-        # Else XLA has a thread per core, and collectives of more devices than that may deadlock.
-        os.environ.setdefault("NPROC", str(4 * devices))
+    cluster.give_cpu_devices_threads()
     cfg = parse(argv)
     # Until this is left, no other run may use `out`.
     with contextlib.ExitStack() as claims:

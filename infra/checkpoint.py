@@ -31,6 +31,8 @@ SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # NumPy's names of types, and those of safetensors.
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
 NO_CHECKSUM = b"0" * 8
+# Updates in a row that are not finite, before the run ends.
+MAX_SKIPPED = 10
 
 
 class IncompleteCheckpoint(CheckpointError):
@@ -352,6 +354,35 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
             f"{saver.save_before_exit()} with --micro_batch {half} or {memory.ADVICE}"
         )
         raise SystemExit(1) from None
+
+
+def count_skipped(step: int, norms: list, skipped: int) -> int:
+    """-> updates in a row that were skipped, up to the end of this step, which says so. norms: of
+    the step's updates, NaN for one that was skipped; skipped: the count before."""
+    # One that is applied ends the row of those that are not.
+    for norm in norms:
+        skipped = 0 if np.isfinite(norm) else skipped + 1
+    count = int(np.sum(~np.isfinite(norms)))
+    if count:
+        say(
+            f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
+            "finite"
+        )
+    return skipped
+
+
+def end_if_diverged(step: int, skipped: int, saver: Saver) -> None:
+    """End a run that skips one update after another: exit 1."""
+    if skipped < MAX_SKIPPED:
+        return
+    saver.finish()
+    last = f"{saver.out}/step_{saver.newest:06}" if saver.newest else "none"
+    warn(
+        f"{skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is "
+        f"not finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, "
+        "--dtype float32"
+    )
+    raise SystemExit(1)
 
 
 def available_memory() -> int:

@@ -22,7 +22,7 @@ SECONDS_BETWEEN_SIGNS = 20
 # Longer than a sign takes that was late, or that a bucket failed to take once.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
 # Longer than from reading that there is no claim until one's own is written, with a bucket too.
-SECONDS_TO_SETTLE = 5
+SECONDS_TO_ARBITRATE = 5
 
 # File descriptors of the directories that this process has locked.
 LOCKED = set()
@@ -131,7 +131,7 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
         write_claim(path, bucket, claim)
         if bucket or not has_lock:
             # Of several that found no claim at the same time, the last to write has it.
-            time.sleep(SECONDS_TO_SETTLE)
+            time.sleep(SECONDS_TO_ARBITRATE)
             now = read_claim(path, bucket)
             if now not in ({}, holder, claim):
                 raise in_use(out, now)

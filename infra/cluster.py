@@ -46,6 +46,14 @@ def host_count(mesh) -> int:
     return len({device.process_index for device in mesh.devices.flat})
 
 
+def give_cpu_devices_threads() -> None:
+    """To be called before JAX looks for devices, for runs with several virtual CPU devices."""
+    devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", 0))
+    if devices:
+        # Else XLA has a thread per core, and collectives of more devices than that may deadlock.
+        os.environ.setdefault("NPROC", str(4 * devices))
+
+
 # ---------------------------------------------------------------- find the processes
 @dataclass(frozen=True)
 class Processes:

@@ -1,6 +1,7 @@
 """Where the weights, rows and KV cache of a rollout lie, and moving the weights there."""
 
 import math
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -13,12 +14,27 @@ from jax.sharding import PartitionSpec as P
 import model
 from infra import memory
 from infra.log import check, say
-from model import Layout, ModelConfig
+from model import ModelConfig
 
 # replicated: complete weights on each device. tp: split by key/value heads within a host. fsdp:
 # sharded as in training, and all-gathered layer by layer in each step. maxtext: sharded like fsdp,
 # with the rows split over dp only.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows, weights and KV cache of a rollout lie."""
+
+    kind: str  # one of LAYOUTS
+    mesh: Mesh  # the training mesh's devices, regrouped
+    rows: tuple  # the mesh axes that share out the rows
+    order: str  # of a cache's dimensions, by letter: "LBKSH"
+
+    @property
+    def cache_spec(self) -> P:
+        axes = {"B": self.rows, "K": "tp"}
+        return P(*(axes.get(letter) for letter in self.order))
 
 
 # ---------------------------------------------------------------- the choice

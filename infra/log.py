@@ -149,6 +149,12 @@ class JsonLines:
             warn(f"{self.path} cannot be written: {first_line(e)}; lines lost: {self.lost}\n{text}")
 
 
+def sample(step: int, row: dict, answer: str, **scores) -> dict:
+    """A row of samples.jsonl, of a row of the data."""
+    asked = {"question": row["question"], "reference": row["answer"]}
+    return {"step": step} | asked | {"answer": answer} | scores
+
+
 def json_line(row: dict) -> str:
     # JSON has no NaN and no infinity.
     plain = {

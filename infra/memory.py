@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,6 +117,17 @@ def device_metrics(mesh, flops: float, seconds: float) -> dict:
     return metrics
 
 
+def flops(cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
+    """Operations of a forward and backward over sequences, recomputation not counted.
+
+    6 a parameter and token, and 12 a layer, head dimension and pair of tokens of which one attends
+    to the other (arXiv 2204.02311, appendix B).
+    """
+    of_parameters = 6 * cfg.n_multiplied
+    of_attention = 6 * cfg.L * cfg.N * cfg.H
+    return float(sum(of_parameters * n + of_attention * n * (n + 1) for n in lengths))
+
+
 # ---------------------------------------------------------------- TPUs that are not here
 def tpu_devices(slice_type: str) -> list:
     """The devices of a slice such as v6e-8, to compile for. Raises ValueError for no such type."""
@@ -184,7 +195,7 @@ def compiled_gib(lowered, mesh) -> tuple[float, bool]:
 class UpdatePrograms:
     """The trainer's functions of an update, to be compiled and not run."""
 
-    accumulate: Callable  # (grads, params, rows): a gradient
+    gradients: Callable  # (params, rows): gradients of a micro-batch
     apply: Callable  # (param, its optimizer state, grad, factor, lr): an optimizer step
     optimizer: Callable  # (cfg, name) -> optax transformation
     token_fields: Callable  # (cfg, supervised) -> {name: dtype} of a micro-batch
@@ -202,9 +213,7 @@ def update_gib(micro_batch, width, cfg, model_cfg, mesh, programs) -> tuple[floa
     fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
     rows = abstract_rows(fields, micro_batch, width, mesh)
     static = dict(cfg=cfg, mesh=mesh)
-    gradient = programs.accumulate.lower(
-        grads, state["params"], rows, model_cfg=model_cfg, **static
-    )
+    gradient = programs.gradients.lower(state["params"], rows, model_cfg=model_cfg, **static)
     others = {name: part for name, part in state.items() if name != "params"}
     # Parameters are updated one by one; the largest takes most.
     params = model.flatten(state["params"])
@@ -216,6 +225,9 @@ def update_gib(micro_batch, width, cfg, model_cfg, mesh, programs) -> tuple[floa
     # The compiler does not know of what else rests on the device.
     gradient_gib, gradient_fits = compiled_gib(gradient, mesh)
     gradient_gib += device_bytes(others) / GIB
+    if micro_batch < rows_to_fill(cfg, mesh):
+        # Of several micro-batches the sum of gradients is there too.
+        gradient_gib += device_bytes(grads) / GIB
     step_gib, step_fits = compiled_gib(step, mesh)
     step_gib += (device_bytes((state, grads)) - device_bytes(one)) / GIB
     gib = max(gradient_gib, step_gib)
@@ -268,6 +280,9 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     """Rows of a device in one forward and backward: the largest that fits, up to what a step fills;
     or what `--micro_batch` asks for, which must fit, else exit 2. Found by compiling the update for
     rows of `width` tokens; the answer of a search is remembered."""
+    # Without any step there is no update.
+    if cfg.steps + cfg.sft_steps == 0:
+        return 0
     need = partial(
         update_gib, width=width, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
     )

@@ -10,21 +10,14 @@ from infra.cluster import all_gather_hosts
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """The rows of one forward and backward, as far as they are this host's."""
-
-    sequences: dict[int, list[int]]  # {row of this host: [index of a sequence]}
-    filled: np.ndarray  # [devices' shards] int32: how many rows, the first, a device computes
-
-
-@dataclass(frozen=True)
 class Packing:
     """This host's sequences in rows."""
 
     width: int  # tokens of a row
     height: int  # rows of this host in a micro-batch
     minibatches: list[range]  # the sequences of each update
-    micro_batches: list[list[MicroBatch]]  # of each minibatch; as many on every host
+    # Of each minibatch its micro-batches, as many on every host: {row of this host: [sequence]}.
+    micro_batches: list[list[dict]]
     slots: int  # tokens that this host's devices compute, padding included
 
 
@@ -72,7 +65,8 @@ def pack_minibatches(
     counts = all_gather_hosts([-(-len(rows) // height) for rows in rows_of]).max(0)
     micro_batches = []
     computed_rows = 0
-    # A device computes its rows in chunks, of which the last may be partly empty.
+    # A device computes its rows in chunks, of which the last may be partly empty; chunks without
+    # any row are left out.
     chunk = model.rows_at_once(micro_batch, width)
     for rows, count in zip(rows_of, counts, strict=True):
         micro_batches.append([])
@@ -83,5 +77,5 @@ def pack_minibatches(
             # Dealt out one by one: each device has as many, but for one. A device's rows stand
             # together, the filled ones first.
             places = {i % shards * micro_batch + i // shards: row for i, row in enumerate(own)}
-            micro_batches[-1].append(MicroBatch(places, filled.astype(np.int32)))
+            micro_batches[-1].append(places)
     return Packing(width, height, parts, micro_batches, computed_rows * width)

@@ -99,6 +99,14 @@ def score_answers(
     return scores, faults
 
 
+def report(faults: dict[str, dict[int, str]]) -> int:
+    """Print which functions failed, and one reason of each -> on how many answers."""
+    for name, messages in faults.items():
+        one = max(messages.values())
+        print(f"reward {name} failed on {len(messages)} answers, which score 0: {one}")
+    return sum(len(messages) for messages in faults.values())
+
+
 def score_answer(function: RewardFunction, row: dict, answer: str) -> float:
     """One score, of one function. Raises ValueError for NaN and what is out of range."""
     with time_limit(function, row["question"]):

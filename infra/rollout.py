@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 import model
 from infra import layouts
 from infra.cluster import all_gather_hosts
-from infra.layouts import State
-from model import Layout, ModelConfig, Sampling
+from infra.layouts import Layout, State
+from infra.sampling import Sampling, sample_token
+from model import ModelConfig
 
 # Tokens of prompts that a device runs at once.
 PREFILL_TOKENS = 4096
@@ -369,7 +370,7 @@ def draw(weights, state: State, rows: Rows, key, t, layout: Layout, sampling: Sa
         return jax.random.uniform(key_of_row)
 
     sample = jax.shard_map(
-        partial(model.sample, sampling=sampling),
+        partial(sample_token, sampling=sampling),
         mesh=layout.mesh,
         check_vma=False,
         in_specs=(P(layout.rows, "tp"), P(layout.rows)),

@@ -80,10 +80,13 @@ def claim_out(out: str, claims: contextlib.ExitStack) -> None:
 
 
 # ---------------------------------------------------------------- where a run resumes
-def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int, list, dict]:
-    """`out`, once claimed -> (step, files, header) of its newest complete checkpoint, or
-    (0, [], {}). Exits 2 for a directory that holds anything else than this run, with these flags,
-    and 0 where the run has finished."""
+def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int, list, int]:
+    """`out`, once claimed -> (step, files, skipped updates in a row) of its newest complete
+    checkpoint, or (0, [], 0).
+
+    flags: of this run. Exits 2 for a directory that holds anything else than this run, and 0 where
+    the run has finished.
+    """
     if bucket.bucket_of(out):
         with exit_on(bucket.BucketError, "--out cannot be used"):
             bucket.fetch_rest(out, final=jax.process_index() == 0)
@@ -101,7 +104,7 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
             "--resume force, which renames what is there and starts over",
         )
         put_aside(out)
-    return done, paths, about
+    return done, paths, int(about.get("skipped", 0))
 
 
 def step_of_final(out: str) -> int:

@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -66,7 +65,6 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
     shape = (shards * micro_batch, width)
     # A device's rows stand together.
     rows = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in fields.items()}
-    rows["filled"] = jax.ShapeDtypeStruct((shards,), np.int32)
     return placed(rows, sharding)
 
 

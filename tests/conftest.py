@@ -42,7 +42,8 @@ from safetensors.numpy import load_file, save_file
 
 import model
 import train
-from infra import data, hf, layouts, rollout
+from infra import attention, data, hf, layouts, rollout
+from infra.sampling import Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -194,7 +195,7 @@ def load(directory, on=None):
 
 @cache
 def compiled_forward(cfg, on, how):
-    return jax.jit(lambda params, rows: model.forward(params, cfg, on, rows, how)[0])
+    return jax.jit(lambda params, rows: model.forward(params, cfg, on, rows, how))
 
 
 def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
@@ -207,8 +208,7 @@ def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
         padded[name] = np.zeros((len(rows), width), np.int32)
         for i, values in enumerate(lists):
             padded[name][i, : len(values)] = values
-    padded["filled"] = np.array([len(rows)], np.int32)
-    return compiled_forward(cfg, mesh(), model.How("float32"))(params, padded)
+    return compiled_forward(cfg, mesh(), model.How("float32", attention.blockwise))(params, padded)
 
 
 def logits(params, cfg, tokens):
@@ -240,7 +240,7 @@ def generate(
         wanted = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
         assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
     key = jax.random.key(seed)
-    sampling = sampling or model.Sampling()
+    sampling = sampling or Sampling()
     return rollout.generate(
         weights, cfg, layout, prompts, key, sampling, max_answer=max_answer, **options
     )

@@ -314,7 +314,7 @@ def test_half_of_the_first_file_is_not_in_the_way(tmp_path):
     """A killed process leaves it."""
     for name in ("config.json.0.tmp", "claim.json.tmp", "claim.json"):
         (tmp_path / name).write_text("{")
-    assert opened(tmp_path) == (0, [], {})
+    assert opened(tmp_path) == (0, [], 0)
 
 
 def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
@@ -329,7 +329,7 @@ def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
         opened(tmp_path)
     assert end.value.code == 2 and contents(tmp_path) == before
     assert "has a final model, and no checkpoint" in capsys.readouterr().err
-    assert opened(tmp_path, "force") == (0, [], {})
+    assert opened(tmp_path, "force") == (0, [], 0)
     (old,) = tmp_path.glob("old-*")
     assert sorted(path.name for path in old.iterdir()) == ["final", "metrics.jsonl"]
 

@@ -28,7 +28,7 @@ def quick(monkeypatch):
     """Signs of life, and the look for them, take a moment."""
     monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.05)
     monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 0.5)
-    monkeypatch.setattr(claim, "SECONDS_TO_SETTLE", 0.01)
+    monkeypatch.setattr(claim, "SECONDS_TO_ARBITRATE", 0.01)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_claim_that_cannot_be_read_is_none(tmp_path, text):
 def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, bucket, said):
     monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.2)
     monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 3)
-    monkeypatch.setattr(claim, "SECONDS_TO_SETTLE", 0)
+    monkeypatch.setattr(claim, "SECONDS_TO_ARBITRATE", 0)
     here, there = directory(tmp_path, "here"), directory(tmp_path, "there")
     on_host(monkeypatch, "here")
     with claim.claimed(here, bucket):

@@ -20,7 +20,7 @@ import pytest
 from conftest import SMALL, arguments, read_jsonl, restored_signals
 
 import train
-from infra import data, layouts, memory
+from infra import checkpoint, data, layouts, memory
 from test_kernel import mesh
 from tools import plan
 
@@ -239,7 +239,7 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
     flags = (
         "--sft_steps 0 --steps 3 --batch 4 --npq 4 --minibatches 2 --save_every 0 --eval_data none"
     )
-    original = train.accumulate
+    original = train.gradients
     calls = []
 
     def full(*args, **kwargs):
@@ -251,7 +251,7 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
         return original(*args, **kwargs)
 
     full.lower = original.lower
-    with mock.patch.object(train, "accumulate", full), pytest.raises(SystemExit) as end:
+    with mock.patch.object(train, "gradients", full), pytest.raises(SystemExit) as end:
         train_here(flags, "--out run")
     text = capsys.readouterr().err
     assert end.value.code == 1, text
@@ -268,11 +268,11 @@ def test_only_updates_skipped_in_a_row_end_a_run():
     nine = [np.nan] * 9
     skipped = 0
     for step, norms in enumerate([[*nine, 1.0], [1.0, *nine]], 1):
-        skipped = train.count_skipped(step, norms, skipped)
-        train.end_if_diverged(step, skipped, "out", saver)
-    skipped = train.count_skipped(3, [np.nan], skipped)
+        skipped = checkpoint.count_skipped(step, norms, skipped)
+        checkpoint.end_if_diverged(step, skipped, saver)
+    skipped = checkpoint.count_skipped(3, [np.nan], skipped)
     with pytest.raises(SystemExit):
-        train.end_if_diverged(3, skipped, "out", saver)
+        checkpoint.end_if_diverged(3, skipped, saver)
 
 
 def spoil_advantages(monkeypatch, bad_steps, terminated_in=None):

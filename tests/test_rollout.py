@@ -26,7 +26,7 @@ from test_model import by_tier, hf_model
 from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
-from infra import hf, layouts, memory, rollout
+from infra import attention, hf, layouts, memory, rollout
 from test_kernel import mesh
 from tools import bench_rollout
 
@@ -112,9 +112,9 @@ def uncached_step(params, tokens_BT, lengths_B, key, t):
         tokens=tokens_BT,
         positions=jnp.tile(jnp.arange(T), (B, 1)),
         segments=jnp.ones((B, T), jnp.int32),
-        filled=jnp.full(1, B),
     )
-    hidden_BTD, _ = model.forward(params, CFG, mesh(), rows, model.How("float32"))
+    how = model.How("float32", attention.blockwise)
+    hidden_BTD = model.forward(params, CFG, mesh(), rows, how)
     last_BD = hidden_BTD[jnp.arange(B), lengths_B - 1]
 
     def uniform(row):

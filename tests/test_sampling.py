@@ -1,4 +1,4 @@
-"""model.sample: draws against softmax, truncation, and what rollouts report of them."""
+"""infra/sampling.py: draws against softmax, truncation, and what rollouts report of them."""
 
 from functools import partial
 
@@ -21,6 +21,7 @@ from scipy import special, stats
 
 import kernel
 import model
+from infra.sampling import Sampling, sample_token, truncate
 from test_kernel import mesh
 
 
@@ -32,7 +33,7 @@ def softmax(z):
 @partial(jax.jit, static_argnames=("sampling", "tp"))
 def compiled_sample(z_RV, u_B, sampling, tp):
     draw = jax.shard_map(
-        lambda z_BV, u_B: model.sample(z_BV, u_B, sampling),
+        lambda z_BV, u_B: sample_token(z_BV, u_B, sampling),
         mesh=mesh(tp=tp),
         check_vma=False,
         in_specs=(P(None, "tp"), P()),
@@ -41,12 +42,12 @@ def compiled_sample(z_RV, u_B, sampling, tp):
     return draw(jnp.tile(z_RV, (len(u_B) // len(z_RV), 1)), u_B)
 
 
-PLAIN = model.Sampling()
-GREEDY = model.Sampling(temperature=0.0)
+PLAIN = Sampling()
+GREEDY = Sampling(temperature=0.0)
 
 
 def sample(z_RV, u_B, sampling=PLAIN, tp=1):
-    """model.sample of the rows of z in turn, with the vocabulary on so many devices."""
+    """sample_token of the rows of z in turn, with the vocabulary on so many devices."""
     tokens, logprobs = compiled_sample(z_RV, u_B, sampling, tp)
     return np.asarray(tokens), np.asarray(logprobs)
 
@@ -82,9 +83,9 @@ def training_logprobs(hidden_ND, head_VD, targets_N, weight_N, temperature):
 @pytest.mark.parametrize(
     "cfg, sampling",
     [
-        pytest.param(TIED, model.Sampling(temperature=0.7), id="stops"),
-        pytest.param(UNTIED, model.Sampling(), id="untied"),
-        pytest.param(TIED, model.Sampling(temperature=1.2, top_k=20, top_p=0.8), id="truncated"),
+        pytest.param(TIED, Sampling(temperature=0.7), id="stops"),
+        pytest.param(UNTIED, Sampling(), id="untied"),
+        pytest.param(TIED, Sampling(temperature=1.2, top_k=20, top_p=0.8), id="truncated"),
     ],
 )
 def test_sampled_logprobs_equal_training_forward(cfg, sampling, record_property):
@@ -230,7 +231,7 @@ def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_
     rng = np.random.default_rng(6)
     z = 2 * rng.standard_normal((2, V)).astype(np.float32)
     u = np.asarray(jax.random.uniform(jax.random.key(V), 2 * n))
-    tokens, logprobs = sample(z, u, model.Sampling(temperature, top_k, top_p), tp)
+    tokens, logprobs = sample(z, u, Sampling(temperature, top_k, top_p), tp)
     p_values = []
     for row in (0, 1):
         p = truncated(softmax(z[row] / temperature), top_k, top_p)
@@ -262,13 +263,13 @@ def test_truncation_keeps_equals_of_the_last_token(tp):
         (dict(top_k=2, top_p=0.35), "x......."),
     ]
     for options, kept in cases:
-        truncate = jax.shard_map(
-            partial(model.truncate, sampling=model.Sampling(**options)),
+        truncated_z = jax.shard_map(
+            partial(truncate, sampling=Sampling(**options)),
             mesh=mesh(tp=tp),
             check_vma=False,
             in_specs=P(None, "tp"),
             out_specs=P(None, "tp"),
         )
-        found = np.asarray(jax.jit(truncate)(z))[0]
+        found = np.asarray(jax.jit(truncated_z)(z))[0]
         is_kept = np.array([letter == "x" for letter in kept])
         assert_array_equal(found, np.where(is_kept, z[0], -np.inf), str(options))

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from infra import hf, layouts, memory, rollout
+from infra.sampling import Sampling
 from model import Layout, ModelConfig
 from tools import hlo
 
@@ -108,7 +109,7 @@ def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tu
             layout,
             prompts,
             jax.random.key(0),
-            model.Sampling(),
+            Sampling(),
             max_answer=args.answer,
             group=args.npq,
             progress=lambda *_, times=times: times.append(time.perf_counter()),

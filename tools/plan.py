@@ -164,7 +164,7 @@ def print_time(cfg, model_cfg, layout, mesh, planned: RolloutPlan) -> None:
     passes = cfg.ppo_epochs
     if cfg.ppo_epochs * cfg.minibatches > 1:
         passes += 1 / 3
-    flops = model.flops(model_cfg, [length]) * planned.sequences * passes
+    flops = memory.flops(model_cfg, [length]) * planned.sequences * passes
     update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
     say(
         f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"

@@ -1,0 +1,108 @@
+"""Attention of the training forward: causal, and within the segments of packed rows.
+
+Each function takes q_BNTH, scaled by H ** -0.5, k_BKTH, v_BKTH and segments_BT, int32, and returns
+[B, N, T, H]: a token attends to those at or before it in its row that have its segment.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+import model
+
+ATTENTION = "splash", "cudnn", "blockwise"
+
+
+def segment_attention(name: str, platform: str) -> Callable:
+    """The function of this name: splash for TPUs, and interpreted elsewhere; cudnn for GPUs;
+    blockwise for any device."""
+    if name == "splash":
+        return partial(splash, is_interpreted=platform != "tpu")
+    return {"cudnn": cudnn, "blockwise": blockwise}[name]
+
+
+def blockwise(q_BNTH, k_BKTH, v_BKTH, segments_BT):
+    """In plain JAX. Scores are there for 512 queries at a time."""
+    T = q_BNTH.shape[2]
+
+    # Computed again in the backward pass.
+    @partial(jax.checkpoint, static_argnums=(0, 1))
+    def block(start, end):
+        q = q_BNTH[:, :, start:end]
+        k = k_BKTH[:, :, :end]
+        v = v_BKTH[:, :, :end]
+        mask = segment_mask(segments_BT, start, end)
+        return model.attention(q, k, v, mask)
+
+    # The last block may be shorter.
+    blocks = []
+    for start in range(0, T, 512):
+        blocks.append(block(start, min(start + 512, T)))
+    return jnp.concatenate(blocks, 2)
+
+
+def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
+    """By cuDNN's kernel, which never holds scores in memory, but a mask."""
+    # JAX's function wants [B, T, N, H].
+    T = q_BNTH.shape[2]
+    q = q_BNTH.transpose(0, 2, 1, 3)
+    k = k_BKTH.transpose(0, 2, 1, 3)
+    v = v_BKTH.transpose(0, 2, 1, 3)
+    mask = segment_mask(segments_BT, 0, T)[:, None]
+    attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
+    out = attend(q, k, v, mask=mask, scale=1.0)
+    return out.transpose(0, 2, 1, 3)
+
+
+def segment_mask(segments_BT, start, end):
+    """Which of the keys before `end` the queries from `start` to `end` see, bool [B, T, S]."""
+    # Tokens of a segment stand together, so that order within a row is order within a segment.
+    segments_of_queries = segments_BT[:, start:end]
+    segments_of_keys = segments_BT[:, :end]
+    same_segment = segments_of_queries[:, :, None] == segments_of_keys[:, None]
+    # And none sees a later one.
+    queries = jnp.arange(start, end)
+    keys = jnp.arange(end)
+    causal = queries[:, None] >= keys
+    return same_segment & causal
+
+
+def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
+    """By JAX's Pallas kernel for TPUs, which never holds scores in HBM."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    _, N, T, H = q_BNTH.shape
+    # The kernel is for whole blocks of tokens, and for heads of 64 or of multiples of 128.
+    whole_tiles = -(-T // 128) * 128
+    block = min(512, whole_tiles)
+    pad_T = -T % block
+    pad_H = -H % (64 if H <= 64 else 128)
+
+    def pad(a):
+        widths = [(0, 0), (0, 0), (0, pad_T), (0, pad_H)]
+        return jnp.pad(a, widths)
+
+    sizes = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
+    blocks = {f"block_{name}": block for name in sizes}
+    # The same for all heads.
+    causal = masks.CausalMask((T + pad_T, T + pad_T))
+    attend = kernel.make_splash_mha(
+        masks.MultiHeadMask([causal] * N),
+        block_sizes=kernel.BlockSizes(**blocks, use_fused_bwd_kernel=True),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=is_interpreted,
+    )
+
+    def attend_row(q, k, v, segments):
+        return attend(q, k, v, kernel.SegmentIds(segments, segments))
+
+    # What is added to a row is a segment of its own.
+    widths = [(0, 0), (0, pad_T)]
+    segments = jnp.pad(segments_BT, widths, constant_values=-1)
+    rows = (pad(q_BNTH), pad(k_BKTH), pad(v_BKTH), segments)
+    out = jax.vmap(attend_row)(*rows)
+    return out[:, :, :T, :H]
