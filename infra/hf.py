@@ -87,8 +87,12 @@ def write_random(directory: str, config: dict, seed: int) -> None:
 
 
 def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
-    # transformers refuses a file that does not say for which library it was written.
-    save_file(weights, path, metadata={"format": "pt"})
+    try:
+        # transformers refuses a file that does not say for which library it was written.
+        save_file(weights, path, metadata={"format": "pt"})
+    # A full disk, say. It is no OSError.
+    except SafetensorError as e:
+        raise OSError(f"{path} cannot be written: {e}") from None
 
 
 # ---------------------------------------------------------------- load
