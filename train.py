@@ -643,7 +643,7 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
         "solved": scores[:, 0],
     }
     for i, (function, _) in enumerate(REWARDS, 1):
-        of_answers[f"reward/{function.__name__}"] = scores[:, i]
+        of_answers[f"reward/{rewards.name_of(function)}"] = scores[:, i]
     table = np.column_stack(list(of_answers.values()))
     table = all_gather_hosts(table).reshape(-1, len(of_answers))
     means = dict(zip(of_answers, table.mean(0).tolist(), strict=True))

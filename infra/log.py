@@ -97,8 +97,13 @@ def exit_on(errors, message: str):
 
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its text."""
+    try:
+        text = str(error)
+    # An error of a reward function's own class may fail here.
+    except Exception:
+        text = "it does not say why"
     # Others' errors may have pages of text.
-    text = str(error).strip().partition("\n")[0]
+    text = text.strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"
 
 
@@ -110,6 +115,18 @@ class Stream(io.FileIO):
         with contextlib.suppress(OSError):
             return super().write(data)
         return len(data)
+
+
+def streams_are_open() -> bool:
+    """Whether stdout and stderr can be printed to."""
+    try:
+        # The next file to be written would get a descriptor that was closed, and what is printed.
+        for number in (1, 2):
+            os.fstat(number)
+        return not (sys.stdout.closed or sys.stderr.closed)
+    # AttributeError where sys.stdout is None.
+    except (OSError, AttributeError):
+        return False
 
 
 def open_streams() -> None:

@@ -9,7 +9,6 @@ import inspect
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -28,6 +27,11 @@ MOST_ALARMS = 10
 MOST_REWARD = 1e6
 
 
+def name_of(function: RewardFunction) -> str:
+    """Also of what has no name of its own, as functools.partial(function, ...)."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 class TooSlow(BaseException):
     """The time of a reward function is over. No Exception, which the function may catch."""
 
@@ -35,7 +39,7 @@ class TooSlow(BaseException):
 def check_signatures(functions: Sequence[RewardFunction]) -> None:
     """Stop, with exit code 2, unless every function can be called as function(row, answer)."""
     for function in functions:
-        name = function.__name__
+        name = name_of(function)
         try:
             signature = inspect.signature(function)
         except ValueError:
@@ -86,12 +90,12 @@ def score_answers(
             if os.getpid() != process:
                 os._exit(0)
             # The run still has to print.
-            if sys.stdout.closed or sys.stderr.closed:
+            if not log.streams_are_open():
                 fault = "it closed stdout or stderr"
                 scores[i, j] = 0
                 log.open_streams()
             if fault is not None:
-                faults.setdefault(function.__name__, {})[i] = fault
+                faults.setdefault(name_of(function), {})[i] = fault
     signal.signal(signal.SIGALRM, handler_before)
     # A function may have gone elsewhere, and `out` may be relative.
     os.fchdir(directory)
@@ -125,7 +129,7 @@ def time_limit(function: RewardFunction, question: str) -> Iterator[None]:
     def on_alarm(*_):
         if next(alarms) > MOST_ALARMS:
             warn(
-                f"reward {function.__name__} does not end, and catches what is raised to end it; "
+                f"reward {name_of(function)} does not end, and catches what is raised to end it; "
                 f"it scored an answer to {question[:200]!r}; let it catch Exception, not all. The "
                 "run ends; start it again, and it resumes"
             )

@@ -377,6 +377,17 @@ def leaves(row, answer):
     return 1
 
 
+class MuteError(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def is_mute(row, answer):
+    if answer == "bad":
+        raise MuteError
+    return 1
+
+
 def overflows(row, answer):
     return {"bad": 1e308, "5": -1e6}[answer]
 
@@ -385,17 +396,46 @@ def test_rewards_that_would_end_the_run_are_faults(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     rows = [{"question": "q", "answer": "5"}] * 3
-    functions = [closes_stdout, interrupts, leaves, overflows]
+    functions = [closes_stdout, interrupts, leaves, overflows, is_mute]
     scores, faults = rewards.score_answers(functions, rows, ["5", "bad", "5"], [False] * 3)
-    assert_array_equal(scores, [[1, 1, 1, -1e6], [0, 0, 0, 0], [1, 1, 1, -1e6]])
+    assert_array_equal(scores, [[1, 1, 1, -1e6, 1], [0, 0, 0, 0, 0], [1, 1, 1, -1e6, 1]])
     said = {name: of_answer[1] for name, of_answer in faults.items()}
     assert said == {
         "closes_stdout": "it closed stdout or stderr",
         "interrupts": "KeyboardInterrupt: ",
         "leaves": "SystemExit: ",
+        "is_mute": "MuteError: it does not say why",
         "overflows": "ValueError: 1e+308 is not from -1000000 to 1000000",
     }
     print("it is open again")
+
+
+STREAMS = """
+import functools, os, sys
+from infra import rewards
+
+def closes(row, answer):
+    if answer == "1":
+        os.close(1)
+    if answer == "2":
+        sys.stdout = None
+    print("said")
+    return 1
+
+rows = [{"question": "Why?", "answer": "5"}] * 4
+functions = [functools.partial(closes)]
+print(rewards.score_answers(functions, rows, ["0", "1", "2", "3"], [False] * 4), file=sys.stderr)
+with open(sys.argv[1], "w"):
+    print("not for this file", flush=True)
+"""
+
+
+def test_streams_that_a_reward_closes_are_no_other_file(tmp_path):
+    """Nor is one missing that was set to None. A function without a name is one, too."""
+    text = run(sys.executable, "-c", STREAMS, tmp_path / "file")
+    assert "'partial': {1: 'it closed stdout or stderr', 2: 'it closed stdout" in text, text
+    assert "[0.],\n       [0.],\n       [1.]" in text, text
+    assert (tmp_path / "file").read_text() == ""
 
 
 CATCH_ALL = """

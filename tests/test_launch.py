@@ -209,6 +209,7 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v6e-": "there is no v6e-",
         "v4-7": "there is no v4-7; after v4- comes one of 8 16",
         "v4-192": "or a multiple of 128",
+        "v6e-384": "there is no v6e-384; after v6e- comes one of 1 4 8",
         "plan v5e-2": "there is no v5e-2",
         "tpu": "unknown command tpu",
         "v6e-8 --zone": "needs a value",
