@@ -327,7 +327,8 @@ def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
     (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
     # Whoever sleeps presses Ctrl-C, which reaches all of its session.
     write(cloud.stub / "bin/sleep", "#!/bin/sh\nkill -INT 0\n", 0o755)
-    alone = "import os, sys; os.setsid(); os.execvp('bash', ['bash', *sys.argv[1:]])"
+    alone = "import os, signal, sys; os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    alone += "os.execvp('bash', ['bash', *sys.argv[1:]])"
     words = ["v6e-8", "up", "--queued", "--name", "qr"]
     text = cloud.launch(*words, code=-signal.SIGINT, shell=[sys.executable, "-c", alone])
     write(cloud.stub / "bin/sleep", SLEEP, 0o755)
