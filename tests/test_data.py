@@ -205,6 +205,7 @@ def test_each_epoch_is_a_permutation_of_its_own():
 
 def test_the_hub_is_asked_again_only_where_it_does_not_answer(tmp_path):
     hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("huggingface_hub.errors")
     no_answer = hub.errors.LocalEntryNotFoundError("no answer")
     refusal = hub.errors.HFValidationError("no such name")
     for replies, n_asked in (
@@ -236,7 +237,9 @@ def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path)
 def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
     """And soon: its libraries would ask six times."""
     closed = "http://127.0.0.1:9"
-    text = run_train("--data gsm8k --out", tmp_path / "run", code=2, HF_ENDPOINT=closed)
+    # Not offline from the start, as the other tests are.
+    env = {"HF_ENDPOINT": closed, "HF_HUB_OFFLINE": "0"}
+    text = run_train("--data gsm8k --out", tmp_path / "run", code=2, **env)
     (line,) = (line for line in text.splitlines() if not line.startswith("rollout: "))
     assert "gsm8k cannot be loaded; the hub gives no answer" in line, text
     assert "Connection refused" in line, text
@@ -487,13 +490,16 @@ def test_solved_is_one_named_function(monkeypatch, tmp_path):
     """Whatever is rewarded, the metric and the evaluation count what SOLVED says."""
     monkeypatch.setattr(train, "REWARDS", [(closes_stdout, 1.0)])
     monkeypatch.setattr(train, "SOLVED", lambda row, answer: 0.5)
-    flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 8"
+    flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 64"
+    # Greedy answers of so poor a model have no end.
+    flags += " --eval_temperature 1"
     with restored_signals():
         train.main(arguments([flags, "--out", tmp_path / "run"]))
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
-    solved = [row[name] for row in rows for name in ("solved", "eval/solved") if name in row]
-    # A truncated answer is none; of the eight or so that are evaluated each time, some end.
-    assert len(solved) == 3 and max(solved) > 0, rows
+    solved = [row["eval/solved"] for row in rows if "eval/solved" in row]
+    # A truncated answer is none; of those that are evaluated each time, some end.
+    assert len(solved) == 2 and 0 < max(solved) <= 0.5, rows
+    assert sum("solved" in row for row in rows) == 1, rows
     for row in rows:
         if "solved" in row:
             assert row["solved"] == pytest.approx(0.5 * (1 - row["truncated"])), row
