@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import signal
+import socketserver
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -235,7 +237,6 @@ def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path)
 
 
 def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
-    """And soon: its libraries would ask six times."""
     closed = "http://127.0.0.1:9"
     # Not offline from the start, as the other tests are.
     env = {"HF_ENDPOINT": closed, "HF_HUB_OFFLINE": "0"}
@@ -243,6 +244,23 @@ def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
     (line,) = (line for line in text.splitlines() if not line.startswith("rollout: "))
     assert "gsm8k cannot be loaded; the hub gives no answer" in line, text
     assert "Connection refused" in line, text
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
+    """Its libraries would ask several times, and wait in between."""
+    asked = []
+
+    class Mute(socketserver.BaseRequestHandler):
+        def handle(self):
+            asked.append(self.client_address)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Mute) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub = f"http://127.0.0.1:{server.server_address[1]}"
+        env = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0"}
+        run_train("--data no/such --out", tmp_path / "run", code=2, **env)
+        server.shutdown()
+    assert len(asked) == 1
 
 
 def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
