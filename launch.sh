@@ -177,6 +177,19 @@ cmd_test() {
     --durations 15 "$@"
 }
 
+# that there are only train.py's flags, each with its value: another word may be an action that stands too late
+check_words() {
+  local word is_value=''
+  for word in "$@"; do
+    case "$is_value$word" in
+      yes*) is_value='' ;;
+      --*=*) ;;
+      --*) is_value=yes ;;
+      *) die "$word is no flag; up, logs and such stand right after $type" ;;
+    esac
+  done
+}
+
 cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
 # submits a job and prints its log; sbatch --wait exits with the job's code, and looks ever more seldom
@@ -294,9 +307,8 @@ case "$command" in
   tpu)
     [ -n "$type" ] || die "unknown command tpu; give a type: v6e-16"
     case "$action/${1:--}" in
-      train/[!-]*) die "$1 is no flag; up, logs and such stand right after $type" ;;
-      run/[!-]*) die "$1 is no flag" ;;
-      train/* | run/* | test/*) ;;
+      train/* | run/*) check_words "$@" ;;
+      test/*) ;;
       *) [ $# = 0 ] || die "$action does not take $1" ;;
     esac
     [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'

@@ -214,6 +214,8 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "tpu": "unknown command tpu",
         "v6e-8 --zone": "needs a value",
         "v6e-8 --spot down": "down is no flag",
+        "v6e-8 --steps 5 --lr=1 --name x stop": "stop is no flag; up, logs and such stand right",
+        "v6e-8 run all --steps 5": "all is no flag",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
         "cpu --processes 0": "not a number of 1 or more",
