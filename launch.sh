@@ -177,6 +177,14 @@ cmd_test() {
     --durations 15 "$@"
 }
 
+# sets `words` to those of a text, which may be quoted as for a shell
+split() {
+  local word text
+  text="$(xargs -n 1 printf '%s\n' <<<"$1" 2>/dev/null)" || die "a quote is not closed in $1"
+  words=()
+  while IFS= read -r word; do [ -z "$word" ] || words+=("$word"); done <<<"$text"
+}
+
 # that there are only train.py's flags, each with its value: another word may be an action that stands too late
 check_words() {
   local word is_value=''
@@ -280,9 +288,9 @@ while [ $# -gt 0 ]; do
     'tpu --yes') yes=y ;;
     tpu\ --name=*) name="${1#*=}" options+=("$1") ;;
     tpu\ --zone=*) zones="${1#*=}" options+=("$1") ;;
-    tpu\ --create=*) read -ra words <<<"${1#*=}" && create_flags+=(${words[@]+"${words[@]}"}) && options+=("$1") ;;
+    tpu\ --create=*) split "${1#*=}" && create_flags+=(${words[@]+"${words[@]}"}) && options+=("$1") ;;
     cpu\ --processes=*) processes="${1#*=}" ;;
-    slurm\ --sbatch=*) read -ra words <<<"${1#*=}" && options+=(${words[@]+"${words[@]}"}) ;;
+    slurm\ --sbatch=*) split "${1#*=}" && options+=(${words[@]+"${words[@]}"}) ;;
     slurm\ --nodes=* | slurm\ --*-per-node=* | slurm\ --cpus-per-task=* | slurm\ --partition=* | slurm\ --time=* | \
       slurm\ --account=* | slurm\ --qos=*) options+=("$1") ;;
     *) flags+=("$1") ;;

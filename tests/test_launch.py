@@ -159,6 +159,8 @@ def test_what_a_site_needs_is_passed_on(cloud):
         text = cloud.launch("--dry-run v6e-8 up", queued, flags)
         (line,) = [line for line in text.splitlines() if " create " in line]
         assert " --reserved --network=net " in line, line
+    text = cloud.launch("--dry-run v6e-8 up", ["--create", "--labels=a=b --description='my run'"])
+    assert " --labels=a=b --description=my\\ run " in text, text
     text = cloud.launch("v6e-8 status", create, code=2)
     assert "make it: bash launch.sh v6e-8 up --create=--reserved\\ --network=net" in text, text
     sbatch = ["--sbatch", "--mem=64G --constraint=h100"]
@@ -216,6 +218,7 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v6e-8 --spot down": "down is no flag",
         "v6e-8 --steps 5 --lr=1 --name x stop": "stop is no flag; up, logs and such stand right",
         "v6e-8 run all --steps 5": "all is no flag",
+        "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
         "cpu --processes 0": "not a number of 1 or more",
