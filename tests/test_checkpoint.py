@@ -334,6 +334,22 @@ def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
     assert sorted(path.name for path in old.iterdir()) == ["final", "metrics.jsonl"]
 
 
+def test_a_final_model_of_fewer_steps_is_not_the_end(tmp_path):
+    """As of a run that was given more steps, and was killed while it wrote the final model."""
+    cfg = train.parse(["--out", str(tmp_path)])
+    total = cfg.sft_steps + cfg.steps
+    files.write_json(str(tmp_path / "config.json"), {"config": dataclasses.asdict(cfg)})
+    save({"a": jnp.arange(9.0)}, tmp_path / f"step_{total:06}")
+    (tmp_path / "final").mkdir()
+    files.write_json(str(tmp_path / "final/podgrpo.json"), {"step": total - 1})
+    done, _, _ = opened(tmp_path)
+    assert done == total
+    files.write_json(str(tmp_path / "final/podgrpo.json"), {"step": total})
+    with pytest.raises(SystemExit) as end:
+        opened(tmp_path)
+    assert end.value.code == 0
+
+
 # ---------------------------------------------------------------- a full disk
 @contextlib.contextmanager
 def small_disk(directory):
