@@ -23,8 +23,9 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from infra import hf, layouts, memory, rollout
+from infra.layouts import Layout
 from infra.sampling import Sampling
-from model import Layout, ModelConfig
+from model import ModelConfig
 from tools import hlo
 
 # V D F N K H L tied: the embedded default, one that suits a CPU, Qwen2.5
