@@ -28,8 +28,8 @@ from jax.sharding import Mesh
 
 # Suffixes of shapes: N tokens of all devices, n of one; C of a chunk, c of a chunk on one device;
 # D model, d columns of a device or tile; V vocabulary, or its rows in a shard or tile.
-TOKENS = ("dp", "fsdp", "tp")  # the mesh axes over which tokens are sharded
-HEAD = ("fsdp", "tp")  # and the LM head: the devices along these work on the same chunk
+HEAD = ("fsdp", "tp")  # the mesh axes that shard the LM head: their devices share each chunk
+TOKENS = ("dp", *HEAD)  # and those that shard tokens, outside a chunk
 GRID = ("parallel", "arbitrary")  # chips with two cores share out a grid's first dimension
 VMEM = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}  # MiB, by device_kind
 LOG2E = 1.4426950408889634  # log2(e)
@@ -249,6 +249,7 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
     done = len(z_VC)
     rest = z_rest, h_CD, y_C - done, vectors, dW_VD[done:], is_first
     dh_rest, dW_rest = jax_backward(head_VD[done:], *rest)
+    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))  # after the kernel, XLA copies dW
     # log p = z - lse, and -p (g + e (log p + H)) = -p (k + e log p) with k = g + e H; base 2.
     vectors_4C = jnp.stack([g, e / LOG2E, g + e * entropy, lse * LOG2E])
     column = BlockSpec((C, d), lambda i, j, _: (0, i))
@@ -278,7 +279,8 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
         input_output_aliases={} if blocks.interpret else {7: 1},  # interpreted, dW would be padded
         compiler_params=params,
     )(is_first[None], y_C[None], vectors_4C, h_CD, head_VD, z_VC, top, dW_VD)
-    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))
+    if blocks.interpret:  # not in place there
+        dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))
     return (dh_CD + dh_rest).astype(dtype), dW_VD
 
 
@@ -411,9 +413,8 @@ def with_all_logits(settings, targets_N, vectors, h_ND, head_VD):
 
 def loss_and_gradients(
     settings: Settings, h_ND: Array, head_VD: Array, targets_N: Array, vectors: dict
-) -> tuple[Array, ...]:
-    """-> logp [N], entropy [N] and, given terms, loss [N], dh [N, D] in h's dtype, dW [V, D].
-    Arguments as in `grpo_loss`; all but dh are float32."""
+) -> tuple:
+    """-> logp, entropy [N]; given terms, loss [N], dh [N, D] in h's dtype, dW [V, D]; float32."""
     mesh, terms, impl = settings.mesh, settings.terms, settings.impl
     if impl == "full":
         run = partial(with_all_logits, settings, targets_N, vectors)
@@ -436,8 +437,7 @@ def loss_and_gradients(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_loss(settings, *inputs):
     logp_N, entropy_N = loss_and_gradients(replace(settings, terms=None), *inputs)
-    loss_N, _ = settings.terms(logp_N, entropy_N, inputs[-1])
-    return loss_N.sum(), logp_N, entropy_N
+    return settings.terms(logp_N, entropy_N, inputs[-1])[0].sum(), logp_N, entropy_N
 
 
 def fused_loss_forward(settings, *primals):
