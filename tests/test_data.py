@@ -1,16 +1,12 @@
-"""Questions and answers (train.py): data sets, prompts, the final number of an answer, rewards."""
+"""Questions and answers (infra/data.py): data sets, prompts, the final number of an answer."""
 
 import contextlib
 import fractions
-import io
 import json
 import re
 import shutil
-import signal
 import socketserver
-import sys
 import threading
-import time
 from unittest import mock
 
 import numpy as np
@@ -24,7 +20,6 @@ from conftest import (
     read_jsonl,
     refused,
     restored_signals,
-    run,
     run_train,
     shared,
     spoiled_copy,
@@ -312,215 +307,6 @@ def test_a_line_of_metrics_that_is_no_row_is_reported_and_left_out(tmp_path, cap
     said = capsys.readouterr().err
     for number in range(2, len(lines) + 1):
         assert said.count(f"metrics.jsonl line {number} is no row of a step") == 1, said
-
-
-# ---------------------------------------------------------------- reward functions that misbehave
-def loops(row, answer):
-    while answer == "hang":
-        pass
-    return 1
-
-
-def loops_and_catches(row, answer):
-    while answer == "hang":
-        with contextlib.suppress(Exception):
-            sum(range(999))
-    return 1
-
-
-def backtracks(row, answer):
-    text = "a" * 40
-    if answer == "hang":
-        text += "b"
-    return bool(re.match("(a+)+$", text))
-
-
-def sleeps_again(row, answer):
-    try:
-        if answer == "hang":
-            time.sleep(99)
-    except BaseException:
-        time.sleep(99)
-    return 1
-
-
-def test_rewards_that_hang_score_zero(monkeypatch):
-    # enough for the others on a busy machine
-    monkeypatch.setattr(rewards, "REWARD_SECONDS", 0.5)
-    functions = [loops, loops_and_catches, backtracks, sleeps_again]
-    rows = [{"question": "q", "answer": "5"}] * 3
-    before = signal.getsignal(signal.SIGALRM)
-    scores, faults = rewards.score_answers(functions, rows, ["5", "hang", "6"], [False] * 3)
-    # what hung leaves the scores of others as they are
-    assert_array_equal(scores, [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-    timeout = {1: "TooSlow: no score within 0.5 s"}
-    assert faults == {function.__name__: timeout for function in functions}
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-def divides(row, answer):
-    return 1 / (answer != "bad")
-
-
-def gives_no_number(row, answer):
-    odd = {"nan": float("nan"), "text": "much"}
-    return odd.get(answer, 0.5)
-
-
-def test_rewards_that_fail_score_zero():
-    answers = ["5", "bad", "nan", "text", "5"]
-    rows = [{"question": "q", "answer": "5"}] * len(answers)
-    truncated = [False, False, False, False, True]
-    functions = [divides, divides, gives_no_number]
-    scores, faults = rewards.score_answers(functions, rows, answers, truncated)
-    assert_array_equal(scores, [[1, 1, 0.5], [0, 0, 0.5], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
-    counts = {name: len(failed) for name, failed in faults.items()}
-    assert counts == {"divides": 1, "gives_no_number": 2}
-    assert "ZeroDivisionError" in faults["divides"][1]
-
-
-def closes_stdout(row, answer):
-    if answer == "bad":
-        sys.stdout.close()
-    return 1
-
-
-def interrupts(row, answer):
-    if answer == "bad":
-        raise KeyboardInterrupt
-    return 1
-
-
-def leaves(row, answer):
-    if answer == "bad":
-        sys.exit()
-    return 1
-
-
-class MuteError(Exception):
-    def __str__(self):
-        raise ValueError
-
-
-def is_mute(row, answer):
-    if answer == "bad":
-        raise MuteError
-    return 1
-
-
-def overflows(row, answer):
-    return {"bad": 1e308, "5": -1e6}[answer]
-
-
-def test_rewards_that_would_end_the_run_are_faults(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    rows = [{"question": "q", "answer": "5"}] * 3
-    functions = [closes_stdout, interrupts, leaves, overflows, is_mute]
-    scores, faults = rewards.score_answers(functions, rows, ["5", "bad", "5"], [False] * 3)
-    assert_array_equal(scores, [[1, 1, 1, -1e6, 1], [0, 0, 0, 0, 0], [1, 1, 1, -1e6, 1]])
-    said = {name: of_answer[1] for name, of_answer in faults.items()}
-    assert said == {
-        "closes_stdout": "it closed stdout or stderr",
-        "interrupts": "KeyboardInterrupt: ",
-        "leaves": "SystemExit: ",
-        "is_mute": "MuteError: it does not say why",
-        "overflows": "ValueError: 1e+308 is not from -1000000 to 1000000",
-    }
-    print("it is open again")
-
-
-STREAMS = """
-import functools, os, sys
-from infra import rewards
-
-def closes(row, answer):
-    if answer == "1":
-        os.close(1)
-    if answer == "2":
-        sys.stdout = None
-    print("said")
-    return 1
-
-rows = [{"question": "Why?", "answer": "5"}] * 4
-functions = [functools.partial(closes)]
-print(rewards.score_answers(functions, rows, ["0", "1", "2", "3"], [False] * 4), file=sys.stderr)
-with open(sys.argv[1], "w"):
-    print("not for this file", flush=True)
-"""
-
-
-def test_streams_that_a_reward_closes_are_no_other_file(tmp_path):
-    """Nor is one missing that was set to None. A function without a name is one, too."""
-    text = run(sys.executable, "-c", STREAMS, tmp_path / "file")
-    assert "'partial': {1: 'it closed stdout or stderr', 2: 'it closed stdout" in text, text
-    assert "[0.],\n       [0.],\n       [1.]" in text, text
-    assert (tmp_path / "file").read_text() == ""
-
-
-CATCH_ALL = """
-import time
-from infra import rewards
-
-def catches_all(row, answer):
-    while True:
-        try:
-            time.sleep(99)
-        except BaseException:
-            pass
-
-rewards.REWARD_SECONDS = 0.1
-rewards.MOST_ALARMS = 2
-rewards.score_answers([catches_all], [{"question": "Why?", "answer": "5"}], ["5"], [False])
-"""
-
-
-def three_arguments(question, reference, answer):
-    return 1
-
-
-def one_argument(answer):
-    return 1
-
-
-def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypatch, tmp_path):
-    refusals = {three_arguments: "(question, reference, answer)", one_argument: "(answer)"}
-    for function, takes in refusals.items():
-        name = function.__name__
-        monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), (function, 1.0)])
-        assert refused("--out", tmp_path / "run") == (
-            f"train.py: reward {name} takes {takes}; it is now called as {name}(row, answer): "
-            "row['question'], row['answer'] and every other column of the data"
-        )
-    assert not (tmp_path / "run").exists()
-    # more arguments may have defaults; a function in C may not say what it takes
-    rewards.check_signatures([lambda row, answer, bonus=1: bonus, min])
-
-
-def test_a_reward_that_catches_all_ends_the_run_by_name():
-    text = run(sys.executable, "-c", CATCH_ALL, code=1)
-    assert "reward catches_all does not end" in text, text
-    assert "'Why?'" in text and "Traceback" not in text, text
-
-
-def test_solved_is_one_named_function(monkeypatch, tmp_path):
-    """Whatever is rewarded, the metric and the evaluation count what SOLVED says."""
-    monkeypatch.setattr(train, "REWARDS", [(closes_stdout, 1.0)])
-    monkeypatch.setattr(train, "SOLVED", lambda row, answer: 0.5)
-    flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 64"
-    # Greedy answers of so poor a model have no end.
-    flags += " --eval_temperature 1"
-    with restored_signals():
-        train.main(arguments([flags, "--out", tmp_path / "run"]))
-    rows = read_jsonl(tmp_path / "run/metrics.jsonl")
-    solved = [row["eval/solved"] for row in rows if "eval/solved" in row]
-    # A truncated answer is none; of those that are evaluated each time, some end.
-    assert len(solved) == 2 and 0 < max(solved) <= 0.5, rows
-    assert sum("solved" in row for row in rows) == 1, rows
-    for row in rows:
-        if "solved" in row:
-            assert row["solved"] == pytest.approx(0.5 * (1 - row["truncated"])), row
 
 
 # ---------------------------------------------------------------- GSM8K
