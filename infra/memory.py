@@ -117,14 +117,14 @@ def device_metrics(mesh, flops: float, seconds: float) -> dict:
     return metrics
 
 
-def flops(cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
+def flops(model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
     """Operations of a forward and backward over sequences, recomputation not counted.
 
     6 a parameter and token, and 12 a layer, head dimension and pair of tokens of which one attends
     to the other (arXiv 2204.02311, appendix B).
     """
-    of_parameters = 6 * cfg.n_multiplied
-    of_attention = 6 * cfg.L * cfg.N * cfg.H
+    of_parameters = 6 * model_cfg.n_multiplied
+    of_attention = 6 * model_cfg.L * model_cfg.N * model_cfg.H
     return float(sum(of_parameters * n + of_attention * n * (n + 1) for n in lengths))
 
 
