@@ -94,17 +94,19 @@ def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict]:
     return memory.largest_that_fits(need, limit, most)
 
 
-def print_update(largest: int, compiled: dict, limit: float) -> None:
+def print_update(largest: int, compiled: dict, limit: float, filled: int) -> None:
     """A line for each micro-batch that was compiled, and with ~ for powers of two."""
     estimated = {}
-    if len(compiled) > 1:
-        # Memory grows about linearly: these lie on the line through the smallest two.
-        n0, n1 = sorted(compiled)[:2]
-        gib0, gib1 = compiled[n0][0], compiled[n1][0]
-        slope = (gib1 - gib0) / (n1 - n0)
+    # From `filled` rows on a minibatch is one micro-batch, and gradients are held once.
+    alike = [n for n in sorted(compiled) if (n < filled) == (largest < filled)]
+    if len(alike) > 1:
+        # There memory grows about linearly: these lie on the line through the smallest two.
+        n0, n1 = alike[:2]
+        slope = (compiled[n1][0] - compiled[n0][0]) / (n1 - n0)
         for n in [2**i for i in range(11) if 2**i <= 2 * largest]:
-            gib = gib0 + (n - n0) * slope
-            estimated[n] = gib, gib <= limit
+            gib = compiled[n0][0] + (n - n0) * slope
+            if (n < filled) == (largest < filled):
+                estimated[n] = gib, gib <= limit
     say(f"{'micro_batch':>12} {'peak GiB':>10}")
     for n, (gib, fits) in sorted((estimated | compiled).items()):
         mark = "" if n in compiled else "~"
@@ -197,13 +199,11 @@ def main(argv: list[str]) -> None:
         devices = jax.devices() if device_type == "here" else memory.tpu_devices(device_type)
     settings = swept_settings(sweep, cfg)
     if cfg.model == "tiny":
-        # A run makes its files; there may be none yet.
         model_cfg = model.config_from_hf(data.TINY_MODEL, {})
     else:
         model_cfg = hf.read_config(data.model_directory(cfg, "*.json"))
     mesh = train.make_mesh(cfg.mesh, devices)
     print_setup(device_type, cfg, model_cfg, mesh)
-
     table = []
     limit = memory.device_memory(mesh.devices.flat[0])
     for setting in settings:
@@ -211,11 +211,11 @@ def main(argv: list[str]) -> None:
         # Of any micro-batch it can be asked what it takes, also of more than a step has rows for.
         train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
         largest, compiled = plan_update(cfg, model_cfg, mesh, limit)
-        print_update(largest, compiled, limit)
+        print_update(largest, compiled, limit, memory.rows_to_fill(cfg, mesh))
         gib, _ = compiled[largest or min(compiled)]
         table.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
-    # The rollout, and the time of a step, are those of the last setting.
+    # Of the last setting.
     layout, _ = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
     planned = plan_rollout(cfg, model_cfg, layout, mesh)
     verdict = "" if planned.fits else "; too much"
@@ -225,7 +225,7 @@ def main(argv: list[str]) -> None:
     )
     print_time(cfg, model_cfg, layout, mesh, planned)
     if sweep:
-        # The flag may be micro_batch itself, which is one column.
+        # The flag may be micro_batch itself.
         columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
         for cells in [columns, *[[row[column] for column in columns] for row in table]]:
             say("".join(f"{cell!s:>14.14}" for cell in cells))
