@@ -395,6 +395,7 @@ def available_memory() -> int:
 def too_old(steps: list, newest: int, kept: int) -> list:
     """Of these steps all up to `newest`, but for the last `kept`."""
     # One that is newer is not complete yet.
+    # What is newer than the newest complete one may be under way.
     steps = [step for step in steps if step <= newest]
     return steps[: max(0, len(steps) - kept)]
 
