@@ -861,6 +861,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
         outputs.saver.remember(step, state, skipped)
         outputs.write(metrics)
         checkpoint.end_if_diverged(step, skipped, outputs.saver)
+        cluster.check_for_stop(outputs.stop_signal)
         if is_evaluated_after(step, cfg, setup):
             evaluate(state["params"], step, cfg, setup, outputs)
         if step == total_steps or (cfg.save_every and step % cfg.save_every == 0):
