@@ -10,6 +10,7 @@ all of them run every jitted call. Process 0 prints and writes.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 import signal
@@ -364,13 +365,10 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
     """Sequences into rows: packed {row: [index of a sequence]} -> {field: [rows, width]} in NumPy.
 
     sampler_logprobs: of each sequence, at least as many as its answer has tokens; None when
-    supervised. `weight` is that of the aggregation, not yet normalised. `old` and `ref` are scored
-    later.
+    supervised. `weight` is that of the aggregation, not yet normalised. `old` and `ref` come later.
     """
-    fields = ["tokens", "positions", "segments", "targets", "weight", "advantage"]
-    if sampler_logprobs is not None:
-        fields.append("sampler")
-    rows = {name: np.zeros(shape, TOKEN_FIELDS[name]) for name in fields}
+    fields = token_fields(cfg, supervised=sampler_logprobs is None)
+    rows = {name: np.zeros(shape, fields[name]) for name in fields if name not in ("old", "ref")}
     for r, sequences in packed.items():
         start = 0
         for segment, i in enumerate(sequences, 1):
@@ -398,30 +396,30 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
     """
     sequences = zip(prompts, answers, strict=True)
     lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
-    packed = packing.pack_minibatches(
+    plan = packing.pack_minibatches(
         lengths, cfg.minibatches, setup.row_width, setup.micro_batch, setup.mesh)
     # Weights are normalised here, once, by sums over all hosts: then the split into rows and
     # micro-batches changes no gradient.
-    valid_M = [sum(len(answers[i]) for i in part) for part in packed.minibatches]
-    sequences_M = [len(part) for part in packed.minibatches]
+    valid_M = [sum(len(answers[i]) for i in part) for part in plan.minibatches]
+    sequences_M = [len(part) for part in plan.minibatches]
     normaliser_M = all_gather_hosts(valid_M if cfg.loss_agg == "token" else sequences_M).sum(0)
 
     batches = []
     by_rows = NamedSharding(setup.mesh, P(model.ROWS))
-    # Each host brings its rows; together they are one array.
-    for micro_batches, normaliser in zip(packed.micro_batches, normaliser_M, strict=True):
+    to_global = partial(jax.make_array_from_process_local_data, by_rows)
+    shape = (plan.height, plan.width)
+    for micro_batches, normaliser in zip(plan.micro_batches, normaliser_M, strict=True):
         batch = []
-        for places in micro_batches:
-            shape = (packed.height, packed.width)
+        for packed in micro_batches:
             rows = make_rows(
-                places, prompts, answers, advantages, shape, cfg, sampler_logprobs)
+                packed, prompts, answers, advantages, shape, cfg, sampler_logprobs)
             rows["weight"] /= normaliser
-            place = partial(jax.make_array_from_process_local_data, by_rows)
-            batch.append({name: place(array) for name, array in rows.items()})
+            # Each host brings its rows; together they are one array.
+            batch.append({name: to_global(array) for name, array in rows.items()})
         batches.append(batch)
 
     flops = memory.flops(setup.model_cfg, lengths)
-    own_counts = [packed.slots, sum(lengths), flops, sum(valid_M)]
+    own_counts = [plan.slots, sum(lengths), flops, sum(valid_M)]
     counts = all_gather_hosts(own_counts).sum(0).tolist()
     return batches, dict(zip(("slots", "tokens", "flops", "valid"), counts, strict=True))
 
@@ -487,8 +485,8 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     is maximised.
     """
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
-    fields = ("weight", "advantage", "old", "sampler", "ref")
-    vectors = {name: rows[name].reshape(-1) for name in fields if name in rows}
+    # The loss takes the float32 fields, and the targets.
+    vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
     # Demonstrations are to be imitated, not to be varied.
     entropy_bonus = cfg.entropy_bonus if "sampler" in rows else 0.0
     loss, stats = kernel.grpo_loss(
@@ -827,8 +825,8 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
         batches, counts = make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs)
         policies = {"old": state["params"], "ref": state.get("ref")}
         scored = policies.keys() & token_fields(cfg, supervised).keys()
-        for micro_batch in [rows for batch in batches for rows in batch]:
-            # All by the same fields, so that `score` is compiled once.
+        for micro_batch in itertools.chain.from_iterable(batches):
+            # Both are computed before either is added, so that `score` is compiled once.
             micro_batch |= {
                 name: score(policies[name], micro_batch, **static) for name in sorted(scored)}
 
