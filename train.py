@@ -467,9 +467,9 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
 
 
 @partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
-def score(params, rows, *, cfg, model_cfg, mesh):
+def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
     """Logprobs of the targets of a micro-batch under `params`, [rows, width]."""
-    say(f"tracing score: {rows['tokens'].shape}")
+    say(f"tracing target_logprobs: {rows['tokens'].shape}")
     on_device = jax.device_put(params, DEVICE)
     inputs = loss_inputs(on_device, params, rows, cfg, model_cfg, mesh)
     weight_N = rows["weight"].reshape(-1)
@@ -824,11 +824,11 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
         t_packing = time.time()
         batches, counts = make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs)
         policies = {"old": state["params"], "ref": state.get("ref")}
-        scored = policies.keys() & token_fields(cfg, supervised).keys()
+        compared = policies.keys() & token_fields(cfg, supervised).keys()
         for micro_batch in itertools.chain.from_iterable(batches):
-            # Both are computed before either is added, so that `score` is compiled once.
-            micro_batch |= {
-                name: score(policies[name], micro_batch, **static) for name in sorted(scored)}
+            # Both are computed before either is added, so that one program serves both.
+            micro_batch |= {name: target_logprobs(policies[name], micro_batch, **static)
+                            for name in sorted(compared)}
 
         # ------------------------------------------------ update: one per minibatch
         lr = learning_rate(cfg, step)

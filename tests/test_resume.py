@@ -82,8 +82,9 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     ):
         assert wanted in text, text
     # An update of demonstrations and of rollouts; sampled and greedy decoding; none of them twice.
-    traced = {what: text.count(f"tracing {what}") for what in ("gradients", "score", "decode")}
-    assert traced == {"gradients": 2, "score": 1, "decode": 2}, text
+    programs = "gradients", "target_logprobs", "decode"
+    traced = {what: text.count(f"tracing {what}") for what in programs}
+    assert traced == {"gradients": 2, "target_logprobs": 1, "decode": 2}, text
     rows = read_jsonl(out / "metrics.jsonl")
     # The row of each step, and after it that of its evaluation.
     assert [row["step"] for row in rows] == [1, 1, 2, 2, 3, 3]

@@ -256,12 +256,12 @@ def test_packed_answers_do_not_attend_to_each_other(record_property):
     case = update_case()
     cfg = train.Config(dtype="float32", max_answer=12, attention="blockwise")
     params = place(case.weights, mesh())
-    score = partial(train.score, cfg=cfg, model_cfg=SMALL, mesh=mesh())
+    logprobs_of = partial(train.target_logprobs, cfg=cfg, model_cfg=SMALL, mesh=mesh())
 
     def scored(answers):
         """-> (the logprobs of all rows, these rows in NumPy)"""
         batch = packed_batch(cfg, mesh(), 3, 64, answers)
-        logps = [score(params, rows) for rows in batch]
+        logps = [logprobs_of(params, rows) for rows in batch]
         rows = {}
         for name in "tokens", "segments", "weight":
             rows[name] = np.concatenate([part[name] for part in batch])
