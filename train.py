@@ -41,6 +41,9 @@ from infra.sampling import Sampling
 from infra.state import abstract_state, initial_state, reference
 from model import DEVICE, HOST, REMAT
 
+# Names of arrays end in their shapes: B answers of a host, T tokens of an answer; G groups of Q
+# answers; M minibatches; N tokens of packed rows, one after another; D and V as in model.py.
+
 # ---------------------------------------------------------------- Config: every flag of the program
 SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
 
@@ -73,8 +76,8 @@ class Config:
     weight_decay: float = 0.0  # of matrices, per unit of learning rate
     grad_clip: float = 1.0  # largest global norm of the gradient; 0 = no clipping
     clip_low: float = 0.2  # the probability ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.28  # see clip_low
-    beta: float = 0.0  # weight of the KL to the policy as GRPO starts; 0 = none, and none is held
+    clip_high: float = 0.28  # the upper bound of clip_low's range, as in DAPO
+    beta: float = 0.0  # weight of the KL to the policy as GRPO starts; 0 = no such copy is kept
     is_cap: float = 2.0  # cap of the importance weight trainer/sampler; 0 = no such weight
     entropy_bonus: float = 0.0  # weight of the policy's entropy in the loss of GRPO; 0 = none
     advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-others' mean
@@ -131,7 +134,7 @@ def eval_data(cfg: Config) -> str:
 
 # ---------------------------------------------------------------- rewards: made to be edited
 def correct(row: dict, answer: str) -> float:
-    """1 if the answer's final number equals the reference's."""
+    """1 if the answer's final number is that of row["answer"], the reference."""
     number = data.final_number(answer)
     return float(number is not None and number == data.final_number(row["answer"]))
 
@@ -152,8 +155,7 @@ SOLVED = correct
 # ---------------------------------------------------------------- mesh and checks
 def make_mesh(spec: str, devices: list) -> Mesh:
     """`dp,fsdp,tp` over the devices."""
-    # Those of a process stand together, so that the rows of a batch lie in the order of processes.
-    # A device's place in the mesh says which rows and which shards are its own.
+    # Those of a process in succession, so that the rows of a batch are in the order of processes.
     devices = np.array(sorted(devices, key=lambda device: (device.process_index, device.id)))
     n = len(devices)
     processes = len({device.process_index for device in devices})
@@ -164,10 +166,10 @@ def make_mesh(spec: str, devices: list) -> Mesh:
           "three sizes dp,fsdp,tp, of which one may be -1, as in --mesh=-1,8,1")
     # The size that is -1 takes what the others leave.
     known = math.prod(int(size) for size in sizes if size != "-1")
-    is_open = "-1" in sizes
-    wanted = f"a multiple of {known}" if is_open else str(known)
-    check(n % known == 0 and (is_open or n == known), f"mesh {spec} needs {wanted} devices; there "
-          f"are {n}; try --mesh auto")
+    has_free_size = "-1" in sizes
+    wanted = f"a multiple of {known}" if has_free_size else str(known)
+    check(n % known == 0 and (has_free_size or n == known),
+          f"mesh {spec} needs {wanted} devices; there are {n}; try --mesh auto")
     dims = [n // known if size == "-1" else int(size) for size in sizes]
     return Mesh(devices.reshape(dims), model.AXES)
 
@@ -198,7 +200,7 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     check(cfg.attention != "cudnn" or kind == ("gpu", "bfloat16"),
           f"cudnn is for gpu, bfloat16, not {', '.join(kind)}; try --attention auto")
 
-    # The rollout shares out sequences over all devices of a host.
+    # The rollout shares out sequences over all devices of a host: npq must be a multiple of `unit`.
     sequences = cfg.batch * cfg.npq
     unit = local_devices // math.gcd(cfg.batch, local_devices)
     low = max(1, cfg.npq // unit) * unit
@@ -291,16 +293,16 @@ class Outputs:
 
 # ---------------------------------------------------------------- rollout and advantages
 def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_signal):
-    """Sample an answer to each of this host's rows, of which `group` in a row are the same
-    -> (what rollout.generate returns, the answers' texts)."""
+    """Sample an answer to each of this host's rows of the data, of which each `group` in succession
+    are the same -> (what rollout.generate returns, the answers' texts)."""
     print_progress = log.RolloutProgress(label)
 
     def between_stages(answers, tokens):
-        # A rollout is long: here it may be left.
+        # A rollout is long: a signal may end it here.
         cluster.check_for_stop(stop_signal)
         print_progress(answers, tokens)
 
-    # The tokenizer has been over the prompts once, at the beginning.
+    # Token ids: prompts were encoded when the data was loaded.
     prompts = [row["prompt"] for row in rows]
     out = rollout.generate(
         weights, setup.model_cfg, setup.layout, prompts, key, sampling, max_answer=cfg.max_answer,
@@ -322,7 +324,7 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
     Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740.
     """
     reward_GQ = np.asarray(reward_B, np.float64).reshape(-1, npq)
-    # Asked of the rewards, as the deviation of equal ones may round to more than 0.
+    # Compared, as the deviation of equal rewards may round to more than 0.
     best_G1 = reward_GQ.max(1, keepdims=True)
     all_equal_G1 = best_G1 == reward_GQ.min(1, keepdims=True)
     advantage_GQ = reward_GQ - reward_GQ.mean(1, keepdims=True)
@@ -353,7 +355,7 @@ TOKEN_FIELDS = {
 def token_fields(cfg: Config, supervised: bool) -> dict:
     """The fields that a step's rows have, with their types."""
     absent = {"sampler", "old", "ref"} if supervised else set()
-    # A step's only update meets the policy that sampled: the ratio is 1.
+    # With one update a step, `old` would be the policy itself: the ratio is 1.
     if cfg.minibatches * cfg.ppo_epochs == 1:
         absent.add("old")
     if cfg.beta == 0:
@@ -426,8 +428,8 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
 
 # ---------------------------------------------------------------- the update
 def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
-    """Gradient of the parameter `name` -> direction of its step, to be times the learning rate."""
-    # Without a learning rate, which changes from step to step, and so is an argument of `apply`.
+    """Gradient of the parameter `name` -> direction of its step, for `apply` to scale by lr."""
+    # lr changes from step to step, so that it is an argument of `apply`, and not compiled in.
     scale = {
         "adamw": optax.scale_by_adam(b2=cfg.b2),
         "lion": optax.scale_by_lion(b2=cfg.b2),
@@ -439,12 +441,13 @@ def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
 
 
 def learning_rate(cfg: Config, step: int) -> float:
-    """Of step 1, 2, ...: linear warm-up, then decay, in the supervised phase and in GRPO."""
+    """Learning rate of step 1, 2, ...: linear warm-up, then decay, in either phase."""
+    # The step is number k of the n steps of its phase.
     if step <= cfg.sft_steps:
         base, k, n = cfg.sft_lr, step, cfg.sft_steps
     else:
         base, k, n = cfg.lr, step - cfg.sft_steps, cfg.steps
-    # The fraction of the steps after warm-up that are behind.
+    # The fraction of the steps after warm-up that lie behind.
     done = max(0, k - cfg.warmup) / max(1, n - cfg.warmup + 1)
     half_wave = (1 + math.cos(math.pi * done)) / 2
     decayed = {"constant": 1, "linear": 1 - done, "cosine": half_wave}
@@ -455,12 +458,12 @@ def learning_rate(cfg: Config, step: int) -> float:
 def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
     """Rows -> (hidden [N, D], LM head [V, D], targets [N]): what logprobs are a function of.
 
-    params: on the devices, to be differentiated in; at_rest: the same, where they rest.
+    params: on the devices; gradients are of these. at_rest: the same where --offload leaves them.
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
     how = model.How(cfg.dtype, attend, cfg.remat)
     hidden = model.forward(params, model_cfg, mesh, rows, how, at_rest["layers"])
-    # The loss does not know of rows: its tokens stand in one line.
+    # The loss takes tokens one after another, whatever rows they stand in.
     hidden_ND = hidden.reshape(-1, model_cfg.D)
     targets_N = rows["targets"].reshape(-1)
     return hidden_ND, model.head(params), targets_N
@@ -487,15 +490,16 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
     # The loss takes the float32 fields, and the targets.
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
-    # Demonstrations are to be imitated, not to be varied.
+    # None in supervised steps: demonstrations are to be imitated, not to be varied.
     entropy_bonus = cfg.entropy_bonus if "sampler" in rows else 0.0
     loss, stats = kernel.grpo_loss(
         *inputs, vectors, mesh, temperature=cfg.temperature, clip_low=cfg.clip_low,
         clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap, entropy_bonus=entropy_bonus,
         impl=cfg.loss_impl)
+    # Charted as the negative log-likelihood.
     stats["nll"] = -stats.pop("logp")
     sums = {name: a.sum() for name, a in stats.items()}
-    # Of these one outlier matters.
+    # Of these a single outlier matters, which a mean hides.
     with_maximum = {"ratio", "logprob_gap"} & stats.keys()
     maxima = {name: stats[name].max() for name in sorted(with_maximum)}
     return loss, {"loss": loss, "sum": sums, "max": maxima}
@@ -505,7 +509,7 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 def gradients(params, rows, *, cfg, model_cfg, mesh):
     """-> (gradients of one micro-batch, on the devices in float32, its metrics)."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # Of layers that rest with the host no value is read here: the forward fetches them one by one.
+    # Layers in the host's memory are not copied here: the forward fetches them one by one.
     on_device = jax.device_put(params, DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
@@ -576,7 +580,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     return state | {"params": model.nest(params), "opt": opt}, parts, norm
 
 
-# The programs of an update, for those who want to know its memory before they run it.
+# What infra/memory.py compiles, before anything runs, to find the largest micro-batch that fits.
 UPDATE = memory.UpdatePrograms(gradients, apply, optimizer, token_fields)
 
 
@@ -598,7 +602,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
     # The same weights for all rounds.
     weights = layouts.to_rollout(params, setup.layout, cfg.dtype)
-    # Other draws than those of the rollouts, which fold in their step.
+    # Other draws than those of the rollouts, which fold in their steps, from 1.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
     solved = 0.0
     samples = []
@@ -632,8 +636,8 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
 
     scores: [answers, 1 + functions], the first of which is SOLVED.
     """
-    # Each of these is a mean over answers.
-    of_answers = {
+    # A value of each answer; the metric is their mean. A new one is a line here.
+    per_answer = {
         "reward/mean": reward_B,
         "len/prompt": [len(prompt) for prompt in prompts],
         "len/answer": out["lengths_B"],
@@ -641,11 +645,11 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
         "solved": scores[:, 0],
     }
     for i, (function, _) in enumerate(REWARDS, 1):
-        of_answers[f"reward/{rewards.name_of(function)}"] = scores[:, i]
-    table = np.column_stack(list(of_answers.values()))
-    table = all_gather_hosts(table).reshape(-1, len(of_answers))
-    means = dict(zip(of_answers, table.mean(0).tolist(), strict=True))
-    column = dict(zip(of_answers, table.T, strict=True))
+        per_answer[f"reward/{rewards.name_of(function)}"] = scores[:, i]
+    table = np.column_stack(list(per_answer.values()))
+    table = all_gather_hosts(table).reshape(-1, len(per_answer))
+    means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
+    column = dict(zip(per_answer, table.T, strict=True))
     # A group teaches nothing where all its rewards are equal.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
     has_no_variance_G = reward_GQ.max(1) == reward_GQ.min(1)
@@ -676,7 +680,7 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     # Each update of an epoch is of other tokens; each epoch is of the same.
     for name in parts[0]["sum"]:
         total = float(sum(part["sum"][name] for part in parts))
-        # What has a maximum too is charted beside it.
+        # A metric that has a maximum too is called NAME/mean, beside NAME/max.
         key = f"{name}/mean" if name in parts[0]["max"] else name
         metrics[key] = total / counts["valid"] / cfg.ppo_epochs
     for name in parts[0]["max"]:
@@ -694,6 +698,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     cluster.connect(cfg)
     run_dir.claim_out(cfg.out, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
+    # Kept in config.json: a resume compares questions a step, which are batch * processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
     config = dataclasses.asdict(cfg)
@@ -719,8 +724,8 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
         held_out = data.load_questions(eval_data(cfg), True, tokenizer, cfg)
     check_data(cfg, questions, examples)
 
-    # What has room: a step's rows on the host, checkpoints on its disk, the rest on the devices.
-    # The lengths that are there, not those that flags allow.
+    # What fits where: a step's rows on the host, checkpoints on its disk, the rest on the devices.
+    # By the longest prompt of the data, which may be shorter than max_prompt.
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
     row_width = packing.row_width(longest_prompt + cfg.max_answer, mesh)
     memory.check_host_memory(cfg, row_width)
@@ -804,6 +809,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             sampler_logprobs = out["logprobs_BT"]
             t_rollout = time.time()
             # -------------------------------------------- rewards, and advantages in each group
+            # Column 0 is SOLVED's; the reward is the weighted sum of the others.
             functions = [SOLVED] + [function for function, _ in REWARDS]
             scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
             reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
@@ -840,7 +846,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             norms.append(norm)
         parts, norms = jax.device_get((parts, norms))
         if cfg.beta and step == cfg.sft_steps:
-            # The reference is the policy as GRPO starts.
+            # The reference is the policy as GRPO starts: here, or in initial_state.
             state["ref"] = reference(state["params"], cfg.dtype)
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
