@@ -124,7 +124,7 @@ def combine(top, total, product):
 # in VMEM, for both its GEMMs. Exponents are of 2, as in hardware.
 @dataclass(frozen=True)
 class Blocks:
-    tokens: int  # of a chunk, over the devices of a head; plain JAX reads no more than this
+    tokens: int  # of a chunk, over the devices of a head; plain JAX uses this one only
     rows: int = 0  # tokens of a tile in the forward
     vocab: int = 0  # rows of the head of a tile
     hidden: int = 0  # columns of the model of a tile in the backward
@@ -207,7 +207,7 @@ def pallas_forward(blocks, tiles, save, head_VD, rows, temperature, h_CD):
 def backward_kernel(
     step, entropic, is_first, y_1C, vectors, h_CD, w_VD, z_VC, top, dW_in, dh, dW, dz_VC, dh_CD
 ):
-    """Of a tile: dz = g onehot(y) - p (k + e log2 p), dW += dz h; over tiles: dh = sum of dz' w."""
+    """Of a tile: dz = g onehot(y) - p (k + e log2 p), k = g + e H, dW += dz h; dh sums dz' w."""
     tile, size = program_id(1), w_VD.shape[0]
 
     @when(tile == 0)
@@ -263,7 +263,7 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
             tile,
             BlockSpec((V, C), lambda i, j, _: (j, 0)),
             BlockSpec((1, *top.shape[1:]), lambda i, j, _: (j, 0, 0, 0)),
-            # What the first chunk adds to was never written: but for one tile it is not read.
+            # The first chunk adds to nothing: of dW in, not written yet, only tile 0 is fetched.
             BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i)),
         ],
         out_specs=[column, tile],
@@ -285,7 +285,7 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
 
 
 # ---------------------------------------------------------------- over a mesh
-# Parameters are sharded over D, so that V may be anything. For the loss, an all-to-all turns a
+# Parameters are sharded over D, as V may be any number. For the loss, an all-to-all turns a
 # device's d columns of the head into V / shards rows, for the tokens of its shards = fsdp * tp
 # devices. A chunk's hidden states are gathered, the softmax's sums are combined, and dh is
 # reduce-scattered; dW stays where it is, and an all-to-all turns its rows into columns at the end.
@@ -293,7 +293,7 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
 class Settings:
     mesh: Mesh
     terms: Callable | None  # (logp, entropy, vectors) -> (loss, stats); None: no gradients
-    entropic: bool  # the loss depends on the entropy
+    entropic: bool  # terms uses the entropy; if False, Pallas leaves its gradient out
     temperature: float = 1.0
     impl: str = "jax"  # or pallas, or full
     blocks: Blocks | None = None  # None: what suits the devices
@@ -432,8 +432,8 @@ def loss_and_gradients(
 
 
 # ---------------------------------------------------------------- a differentiable loss
-# The forward pass makes both gradients of the loss, the backward pass scales them. Only where logp
-# or entropy have cotangents, of a term built outside, are the chunks computed again.
+# The forward pass makes both gradients of the loss, the backward pass scales them. Chunks are only
+# computed again where a caller's own term in logp or entropy gives these cotangents.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_loss(settings, *inputs):
     logp_N, entropy_N = loss_and_gradients(replace(settings, terms=None), *inputs)

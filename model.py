@@ -54,7 +54,7 @@ class ModelConfig:
 
     @property
     def n_multiplied(self) -> int:
-        """Parameters that a token is multiplied by: not an embedding that is no LM head."""
+        """Parameters in matrix products: all but an untied embedding, which is looked up."""
         return self.n_params - (0 if self.tied else self.V * self.D)
 
 
@@ -112,6 +112,7 @@ def rope_thetas(config: dict) -> list:
 
 
 def refuse_unsupported(config: dict) -> None:
+    """Raise NotImplementedError for what a config.json asks for and this file does not compute."""
     # transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling.
     ropes = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     rope_types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
@@ -264,15 +265,16 @@ def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order: str = "BKSH") -> jax.Arra
     return out.reshape(B, N, T, H)
 
 
-def layer(cfg, x_BTD, w: dict, rope, attend: Callable, leave=lambda y: y):
+def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     """One transformer layer -> (x_BTD, extra).
 
-    attend(q, k, v) -> ([B, N, T, H], extra) attends to what the caller has of keys and values.
-    leave(y): sums the products of which a device may have a part of the heads or of F.
+    attend(q, k, v) -> ([B, N, T, H], extra): attention to the caller's keys and values, and what
+    else it returns: the new cache, or None. sum_parts(y): the sum over devices that have a part of
+    the heads or of F each.
     """
     dtype = x_BTD.dtype
 
-    # Named for the remat policies: products are rounded where they may be kept.
+    # Names for the policies of REMAT; matrix products are rounded here, as they may be kept.
     def save(a):
         return checkpoint_name(a.astype(dtype), "dot")
 
@@ -287,7 +289,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, leave=lambda y: y):
     q = q * cfg.H**-0.5
     out, extra = attend(save(rotate(q, rope)), save(rotate(k, rope)), save(v))
     out = matmul("BNTH,NHD->BTD", save(out), w["wo_LNHD"])
-    x_BTD = save(x_BTD + leave(out).astype(dtype))
+    x_BTD = save(x_BTD + sum_parts(out).astype(dtype))
 
     # Feed-forward.
     h = save_elementwise(rms_norm(x_BTD, w["mlp_norm_LD"], cfg.rms_eps))
@@ -295,19 +297,19 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, leave=lambda y: y):
     up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
     h = save_elementwise(jax.nn.silu(gate) * up)
     out = matmul("BTF,FD->BTD", h, w["w_down_LFD"])
-    return x_BTD + leave(out).astype(dtype), extra
+    return x_BTD + sum_parts(out).astype(dtype), extra
 
 
 # ---------------------------------------------------------------- the training forward
-# What of a layer is kept for the backward pass, beside its input; the rest is computed again. What
-# is kept goes by name, so that whole weights, which have none, never stay: they are gathered again.
+# What of a layer is kept for the backward pass, beside its input; the rest is computed again. Kept
+# is what has one of these names; gathered weights have none, and so are gathered again.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
-# Tokens that a device has in a layer at once: enough for wide matrix products, and few, since all
-# that lies between a layer's input and output is there for so many.
+# Tokens that a device runs through a layer at once: enough for wide matrix products, and few, as
+# the activations inside the layer are in memory for so many.
 TOKENS_AT_ONCE = 2048
 
 
@@ -341,8 +343,8 @@ def gather_layer(shards):
 
 @jax.custom_vjp
 def with_gradients_to(w, masters):
-    """-> (w, masters), as they are. In the backward pass gradients of `w`, a rounded copy, become
-    float32 and are added to those of `masters`, float32, of which no value is read."""
+    """-> (w, masters), unchanged. w: masters rounded to the compute dtype, which the forward uses.
+    Its gradients are added, in float32, to those of masters, of which no value is read."""
     return w, masters
 
 
@@ -364,7 +366,7 @@ def look_up(embed_Vd, tokens_BT, dtype):
 
 
 def rows_at_once(B, T):
-    """Rows of a chunk, of B: at most an eighth, since one that has any tokens is computed whole."""
+    """Rows of a chunk, of B: at most an eighth, as a chunk with any token is computed complete."""
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
 
@@ -376,7 +378,7 @@ def split_rows(a, chunk):
 
 
 def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
-    """`layer`, of a chunk of rows, and masters as they are; one without tokens is left out."""
+    """-> (`layer` of a chunk of rows, masters unchanged); a chunk without tokens is left out."""
 
     def attend(q, k, v):
         return how.attend(q, k, v, segments_BT), None
@@ -384,9 +386,9 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
     def run(x_BTD, masters):
         own_w, masters = with_gradients_to(w, masters)
         rope = rope_tables(positions_BT, cfg)
-        # Heads and F are split over tp, and what comes of them are parts of a sum.
-        leave = partial(jax.lax.psum, axis_name="tp")
-        x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, leave=leave)
+        # Heads and F are split over tp.
+        sum_parts = partial(jax.lax.psum, axis_name="tp")
+        x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, sum_parts)
         return x_BTD, masters
 
     def leave_out(x_BTD, masters):
@@ -406,23 +408,23 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     remat = partial(jax.checkpoint, policy=REMAT[how.remat], prevent_cse=False)
     run_chunk = remat(partial(layer_of_chunk, cfg=cfg, how=how))
 
-    # The remat of a whole layer is for its weights: they are not kept, but gathered again.
+    # Remat here too, beside that of each chunk: gathered weights are not kept.
     @remat
-    def run_layer(x, layer):
-        masters, at_rest = layer
+    def run_layer(x, one_layer):
+        masters, layer_at_rest = one_layer
         # Rounded before they are gathered, they take half the time.
-        w = jax.device_put(at_rest, DEVICE)
+        w = jax.device_put(layer_at_rest, DEVICE)
         w = gather_layer({name: a.astype(how.dtype) for name, a in w.items()})
         # No value of these is read, so they are not gathered; but their gradients, in float32, go
         # from chunk to chunk, and are added to where a chunk is computed.
         masters = gather_layer(masters)
 
-        def run(masters, rows):
+        def next_chunk(masters, rows):
             x_BTD, positions_BT, segments_BT = rows
             x_BTD, masters = run_chunk(x_BTD, w, masters, positions_BT, segments_BT)
             return masters, x_BTD
 
-        _, x = jax.lax.scan(run, masters, (x, positions, segments))
+        _, x = jax.lax.scan(next_chunk, masters, (x, positions, segments))
         return x, None
 
     with jax.named_scope("embed"):
@@ -444,8 +446,8 @@ def forward(params, cfg, mesh, rows, how, at_rest=None):
     row that have its segment; segment 0 is padding, and chunks of nothing else are left out.
     For the backward pass stay [L, B, T, D], the inputs of layers, and what how.remat keeps.
 
-    at_rest: params["layers"] in the host's memory, from which one layer at a time is brought; of
-    those of `params`, a copy on the device, values are not read, so that it is never made.
+    at_rest: params["layers"] where they rest in the host's memory, to be brought layer by layer.
+    Those of `params` then serve for gradients only: none of their values is read, nor copied.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cfg, mesh))
     specs.pop("head_VD", None)
@@ -492,16 +494,16 @@ def cached_forward(
 
     def one_layer(carry, xs):
         x_BTD, (keys, values) = carry
-        w, number = xs
+        w, layer_number = xs
         if layout.kind == "fsdp":
             # All-gather this layer's weights.
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}
 
         def attend(q, k, v):
-            new_keys = write_slots(keys, k, number, slot, layout)
-            new_values = write_slots(values, v, number, slot, layout)
-            k_BKSH = jax.lax.dynamic_index_in_dim(new_keys, number, keepdims=False)
-            v_BKSH = jax.lax.dynamic_index_in_dim(new_values, number, keepdims=False)
+            new_keys = write_slots(keys, k, layer_number, slot, layout)
+            new_values = write_slots(values, v, layer_number, slot, layout)
+            k_BKSH = jax.lax.dynamic_index_in_dim(new_keys, layer_number, keepdims=False)
+            v_BKSH = jax.lax.dynamic_index_in_dim(new_values, layer_number, keepdims=False)
             out = attention(q, k_BKSH, v_BKSH, mask_BTS, layout.order[1:])
             return out, (new_keys, new_values)
 
