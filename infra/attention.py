@@ -57,12 +57,12 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
 
 
 def segment_mask(segments_BT, start, end):
-    """Which of the keys before `end` the queries from `start` to `end` see, bool [B, T, S]."""
+    """Which keys before `end` the queries from `start` to `end` attend to, bool [B, T, S]."""
     # Tokens of a segment stand together, so that order within a row is order within a segment.
     segments_of_queries = segments_BT[:, start:end]
     segments_of_keys = segments_BT[:, :end]
     same_segment = segments_of_queries[:, :, None] == segments_of_keys[:, None]
-    # And none sees a later one.
+    # And none attends to a later one.
     queries = jnp.arange(start, end)
     keys = jnp.arange(end)
     causal = queries[:, None] >= keys
@@ -75,9 +75,9 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     _, N, T, H = q_BNTH.shape
-    # The kernel is for whole blocks of tokens, and for heads of 64 or of multiples of 128.
-    whole_tiles = -(-T // 128) * 128
-    block = min(512, whole_tiles)
+    # The kernel is for complete blocks of tokens, and for heads of 64 or of multiples of 128.
+    T_in_tiles = -(-T // 128) * 128
+    block = min(512, T_in_tiles)
     pad_T = -T % block
     pad_H = -H % (64 if H <= 64 else 128)
 

@@ -44,6 +44,7 @@ def shards_of(tree) -> dict:
     """{"name|start,start": this process's shard, each once} of a tree of arrays."""
     shards = {}
     for name, array in model.flatten(tree).items():
+        # Replicas of a shard start at the same place, and so are one entry.
         for shard in array.addressable_shards:
             starts = ",".join(str(part.start or 0) for part in shard.index)
             shards[f"{name}|{starts}"] = shard.data

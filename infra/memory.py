@@ -70,7 +70,7 @@ def check_host_memory(cfg, width: int) -> None:
     check(
         gib <= most,
         f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host, in rows of {width} "
-        f"tokens, take {gib:.1f} GiB of this host's memory, more than a quarter of it, {most:.1f}; "
+        f"tokens, take {gib:.1f} GiB of this host's memory, more than a quarter, {most:.1f} GiB; "
         f"try --batch {max(1, int(cfg.batch * most / gib))}",
     )
 

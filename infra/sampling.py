@@ -1,7 +1,7 @@
 """Sampling: a token from its logits, and its logprob in the distribution that it was drawn from.
 
-All of it runs inside a shard_map, where the vocabulary may be split over tp. The draws are the same
-for any split.
+All functions run inside a shard_map, where the vocabulary may be split over tp. The draws are the
+same for any split.
 """
 
 import dataclasses

@@ -41,7 +41,7 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
 
 
 def placed(tree, sharding):
-    """Shapes with this sharding; scalars, such as the count of Adam's steps, are everywhere."""
+    """Shapes with this sharding; scalars, as the count of Adam's steps, are on every device."""
     replicated = NamedSharding(sharding.mesh, P())
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(

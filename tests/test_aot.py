@@ -65,7 +65,7 @@ def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_pro
     assert layer_inputs < gib_per_row < 1.6 * layer_inputs, gib
     assert gib[8] < logits_gib(8) / 2, gib
     record_property("GiB a device", gib)
-    record_property("GiB a row", f"{gib_per_row:.3f}, {layer_inputs:.3f} of it its layers' inputs")
+    record_property("GiB a row", f"{gib_per_row:.3f}, {layer_inputs:.3f} for its layers' inputs")
 
 
 def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):

@@ -221,7 +221,7 @@ def main(argv: list[str]) -> None:
     verdict = "" if planned.fits else "; too much"
     say(
         f"rollout, {layout.kind}: {planned.rows} rows per device, {planned.at_once} at once: "
-        f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} of it parameters and optimizer{verdict}"
+        f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} in parameters and optimizer{verdict}"
     )
     print_time(cfg, model_cfg, layout, mesh, planned)
     if sweep:
