@@ -96,18 +96,18 @@ why() {
 # may what gcloud has complained of pass by itself?
 may_pass() { case "$(fault)" in missing | network | other) ;; *) return 1 ;; esac }
 
-# a line of it
+# one line of gcloud's complaint
 complaint() { { grep -m 1 ERROR "$errors" || tail -n 1 "$errors"; } | cut -c 1-200; }
 
-PAUSES='5 10 20 40 80 160 320 600 600 600 600 600' # seconds, an hour in all
-# a call of gcloud, again after some time where that may help; 1 where it did not, which is told
+DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds, an hour in all
+# a call of gcloud, again after some time where that may help; 1 where it did not, with a message
 patiently() {
-  local pause
-  for pause in $PAUSES ''; do
+  local delay
+  for delay in $DELAYS ''; do
     if "$@"; then return 0; fi
-    if [ -z "$pause" ] || ! may_pass; then break; fi
-    say "gcloud fails: $(complaint); trying again in $pause seconds"
-    sleep "$pause"
+    if [ -z "$delay" ] || ! may_pass; then break; fi
+    say "gcloud fails: $(complaint); trying again in $delay seconds"
+    sleep "$delay"
   done
   why
   return 1
@@ -123,7 +123,7 @@ state_now() {
   printf '%s\n' "$now"
 }
 
-# sets $zone and $state to where the slice is, or both to nothing; a zone that cannot be asked is told
+# sets $zone and $state to where the slice is, or both to nothing; a zone that cannot be asked is named
 find_slice() {
   for zone in ${zones//,/ }; do
     # Asked twice: of a VM that is not found another would be made, and paid for too.
@@ -133,7 +133,7 @@ find_slice() {
     fi
     state=''
     why
-    case "$(fault)" in network | login | project | billing | api) exit 1 ;; esac # so it is everywhere
+    case "$(fault)" in network | login | project | billing | api) exit 1 ;; esac # so it is in all zones
     say "going on without $zone"
   done
   zone=''
@@ -168,7 +168,7 @@ create_or_find() {
   say "gcloud gave up, but $name is ${state:-perhaps} there"
 }
 
-# deletes the VM in $zone, and its queued request, however it was made; 1 where that fails, which is told
+# deletes the VM in $zone, and its queued request, however it was made; 1 where that fails, with a message
 delete() {
   local failed=''
   say "deleting $name in $zone"
@@ -180,7 +180,7 @@ delete() {
 delete_vm() { vm delete >&2 || [ "$(fault)" = missing ]; }
 delete_queued_resource() { queued_resource delete --force >&2 || [ "$(fault)" = missing ]; }
 
-# waits until the slice in $zone is READY; 1 where that will never be, and nothing is left of it
+# waits until the slice in $zone is READY; 1 where that will never be; then it is deleted
 wait_until_ready() {
   local now before='-' polls=0
   [ -z "$dry_run" ] || return 0
@@ -234,7 +234,7 @@ up() {
   done
 }
 
-# where something may be that costs money is told at the end, whatever the end is
+# at the end, whatever the end is, names the zones where something may be that costs money
 tell_what_is_paid() {
   local zone
   [ -z "$dry_run" ] || return 0
@@ -248,10 +248,10 @@ workers() {
   vm ssh --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
 
-# a command for workers, again while the connection or gcloud fails; 75 where the slice is gone meanwhile
+# a command for workers, again while the connection or gcloud fails; 75 where the slice has gone
 persistently() {
-  local pause code
-  for pause in $PAUSES ''; do
+  local delay code
+  for delay in $DELAYS ''; do
     code=0
     "$@" || code=$?
     if [ "$code" = 0 ]; then return 0; fi
@@ -264,9 +264,9 @@ persistently() {
       return 75
     fi
     cp "$errors.first" "$errors"
-    if [ -z "$pause" ] || ! may_pass; then break; fi
-    say "the connection fails: $(complaint); trying again in $pause seconds"
-    sleep "$pause"
+    if [ -z "$delay" ] || ! may_pass; then break; fi
+    say "the connection fails: $(complaint); trying again in $delay seconds"
+    sleep "$delay"
   done
   why
   return 1

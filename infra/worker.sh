@@ -54,7 +54,7 @@ start() {
 # what `start` leaves running: train.py, and how it ended
 train() {
   local code=0
-  trap : TERM # it is for train.py, whose end this shell has to see
+  trap : TERM # it is for train.py, and this shell waits for its end
   PODGRPO_COMMIT="$(cat run.commit)" bash launch.sh task "$@" >run.log 2>&1 9>&- || code=$?
   echo "$code $(date +%s.%N)" >run.exit
 }
@@ -123,4 +123,4 @@ case "$action" in
   test) run_tests "$@" 2>&1 ;;
   results) results ;;
 esac
-exit # bash reads no further: this file may have been replaced meanwhile
+exit # bash reads no further: this file may have been replaced by now
