@@ -41,15 +41,17 @@ from infra.sampling import Sampling
 from infra.state import abstract_state, initial_state, reference
 from model import DEVICE, HOST, REMAT
 
+# Start reading at the bottom: `train` is the algorithm.
 # Names of arrays end in their shapes: B answers of a host, T tokens of an answer; G groups of Q
 # answers; M minibatches; N tokens of packed rows, one after another; D and V as in model.py.
 
-# ---------------------------------------------------------------- Config: every flag of the program
+# ---------------------------------------------------------------- Config: every flag
 SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
+    # The comment beside a flag is its help; a number has its range in infra/flags.py.
     # what to train, on what
     model: str = "tiny"  # tiny (made in code) | a Hugging Face directory | a hub id, of a Qwen2
     data: str = "gsm8k"  # arith | gsm8k | a hub id[:config] | file.jsonl: `question`, `answer`, ..
@@ -396,8 +398,7 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
 
     A micro-batch is {field: global array [micro_batch rows of each device, width]}.
     """
-    sequences = zip(prompts, answers, strict=True)
-    lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     plan = packing.pack_minibatches(
         lengths, cfg.minibatches, setup.row_width, setup.micro_batch, setup.mesh)
     # Weights are normalised here, once, by sums over all hosts: then the split into rows and
@@ -663,9 +664,8 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
 
 
 def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
-    """Metrics of a step's micro-batches -> means over valid tokens (loss and grad_norm: over
-    updates), padding, speed, memory."""
-    # A step has one norm per update; a micro-batch has its part of the loss.
+    """Of a step: means over valid tokens (loss, grad_norm: over updates), padding, speed, memory.
+    parts: the metrics of each micro-batch; norms: of the gradient of each update."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
     loss = sum(part["loss"] for part in parts)
     metrics = {
@@ -677,7 +677,7 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
         "padding_fraction": 1 - counts["tokens"] / counts["slots"],
         "micro_batch": setup.micro_batch,
     }
-    # Each update of an epoch is of other tokens; each epoch is of the same.
+    # The updates of an epoch share out its tokens; each epoch has the same.
     for name in parts[0]["sum"]:
         total = float(sum(part["sum"][name] for part in parts))
         # A metric that has a maximum too is called NAME/mean, beside NAME/max.
@@ -712,8 +712,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     largest_id = max(tokenizer.get_vocab().values())
     check_sizes(cfg, model_cfg, mesh, largest_id + 1)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
-    stop_ids = {*model_cfg.stop_ids, end_of_turn}
-    stop_ids = tuple(sorted(stop_ids))
+    stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
     model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
 
     # The data: what is asked, imitated, held out.
