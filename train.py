@@ -270,7 +270,7 @@ class Setup:
 class Start:
     """Where a run begins: at the weights of its model, or after a checkpoint."""
 
-    weights: hf.Checkpoint
+    weights: hf.ModelFiles
     step: int  # of the checkpoint, 0 for none
     files: list[str]  # of the checkpoint
     skipped: int  # updates in a row that were skipped before it
@@ -733,7 +733,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     slots = rollout.padded_length(longest_prompt) + cfg.max_answer
     resting = memory.device_bytes(state)
     rows_at_once = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, slots, resting)
-    weights = hf.Checkpoint(data.model_directory(cfg, "*.safetensors"), model_cfg)
+    weights = hf.ModelFiles(data.model_directory(cfg, "*.safetensors"), model_cfg)
     wandb = log.start_wandb(cfg.wandb, cfg.out, config)
     run_dir.write_config(cfg.out, config)
     micro_batch = memory.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)

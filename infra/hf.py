@@ -130,7 +130,7 @@ def refuse_other_weights(directory: str) -> None:
     )
 
 
-class Checkpoint:
+class ModelFiles:
     """The open safetensors of a model.
 
     Names, shapes and types of all tensors are checked before one weight is read, so that a mistake
@@ -248,19 +248,17 @@ def place(
 
 
 def load(
-    checkpoint: Checkpoint,
-    mesh: Mesh,
-    progress: Callable[[int, int], Any] = lambda done, total: None,
+    weights: ModelFiles, mesh: Mesh, progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> dict:
-    """A checkpoint's float32 parameters, nested and sharded over the mesh as model.spec says.
+    """A model's float32 parameters, nested and sharded over the mesh as model.spec says.
 
     Host memory holds one device's shard of one parameter. progress(done, total) counts parameters.
     """
-    shapes = model.shapes(checkpoint.cfg)
+    shapes = model.shapes(weights.cfg)
     flat = {}
     for name, shape in shapes.items():
         sharding = NamedSharding(mesh, model.spec(name))
-        flat[name] = place(shape, sharding, partial(checkpoint.read, name))
+        flat[name] = place(shape, sharding, partial(weights.read, name))
         progress(len(flat), len(shapes))
     return model.nest(flat)
 

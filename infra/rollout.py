@@ -325,7 +325,7 @@ def decode(
 
     def step(carry):
         i, state, out = carry
-        token_B, logprob_B = draw(weights, state, rows, key, t + i, layout, sampling)
+        token_B, logprob_B = sample_next(weights, state, rows, key, t + i, layout, sampling)
         live_B = out["live_B"]
         token_B = jnp.where(live_B, token_B, 0)
         out = {
@@ -358,7 +358,7 @@ def decode(
     return state, {name: model.constrain(a, layout.mesh) for name, a in out.items()}
 
 
-def draw(weights, state: State, rows: Rows, key, t, layout: Layout, sampling: Sampling) -> tuple:
+def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sampling) -> tuple:
     """Token t of each row, from its hidden state -> (token_B, logprob_B)."""
     # Logits in float32, the vocabulary split over tp.
     z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))

@@ -68,7 +68,7 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
     return placed(rows, sharding)
 
 
-def initial_state(weights: hf.Checkpoint, wanted: dict, cfg, mesh, optimizer) -> dict:
+def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) -> dict:
     """The state before the first step, from the model's files. wanted: its abstract_state."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
     # Loaded to the devices, and offloaded at the end.

@@ -190,7 +190,7 @@ def random_prompts(cfg, lengths, seed=0):
 def load(directory, on=None):
     """-> (parameters of a Hugging Face directory, its ModelConfig)"""
     cfg = hf.read_config(directory)
-    return hf.load(hf.Checkpoint(directory, cfg), on or mesh()), cfg
+    return hf.load(hf.ModelFiles(directory, cfg), on or mesh()), cfg
 
 
 @cache

@@ -162,7 +162,7 @@ def read_tokenizer(source):
 
 
 def read_weights(source):
-    checkpoint = hf.Checkpoint(source.directory, source.shape)
+    checkpoint = hf.ModelFiles(source.directory, source.shape)
     for name, size in model.shapes(source.shape).items():
         found = checkpoint.read(name, [slice(0, n) for n in size])
         assert_array_equal(found, source.weights[name], name)

@@ -294,7 +294,7 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
 
 
 # ---------------------------------------------------------------- load
-class WatchedCheckpoint(hf.Checkpoint):
+class WatchedCheckpoint(hf.ModelFiles):
     """Notes of each read: (parameter, shape read, bytes held before it, bytes that it took)."""
 
     def __init__(self, directory, cfg):

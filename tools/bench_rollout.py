@@ -175,7 +175,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
     if name in SIZES:
         weights = random_weights(cfg, layout, dtype)
     else:
-        params = hf.load(hf.Checkpoint(name, cfg), layout.mesh)
+        params = hf.load(hf.ModelFiles(name, cfg), layout.mesh)
         weights = layouts.to_rollout(params, layout, dtype)
         del params
     rng = np.random.default_rng(0)
