@@ -133,7 +133,7 @@ def swept(tmp_path_factory):
     """A plan of two micro-batches: its text, the files it left, the rows of its own file."""
     directory = tmp_path_factory.mktemp("plan")
     with contextlib.chdir(directory):
-        text = printed_plan("--sweep micro_batch=4,8")
+        text = printed_plan("--sweep micro_batch=8,16")
     lines = (directory / "plan-here.jsonl").read_text().splitlines()
     return SimpleNamespace(
         text=text, left=os.listdir(directory), rows=[json.loads(line) for line in lines]
@@ -141,10 +141,10 @@ def swept(tmp_path_factory):
 
 
 def test_plan_of_a_sweep_is_a_table_and_a_file(swept):
-    assert [row["micro_batch"] for row in swept.rows] == [4, 8]
+    assert [row["micro_batch"] for row in swept.rows] == [8, 16]
     assert 0 < swept.rows[0]["gib"] < swept.rows[1]["gib"]
     text = swept.text
-    assert text.splitlines()[-1] == "largest that fits: micro_batch 8", text
+    assert text.splitlines()[-1] == "largest that fits: micro_batch 16", text
     sizes = "= 256 sequences per host, in 4 minibatches of at most 8 rows per device"
     assert sizes in text and "no estimate of the time" in text, text
     assert swept.left == ["plan-here.jsonl"]
@@ -159,8 +159,8 @@ def test_plan_of_a_rollout_in_waves_makes_them_equal(tmp_path, monkeypatch):
 def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     """And tells of others what they take: estimated between those that were compiled."""
     monkeypatch.chdir(tmp_path)
-    four, eight = [row["gib"] for row in swept.rows]
-    per_row = (eight - four) / 4
+    eight, sixteen = [row["gib"] for row in swept.rows]
+    per_row = (sixteen - eight) / 8
     # Memory for ten rows, and not for eleven.
     monkeypatch.setattr(memory, "device_memory", lambda device: eight + 2.5 * per_row)
     text = printed_plan("--max_answer 40 --sweep loss_impl=jax")
