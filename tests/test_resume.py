@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -39,7 +40,7 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra import cluster, data, rollout
+from infra import cluster, data, layouts, rollout
 from infra.sampling import Sampling
 
 # ---------------------------------------------------------------- one short run with one resume
@@ -315,6 +316,19 @@ def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_f
                 assert last["step"] == step and "eval/solved" not in last
                 train.main(flags)
             same_run(tmp_path / f"stopped in {step}" / "run", tmp_path / "calm/run")
+
+
+def test_an_evaluation_writes_its_row_last(monkeypatch):
+    """A run that is killed before that makes the evaluation again, and its samples come again."""
+    monkeypatch.setattr(layouts, "to_rollout", lambda *_: None)
+    monkeypatch.setattr(train, "sample_answers", lambda *_: ({"truncated_B": [False]}, ["2"]))
+    setup = SimpleNamespace(held_out=[{"question": "1 + 1?", "answer": "2"}], layout=None)
+    outputs = mock.Mock()
+    train.evaluate(None, 1, train.Config(batch=1, npq=1), setup, outputs)
+    (_, (sample,), _), (_, (row,), _) = outputs.method_calls
+    assert [name for name, _, _ in outputs.method_calls] == ["samples.append", "write"]
+    assert sample["eval"] and sample["answer"] == "2"
+    assert row == {"step": 1, "eval/solved": 1.0}
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
