@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import SMALL, arguments, read_jsonl, restored_signals
+from numpy.testing import assert_allclose
 
 import train
 from infra import checkpoint, data, layouts, memory
@@ -118,6 +119,23 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
     with pytest.raises(SystemExit):
         choose()
     assert "not one row of 32 tokens per device fits" in capsys.readouterr().err
+
+
+def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypatch):
+    """Of several micro-batches the sum of gradients rests beside those of the one that runs."""
+    programs = memory.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
+    programs.gradients.lower.return_value = "gradients"
+    programs.apply.lower.return_value = "apply"
+    gib_of = {"gradients": 1.0, "apply": 0.0}
+    monkeypatch.setattr(memory, "compiled_gib", lambda lowered, mesh: (gib_of[lowered], True))
+    cfg = train.resolve(train.Config(batch=2, npq=4, minibatches=2), mesh())
+    of_gradients = 4 * SMALL.n_params / 2**30
+
+    two, three, four, eight = (
+        memory.update_gib(n, 32, cfg, SMALL, mesh(), programs)[0] for n in (2, 3, 4, 8)
+    )
+    assert two == three and four == eight
+    assert_allclose(three - four, of_gradients, rtol=1e-6)
 
 
 # ---------------------------------------------------------------- the plan of devices that are here
