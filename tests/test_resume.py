@@ -94,6 +94,7 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     assert not set(METRICS.split()) - last.keys() - evaluation.keys(), last
     assert evaluation.keys() == {"step", "eval/solved"}
     assert last["logprob_gap/max"] < 1e-4, "sampler and trainer disagree"
+    assert last["logprob_gap/max"] > 0, "the sampler is compared with itself"
     assert last["ratio/max"] > 1 + 1e-4, "a step's second update is compared with itself"
     samples = read_jsonl(out / "samples.jsonl")
     final = load_file(out / "final/model.safetensors")
@@ -105,6 +106,20 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     assert without_times(read_jsonl(out / "metrics.jsonl")) == without_times(rows)
     assert read_jsonl(out / "samples.jsonl") == samples
     jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
+
+
+def test_grpo_starts_at_its_reference_and_its_epochs_count_alike(tmp_path, monkeypatch):
+    """At a learning rate of 0 the policy stays what it was after the supervised step."""
+    update = mock.Mock(wraps=train.update)
+    monkeypatch.setattr(train, "update", update)
+    flags = "--sft_steps 1 --steps 1 --lr 0 --beta 1 --ppo_epochs 2 --minibatches 2"
+    flags += " --batch 2 --npq 8 --eval_data none --save_every 0"
+    with restored_signals():
+        train.main(arguments([flags, "--out", tmp_path / "run"]))
+    assert update.call_count == 8
+    _, grpo = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert abs(grpo["ratio/mean"] - 1) < 1e-5
+    assert abs(grpo["kl"]) < 1e-6
 
 
 @pytest.mark.slow
@@ -319,15 +334,19 @@ def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_f
 
 
 def test_an_evaluation_writes_its_row_last(monkeypatch):
-    """A run that is killed before that makes the evaluation again, and its samples come again."""
+    """A run that is killed before that makes the evaluation again, and its samples come again.
+
+    Of the last round only questions that are there count."""
     monkeypatch.setattr(layouts, "to_rollout", lambda *_: None)
-    monkeypatch.setattr(train, "sample_answers", lambda *_: ({"truncated_B": [False]}, ["2"]))
-    setup = SimpleNamespace(held_out=[{"question": "1 + 1?", "answer": "2"}], layout=None)
+    two_answers = {"truncated_B": [False, False]}, ["2", "2"]
+    monkeypatch.setattr(train, "sample_answers", lambda *_: two_answers)
+    rows = [{"question": "1 + 1?", "answer": "2"}] * 3
+    setup = SimpleNamespace(held_out=rows, layout=None)
     outputs = mock.Mock()
-    train.evaluate(None, 1, train.Config(batch=1, npq=1), setup, outputs)
-    (_, (sample,), _), (_, (row,), _) = outputs.method_calls
+    train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, outputs)
     assert [name for name, _, _ in outputs.method_calls] == ["samples.append", "write"]
-    assert sample["eval"] and sample["answer"] == "2"
+    (_, samples, _), (_, (row,), _) = outputs.method_calls
+    assert all(sample["eval"] and sample["answer"] == "2" for sample in samples)
     assert row == {"step": 1, "eval/solved": 1.0}
 
 

@@ -240,6 +240,12 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
     record_property("padding", ", ".join(f"{part:.1%}" for part in padding))
 
 
+def test_a_minibatch_takes_every_nth_sequence():
+    """So that the same sequences go together on any number of hosts."""
+    packed = packing.pack_minibatches([3] * 6, 2, 8, 1, mesh())
+    assert [list(part) for part in packed.minibatches] == [[0, 2, 4], [1, 3, 5]]
+
+
 def place_of(sequence, rows):
     """Where in packed rows a sequence is, as a mask."""
     found = np.zeros(rows["tokens"].shape, bool)
@@ -399,10 +405,10 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
 
 
 def test_supervised_update_is_maximum_likelihood(record_property):
-    """By the textbook: full logits, log-softmax, mean over answer tokens."""
+    """By the textbook: full logits, log-softmax, mean over answer tokens; and by no entropy."""
     case = update_case()
     rows = unpacked_rows(train.Config(), advantages=np.ones(16), sampled=False, n=4)
-    got, metrics = update_of([normalised(rows, "token")])
+    got, metrics = update_of([normalised(rows, "token")], entropy_bonus=0.5)
     tokens = np.zeros((4, 16), np.int32)
     targets = np.zeros((4, 16), np.int32)
     in_answer = np.zeros((4, 16), bool)
