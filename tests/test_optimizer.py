@@ -48,7 +48,9 @@ SCHEDULES = [  # flags, the rates of steps 1 to 6
      [2.5, 5, 4, 3, 2, 1]),
     (dict(lr=8.0, sft_lr=2.0, sft_steps=3, steps=3, warmup=2),
      [1, 2, 2, 4, 8, 8]),
-    (dict(lr=8.0, sft_lr=2.0, sft_steps=3, steps=3, warmup=0, decay="linear"),
+    # Each phase decays by itself.
+    (dict(lr=8.0, sft_lr=2.0, decay="linear",
+          sft_steps=3, steps=3, warmup=0),
      [1.5, 1, 0.5, 6, 4, 2]),
     (dict(lr=2.0, steps=6, warmup=0, decay="cosine"),
      COSINE),
