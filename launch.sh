@@ -94,7 +94,8 @@ make_venv_with_uv() {
 cuda() {
   local driver
   if [ -z "${CUDA:-}" ]; then
-    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)" || driver=''
+    # A line for each GPU, all the same: what stands before the first dot counts.
+    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || driver=''
     case "${driver%%.*}" in '' | *[!0-9]*) ;; *) [ "${driver%%.*}" -ge 580 ] || CUDA=12 ;; esac
   fi
   printf 'cuda%s' "${CUDA:-13}"

@@ -70,7 +70,7 @@ class RolloutProgress:
 
 def step_line(metrics: dict, total: int) -> str:
     """The line that a step prints."""
-    line = SFT_LINE if "nll" in metrics and "reward/mean" not in metrics else GRPO_LINE
+    line = GRPO_LINE if "reward/mean" in metrics else SFT_LINE
     thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
     return line.format(total=total, thousands=thousands, **metrics)
 

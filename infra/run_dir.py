@@ -25,8 +25,8 @@ from infra.claim import InUse, claimed
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say, warn
+from infra.memory import GIB
 
-GIB = 2**30
 # Flags that may change when a run resumes: none of them changes what is computed.
 FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {
     "out",

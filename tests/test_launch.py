@@ -130,7 +130,9 @@ def test_cuda_is_what_the_driver_knows(cloud, tmp_path):
         "575.57": "cuda12",
         "535.183.01": "cuda12",
     }.items():
-        write(tools / "nvidia-smi", f"#!/bin/sh\necho {driver}\necho {driver}\n", 0o755)
+        # A line for each GPU, of which the second comes when the first has been read.
+        two_gpus = f"#!/bin/sh\necho {driver}\n/bin/sleep 0.2\necho {driver}\n"
+        write(tools / "nvidia-smi", two_gpus, 0o755)
         text = cloud.launch("--dry-run gpu", PATH=f"{tools}:{os.environ['PATH']}")
         assert f"jax\\[{extra}\\]" in text, text
     anywhere = {"JAX_PLATFORMS": ""}
@@ -345,9 +347,6 @@ def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
     )
     text = cloud.launch("v6e-8 status --queued --name qr", code=2)
     assert "going on without us-east5-b" in text, text
-
-
-QUEUED = ["--node-id=both", "--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"]
 
 
 def test_down_deletes_in_all_zones_however_it_was_made(cloud):
