@@ -18,8 +18,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout as DeviceLayout
-from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -248,20 +246,19 @@ def rotate(x, rope: tuple) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS, order: str = "BKSH") -> jax.Array:
+def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
     """Grouped-query attention without repeating keys -> [B, N, T, H] float32.
 
-    Queries come scaled by H ** -0.5. mask: whether a query attends to a key. order: of the
-    dimensions of keys and values.
+    Queries come scaled by H ** -0.5. mask: whether a query attends to a key.
     """
     B, N, T, H = q_BNTH.shape
-    K = k_BKSH.shape[order.index("K")]
+    K = k_BKSH.shape[1]
     # Each G query heads in succession share one of the K heads.
     q_BKGTH = q_BNTH.reshape(B, K, -1, T, H)
-    scores = matmul(f"BKGTH,{order}->BKGTS", q_BKGTH, k_BKSH)
+    scores = matmul("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH)
     scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
     probs = jax.nn.softmax(scores, -1)
-    out = matmul(f"BKGTS,{order}->BKGTH", probs.astype(v_BKSH.dtype), v_BKSH)
+    out = matmul("BKGTS,BKSH->BKGTH", probs.astype(v_BKSH.dtype), v_BKSH)
     return out.reshape(B, N, T, H)
 
 
@@ -468,50 +465,30 @@ def forward(params, cfg, mesh, rows, how, at_rest=None):
 
 
 # ---------------------------------------------------------------- the cached forward
-def write_slots(cache, new_BKTH, layer_number, slot, layout) -> jax.Array:
-    """A layer's keys or values of T new tokens go to slots slot.. of a cache, in place."""
-    order = layout.order
-    new = jnp.einsum(f"BKSH->{order[1:]}", new_BKTH)[None]
-    starts = {"L": layer_number, "S": slot}
-    cache = jax.lax.dynamic_update_slice(cache, new, [starts.get(letter, 0) for letter in order])
-    # For many rows XLA would change the order of dimensions in memory, and copy the cache. Inside
-    # a shard_map, as outside of one jax 0.10 all-gathers an array whose layout is constrained.
-    in_order = DeviceLayout(tuple(range(len(order))))
-    specs = dict(in_specs=layout.cache_spec, out_specs=layout.cache_spec)
-    pin = jax.shard_map(lambda c: with_layout_constraint(c, in_order), mesh=layout.mesh, **specs)
-    return pin(cache)
-
-
 def cached_forward(
-    weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, mask_BTS, cache, slot
+    weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, last_B, attend: Callable, cache
 ) -> tuple:
-    """Forward of T new tokens, whose keys and values go to slots slot.. of the KV cache.
+    """Forward of T new tokens, with attention to a KV cache.
 
-    -> (hidden state of the last token after the last norm [B, D], cache). cache: (keys, values) in
-    layout.order; mask: which slots a token attends to. layout: of infra/layouts.py.
+    -> (hidden state of each row's token number last_B after the last norm [B, D], cache).
+    attend(q, k, v, layer number, cache) -> ([B, N, T, H], cache): of infra/kv_cache.py; it also
+    writes keys and values of the new tokens. layout: of infra/layouts.py.
     """
     rope = rope_tables(positions_BT, cfg)
 
     def one_layer(carry, xs):
-        x_BTD, (keys, values) = carry
+        x_BTD, cache = carry
         w, layer_number = xs
         if layout.kind == "fsdp":
             # All-gather this layer's weights.
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}
-
-        def attend(q, k, v):
-            new_keys = write_slots(keys, k, layer_number, slot, layout)
-            new_values = write_slots(values, v, layer_number, slot, layout)
-            k_BKSH = jax.lax.dynamic_index_in_dim(new_keys, layer_number, keepdims=False)
-            v_BKSH = jax.lax.dynamic_index_in_dim(new_values, layer_number, keepdims=False)
-            out = attention(q, k_BKSH, v_BKSH, mask_BTS, layout.order[1:])
-            return out, (new_keys, new_values)
-
-        x_BTD, new_cache = layer(cfg, x_BTD, w, rope, attend)
-        return (constrain(x_BTD, layout.mesh, layout.rows), new_cache), None
+        attend_here = partial(attend, layer=layer_number, cache=cache)
+        x_BTD, cache = layer(cfg, x_BTD, w, rope, attend_here)
+        return (constrain(x_BTD, layout.mesh, layout.rows), cache), None
 
     x_BTD = constrain(weights["embed_VD"][tokens_BT], layout.mesh, layout.rows)
     # The cache is carried through the scan and updated in place: as xs and ys it would be copied.
     layers = weights["layers"], jnp.arange(cfg.L)
-    (x_BTD, cache), _ = jax.lax.scan(one_layer, (x_BTD, tuple(cache)), layers)
-    return rms_norm(x_BTD[:, -1], weights["norm_D"], cfg.rms_eps), cache
+    (x_BTD, cache), _ = jax.lax.scan(one_layer, (x_BTD, cache), layers)
+    x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], 1)[:, 0]
+    return rms_norm(x_BD, weights["norm_D"], cfg.rms_eps), cache

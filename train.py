@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -262,7 +263,7 @@ class Setup:
     examples: list[dict]  # those whose demonstration is short enough for supervised steps
     held_out: list[dict]  # rows of the evaluation
     row_width: int  # tokens of a packed row
-    rows_at_once: int  # rows that a device decodes together
+    rows_at_once: Callable  # of answers to a prompt -> rows that a device decodes together
     micro_batch: int  # rows of a device in one forward and backward
 
 
@@ -308,7 +309,7 @@ def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_
     prompts = [row["prompt"] for row in rows]
     out = rollout.generate(
         weights, setup.model_cfg, setup.layout, prompts, key, sampling, max_answer=cfg.max_answer,
-        group=group, at_once=setup.rows_at_once, progress=between_stages)
+        group=group, at_once=setup.rows_at_once(group), progress=between_stages)
     texts = [setup.tokenizer.decode(tokens) for tokens in answer_tokens(out)]
     return out, texts
 
@@ -711,7 +712,6 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     tokenizer, end_of_turn = data.load_tokenizer(model_dir)
     largest_id = max(tokenizer.get_vocab().values())
     check_sizes(cfg, model_cfg, mesh, largest_id + 1)
-    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
     stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
     model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
 
@@ -730,9 +730,12 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     memory.check_host_memory(cfg, row_width)
     state = abstract_state(cfg, model_cfg, mesh, optimizer)
     run_dir.check_disk(cfg.out, state, done, total_steps, cfg.save_every, cfg.keep)
-    slots = rollout.padded_length(longest_prompt) + cfg.max_answer
+    answers = cfg.batch * cfg.npq * jax.process_count()
+    prompt_slots = rollout.padded_length(longest_prompt)
+    work = layouts.Work(answers, cfg.npq, prompt_slots, cfg.max_answer)
+    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     resting = memory.device_bytes(state)
-    rows_at_once = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, slots, resting)
+    rows_at_once = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, work, resting)
     weights = hf.ModelFiles(data.model_directory(cfg, "*.safetensors"), model_cfg)
     wandb = log.start_wandb(cfg.wandb, cfg.out, config)
     run_dir.write_config(cfg.out, config)

@@ -1,7 +1,7 @@
 """Where the weights, rows and KV cache of a rollout lie, and moving the weights there."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from infra import memory
+from infra.kv_cache import Cache
 from infra.log import check, say
 from model import ModelConfig
 
@@ -29,71 +30,119 @@ class Layout:
     kind: str  # one of LAYOUTS
     mesh: Mesh  # the training mesh's devices, regrouped
     rows: tuple  # the mesh axes that share out the rows
-    order: str  # of a cache's dimensions, by letter: "LBKSH"
 
     @property
     def cache_spec(self) -> P:
-        axes = {"B": self.rows, "K": "tp"}
-        return P(*(axes.get(letter) for letter in self.order))
+        # Of keys or values [L, B, K, S, H].
+        return P(None, self.rows, "tp", None, None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rollout decodes."""
+
+    answers: int  # of all processes
+    group: int  # answers of a prompt
+    prompt_slots: int  # tokens of the longest prompt
+    answer_slots: int  # tokens of an answer, at most
+
+    def of_device(self, layout: "Layout") -> tuple[int, int]:
+        """-> (answers of a device, how many of them share a prompt)"""
+        answers = self.answers // row_shards(layout)
+        # A device takes complete groups, or equal parts of one.
+        return answers, math.gcd(self.group, answers)
 
 
 # ---------------------------------------------------------------- the choice
-def largest_tp(cfg: ModelConfig, mesh: Mesh) -> int:
-    """Devices of a host over which key/value heads, F and V can be split."""
+def tp_sizes(cfg: ModelConfig, mesh: Mesh) -> list[int]:
+    """Numbers of devices of a host over which key/value heads, F and V can be split."""
     process = mesh.devices.flat[0].process_index
     host_devices = sum(device.process_index == process for device in mesh.devices.flat)
     must_divide = host_devices, cfg.K, cfg.F, cfg.V
-    sizes = range(1, host_devices + 1)
-    possible = [n for n in sizes if all(total % n == 0 for total in must_divide)]
-    return max(possible)
+    sizes = range(2, host_devices + 1)
+    return [n for n in sizes if all(total % n == 0 for total in must_divide)]
 
 
-def smallest_kind_that_fits(weights_gib: float, free_gib: float, tp: int) -> str:
-    """The layout with the least communication that leaves room for a KV cache."""
-    if weights_gib <= free_gib / 4:
-        return "replicated"
-    if tp > 1 and weights_gib / tp <= free_gib / 2:
-        return "tp"
-    return "fsdp"
-
-
-def rollout_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> tuple[Layout, str]:
-    """-> (Layout of a kind, or of the one that suits the memory for "auto"; why, in words)."""
-    n = mesh.size
-    tp = largest_tp(cfg, mesh)
-    weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize
-    weights_gib = weight_bytes / 2**30
-    why = "as asked"
-    free_gib = memory.least_memory(mesh)
-    if kind == "auto":
-        kind = smallest_kind_that_fits(weights_gib, free_gib, tp)
-        is_known = math.isfinite(free_gib)
-        why = f"a device has {free_gib:.0f} GiB" if is_known else "memory is not known"
-
-    # The devices of the training mesh, in the same order.
+def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
+    """The layout of this kind; of tp, over so many devices."""
     training_dp, training_fsdp, training_tp = mesh.devices.shape
-    if kind == "replicated":
-        dims = n, 1, 1
-    elif kind == "tp":
-        dims = n // tp, 1, tp
+    if kind in ("replicated", "tp"):
+        dims = mesh.size // tp, 1, tp
     else:
         dims = training_dp, training_fsdp * training_tp, 1
+    # The devices of the training mesh, in the same order.
     rollout_mesh = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
     rows = ("dp",) if kind == "maxtext" else model.ROWS
-    # On TPUs a step then writes complete tiles: one slot of all rows.
-    order = "LSKBH" if mesh.devices.flat[0].platform == "tpu" else "LBKSH"
+    return Layout(kind, rollout_mesh, rows)
 
-    shards = math.prod(dims[1:])
-    text = (
-        f"{kind}, {dims[0]} x {shards} devices, {weights_gib / shards:.2g} of "
-        f"{weights_gib:.2g} GiB of weights each; {why}"
+
+def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> float:
+    """An estimate of a decode step: what is read at the memory's bandwidth, what is moved at the
+    links', and the latency of each collective."""
+    chip = memory.chip(layout.mesh.devices.flat[0])
+    weights, cache = bytes_of_step(cfg, layout, dtype, work)
+    seconds = (weights + cache) / chip.bandwidth
+    dp, fsdp, tp = layout.mesh.devices.shape
+    if layout.kind in ("fsdp", "maxtext"):
+        # In each layer a device gets the other devices' shards of its weights.
+        gathered = weights * (fsdp - 1) / fsdp
+        seconds += gathered / chip.link_bandwidth + cfg.L * (fsdp - 1) * chip.link_latency
+    # Two sums over tp in each layer, there and back around a ring.
+    return seconds + 2 * cfg.L * 2 * (tp - 1) * chip.link_latency
+
+
+def fits(cfg: ModelConfig, layout: Layout, dtype, free_gib: float) -> bool:
+    """Whether the weights leave room for a KV cache. With tp they may take half of the memory, as
+    what lies around them is split, too."""
+    shards = math.prod(layout.mesh.devices.shape[1:])
+    gib = cfg.n_params * jnp.dtype(dtype).itemsize / shards / 2**30
+    return gib <= free_gib / (4 if layout.kind == "replicated" else 2)
+
+
+def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Layout, str]:
+    """-> (of the layouts that fit, that with the least estimated step; the estimates, in words)"""
+    free_gib = memory.least_memory(mesh)
+    candidates = [layout_of("replicated", 1, mesh)]
+    candidates += [layout_of("tp", tp, mesh) for tp in tp_sizes(cfg, mesh)]
+    fitting = [layout for layout in candidates if fits(cfg, layout, dtype, free_gib)]
+    if not fitting:
+        return layout_of("fsdp", 1, mesh), f"no other fits {free_gib:.0f} GiB"
+    if not memory.chip(mesh.devices.flat[0]).link_latency:
+        return fitting[0], "the first that fits, as the devices' speed is not known"
+    seconds = [seconds_of_step(cfg, layout, dtype, work) for layout in fitting]
+    estimates = ", ".join(
+        f"{name_of(layout)} {1e3 * time:.2f} ms"
+        for layout, time in zip(fitting, seconds, strict=True)
     )
-    return Layout(kind, rollout_mesh, rows, order), text
+    return fitting[int(np.argmin(seconds))], f"estimated step: {estimates}"
 
 
-def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> Layout:
+def name_of(layout: Layout) -> str:
+    dp, fsdp, tp = layout.mesh.devices.shape
+    return f"{layout.kind} {dp} x {fsdp * tp}"
+
+
+def rollout_layout(
+    kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work
+) -> tuple[Layout, str]:
+    """-> (Layout of a kind, or the fastest one that fits for "auto"; why, in words)."""
+    if kind == "auto":
+        layout, why = fastest_layout(cfg, mesh, dtype, work)
+    else:
+        tp = max(tp_sizes(cfg, mesh), default=1) if kind == "tp" else 1
+        layout, why = layout_of(kind, tp, mesh), "as asked"
+    shards = math.prod(layout.mesh.devices.shape[1:])
+    weights_gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
+    text = (
+        f"{name_of(layout)} devices, {weights_gib / shards:.2g} of {weights_gib:.2g} GiB of "
+        f"weights each; {why}"
+    )
+    return layout, text
+
+
+def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> Layout:
     """The layout of the rollout, printed with its reason; exit 2 where tp was asked for in vain."""
-    layout, why = rollout_layout(kind, cfg, mesh, dtype)
+    layout, why = rollout_layout(kind, cfg, mesh, dtype, work)
     check(
         kind != "tp" or layout.mesh.shape["tp"] > 1,
         f"rollout_sharding = tp finds nothing that divides {jax.local_device_count()} local "
@@ -161,24 +210,37 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype) -> tuple[int, int]:
     return weight_bytes, slot_bytes
 
 
+def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> tuple[int, int]:
+    """Bytes that a device cannot but read in the last decode step -> (weights, KV cache)."""
+    weight_bytes, slot_bytes = bytes_read(cfg, layout, dtype)
+    answers, group = work.of_device(layout)
+    slots = answers // group * work.prompt_slots + answers * work.answer_slots
+    return weight_bytes, slot_bytes * slots
+
+
 def row_shards(layout: Layout) -> int:
     """Parts that the rows of a rollout are split into."""
     return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
 
 
-def rows_that_fit(cfg: ModelConfig, layout: Layout, dtype, slots: int, resting: int) -> int:
-    """Rows that a device decodes at once beside the weights and `resting` bytes.
+def rows_that_fit(
+    cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int, group: int
+) -> int:
+    """Rows that a device decodes at once beside the weights and `resting` bytes, where `group` of
+    them share a prompt: in an evaluation, none do.
 
-    Their KV cache, of so many slots, takes half of what is free. The rest is for prompts, logits,
-    and the cache that it grew from, of up to 3/4 its size.
+    Their KV cache takes half of what is free. The rest is for prompts, logits, and the cache that
+    it grew from, of up to 3/4 its size.
     """
     # Computed from sizes alone, so that a run that resumes decodes the same rows together.
     shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
     weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
     device_bytes = memory.least_memory(layout.mesh) * 2**30
     free_bytes = device_bytes - resting - weight_bytes
-    _, slot_bytes = bytes_read(cfg, layout, dtype)
-    rows = 0.5 * free_bytes / (slot_bytes * slots)
+    work = replace(work, group=group)
+    answers, _ = work.of_device(layout)
+    _, cache_bytes = bytes_of_step(cfg, layout, dtype, work)
+    rows = 0.5 * free_bytes / (cache_bytes / answers)
     return max(1, int(min(2**30, rows)))
 
 
@@ -186,8 +248,8 @@ def rows_that_fit(cfg: ModelConfig, layout: Layout, dtype, slots: int, resting: 
 class State(NamedTuple):
     """What decoding carries from token to token, over all devices."""
 
-    keys: jax.Array  # the KV cache, its dimensions in the layout's order
-    values: jax.Array
+    prompts: Cache  # the KV cache of prompts; those of a device are in the order of its answers
+    answers: Cache
     hidden_BD: jax.Array  # of the last token, after the last norm
 
 
@@ -199,16 +261,22 @@ def shard_rows(a: np.ndarray, layout: Layout) -> jax.Array:
 
 def state_specs(layout: Layout) -> State:
     """PartitionSpecs of a state's arrays."""
-    return State(layout.cache_spec, layout.cache_spec, P(layout.rows))
+    of_cache = Cache(layout.cache_spec, layout.cache_spec)
+    return State(of_cache, of_cache, P(layout.rows))
 
 
-@partial(jax.jit, static_argnames=("B", "cfg", "layout", "slots", "dtype"))
-def empty_state(*, B: int, cfg: ModelConfig, layout: Layout, slots: int, dtype) -> State:
-    """The state of B rows with an empty cache."""
-    sizes = {"L": cfg.L, "B": B, "K": cfg.K, "S": slots, "H": cfg.H}
-    cache = jnp.zeros([sizes[letter] for letter in layout.order], dtype)
+@partial(jax.jit, static_argnames=("B", "n_prompts", "width", "cfg", "layout", "slots", "dtype"))
+def empty_state(
+    *, B: int, n_prompts: int, width: int, slots: int, cfg: ModelConfig, layout: Layout, dtype
+) -> State:
+    """The state of B answers to so many prompts of this width, with empty caches."""
+
+    def empty_cache(rows, slots):
+        cache = jnp.zeros((cfg.L, rows, cfg.K, slots, cfg.H), dtype)
+        return Cache(cache, cache)
+
     hidden_BD = jnp.zeros((B, cfg.D), dtype)
-    state = State(cache, cache, hidden_BD)
+    state = State(empty_cache(n_prompts, width), empty_cache(B, slots), hidden_BD)
 
     def place(a, spec):
         return model.constrain(a, layout.mesh, *spec)
@@ -218,27 +286,25 @@ def empty_state(*, B: int, cfg: ModelConfig, layout: Layout, slots: int, dtype) 
 
 @partial(jax.jit, static_argnames=("layout", "slots"))
 def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
-    """Some rows of one array of a state; of the cache, with so many slots.
+    """Some rows of one array of a state; of a cache, with so many slots.
 
     index_B: the rows to take, counted within each device's.
     """
     is_cache = a.ndim > 2
-    row_axis = layout.order.index("B")
 
     def resize(a, index_B):
         if not is_cache:
             return jnp.take(a, index_B, 0)
-        sizes = dict(zip(layout.order, a.shape, strict=True))
-        sizes |= {"B": len(index_B), "S": slots}
-        new = jnp.zeros([sizes[letter] for letter in layout.order], a.dtype)
+        L, _, K, _, H = a.shape
+        new = jnp.zeros((L, len(index_B), K, slots, H), a.dtype)
 
         # A layer at a time, as otherwise a copy of the complete cache would come between.
         def copy_layer(i, new):
             layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
-            layer = jnp.take(layer, index_B, row_axis, mode="clip")
+            layer = jnp.take(layer, index_B, 1, mode="clip")
             return jax.lax.dynamic_update_slice(new, layer, [i, 0, 0, 0, 0])
 
-        return jax.lax.fori_loop(0, len(a), copy_layer, new)
+        return jax.lax.fori_loop(0, L, copy_layer, new)
 
     # Rows move within a device only.
     array_spec = layout.cache_spec if is_cache else P(layout.rows)

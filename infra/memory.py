@@ -36,17 +36,19 @@ class Chip:
     gib: float = math.inf  # memory
     bandwidth: float = 0  # bytes a second of that memory
     flops: float = 0  # bfloat16 operations a second
+    link_bandwidth: float = 0  # bytes a second to other devices of the host
+    link_latency: float = 0  # seconds of a message to the next device
 
 
 # By the start of JAX's device_kind; the longer name comes first.
 CHIPS = {
-    "TPU v4": Chip(30.75, 1.2e12, 275e12),
-    "TPU v5 lite": Chip(15.7, 8.2e11, 197e12),
-    "TPU v5": Chip(95, 2.77e12, 459e12),
-    "TPU v6 lite": Chip(31.24, 1.64e12, 918e12),
-    "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12),
-    "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12),
-    "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12),
+    "TPU v4": Chip(30.75, 1.2e12, 275e12, 9e10, 1e-6),
+    "TPU v5 lite": Chip(15.7, 8.2e11, 197e12, 9e10, 1e-6),
+    "TPU v5": Chip(95, 2.77e12, 459e12, 1.8e11, 1e-6),
+    "TPU v6 lite": Chip(31.24, 1.64e12, 918e12, 1.8e11, 1e-6),
+    "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12, 3e11, 5e-6),
+    "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12, 4.5e11, 5e-6),
+    "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12, 4.5e11, 5e-6),
 }
 
 

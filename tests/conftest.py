@@ -234,7 +234,8 @@ def generate(
     params, cfg, prompts, max_answer, on=None, kind="replicated", seed=0, sampling=None, **options
 ):
     """rollout.generate in float32, with the weights in the layout that it wants."""
-    layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32")
+    work = layouts.Work(len(prompts), options.get("group", 1), 8, max_answer)
+    layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32", work)
     weights = layouts.to_rollout(params, layout, "float32")
     for name, a in model.flatten(weights).items():
         wanted = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))

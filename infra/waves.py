@@ -1,0 +1,128 @@
+"""Which rows of a rollout decode together, and how a wave shrinks as rows end."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from infra import layouts
+from infra.layouts import Layout, State
+from model import ModelConfig
+
+
+class Rows(NamedTuple):
+    """What decoding has to know of each row."""
+
+    length_B: jax.Array  # tokens of its prompt
+    id_B: jax.Array  # its number among the rows of all waves and processes, -1 for no row
+    live_B: jax.Array  # whether no stop token has come
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Rows that decode together. Every process holds the same of the NumPy arrays."""
+
+    row_ids: np.ndarray  # [shards, rows of a device]: numbers among all rows, -1 for no row
+    is_live: np.ndarray  # of each, whether no stop token has come
+    group: int  # rows in succession that have a prompt in common
+    slots: int  # of the KV cache of answers
+    state: State
+
+
+def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
+    """What decoding has to know of a wave's rows. length_B: of the prompts of all rows."""
+    id_B = wave.row_ids.ravel()
+    live_B = wave.is_live.ravel()
+    return Rows(
+        layouts.shard_rows(length_B[id_B], layout),
+        layouts.shard_rows(id_B, layout),
+        layouts.shard_rows(live_B, layout),
+    )
+
+
+def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int]:
+    """-> (row_ids of each wave, how many equal prompts stay together on a device and in a wave).
+
+    B: all rows; shards: parts that they are split into; at_once: most rows of a device in a wave.
+    """
+    # Of a device.
+    rows = B // shards
+    at_once = min(at_once, rows)
+    # A device takes complete groups, or equal parts of one.
+    group = math.gcd(group, rows)
+    group = max(n for n in range(1, at_once + 1) if group % n == 0)
+    # Waves of equal size, so that all run one program, and the last may lack some rows.
+    most_rows = at_once // group * group
+    n_waves = math.ceil(rows / most_rows)
+    wave_rows = math.ceil(rows / n_waves / group) * group
+    row_ids = np.arange(B).reshape(shards, rows)
+    missing = n_waves * wave_rows - rows
+    row_ids = np.pad(row_ids, ((0, 0), (0, missing)), constant_values=-1)
+    return np.split(row_ids, n_waves, axis=1), group
+
+
+def halved(count: int, needed: int) -> int:
+    """The least half, quarter, ... of a count that is not below what is needed."""
+    # Of few sizes, as each is compiled.
+    while count % 2 == 0 and count // 2 >= needed:
+        count //= 2
+    return count
+
+
+def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
+    """-> (prompts of a device, answers of each) that the next stage decodes: enough for the live
+    ones of every device, where a step then reads a tenth less; otherwise all.
+
+    is_live: of R devices' P prompts with G answers each; bytes: of the KV cache of one of them.
+    """
+    _, prompts, group = is_live_RPG.shape
+
+    def step_bytes(prompts, group):
+        return weight_bytes + prompts * (prompt_bytes + group * answer_bytes)
+
+    live_prompts = is_live_RPG.any(2).sum(1).max()
+    live_answers = is_live_RPG.sum(2).max()
+    fewer = halved(prompts, live_prompts), halved(group, live_answers)
+    is_worth_it = step_bytes(*fewer) <= 0.9 * step_bytes(prompts, group)
+    return fewer if is_worth_it else (prompts, group)
+
+
+def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout) -> Wave:
+    """The wave with so many slots, without rows that have ended where that pays.
+
+    The arrays of the old state that are not in the new one are deleted.
+    """
+    prompts, answers, hidden_BD = wave.state
+    width = prompts.keys.shape[3]
+    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, hidden_BD.dtype)
+    by_prompt = len(wave.row_ids), -1, wave.group
+    is_live_RPG = wave.is_live.reshape(by_prompt)
+    _, n_prompts, _ = is_live_RPG.shape
+    size = fewer_rows(is_live_RPG, slot_bytes * width, slot_bytes * slots, weight_bytes)
+    if size == (n_prompts, wave.group) and slots == wave.slots:
+        return wave
+    # Each device keeps its prompts with live answers, and of each the live answers, in order. Where
+    # it has fewer of them than another device or prompt, it keeps some that have ended, too.
+    has_ended_RP = ~is_live_RPG.any(2)
+    kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, : size[0]]
+    is_live_RPG = np.take_along_axis(is_live_RPG, kept_RP[:, :, None], 1)
+    kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, : size[1]]
+    kept_RPG = kept_RPG + kept_RP[:, :, None] * wave.group
+    kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
+
+    def resize(a, kept, slots=0):
+        index_B = layouts.shard_rows(kept.ravel(), layout)
+        new = layouts.resize_array(a, index_B, layout=layout, slots=slots)
+        # One after another, so that only one is held twice.
+        a.delete()
+        return new
+
+    if size[0] < n_prompts:
+        prompts = jax.tree.map(lambda a: resize(a, kept_RP, width), prompts)
+    answers = jax.tree.map(lambda a: resize(a, kept_RB, slots), answers)
+    state = State(prompts, answers, resize(hidden_BD, kept_RB))
+    row_ids = np.take_along_axis(wave.row_ids, kept_RB, 1)
+    is_live = np.take_along_axis(wave.is_live, kept_RB, 1)
+    return Wave(row_ids, is_live, size[1], slots, state)
