@@ -1,7 +1,7 @@
 """The speed of rollouts, against that of the memory: `python tools/bench_rollout.py --model 0.5B`.
 
-With --aot TYPE the decode loop is compiled for TPUs that are not here, and what it reads and moves
-is counted instead.
+With --aot TYPE the decode loop is compiled for TPUs that are not here. What it reads and moves is
+counted instead, and the compiler estimates the time of a step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from infra import hf, layouts, memory, rollout
 from infra.layouts import Layout
 from infra.sampling import Sampling
 from model import ModelConfig
-from tools import hlo
+from tools import clock, hlo
 
 # V D F N K H L tied: the embedded default, one that suits a CPU, Qwen2.5
 # fmt: off
@@ -58,19 +58,20 @@ FLAGS = dict(
 
 # ---------------------------------------------------------------- compiled for absent TPUs
 def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
-    """What a step of the last stage of decoding moves, as compiled, in words."""
+    """What a step of the last stage of decoding moves and takes, as compiled, in words."""
     slots = args.prompt + args.answer
     dtype = jnp.dtype(args.dtype)
+    chip = memory.chip(layout.mesh.devices.flat[0])
     program = rollout.lower_decode(cfg, layout, dtype, args.batch, slots).compile()
-    traffic = hlo.loop_traffic(program.as_text(), cfg.L)
+    text = program.as_text()
+    traffic = hlo.loop_traffic(text, cfg.L)
 
     # A step cannot but read the weights and the KV cache.
     weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype)
     cache_bytes = slot_bytes * slots * args.batch // layouts.row_shards(layout)
     least = weight_bytes + cache_bytes
-    bandwidth = memory.chip(layout.mesh.devices.flat[0]).bandwidth
-    least_ms = least / bandwidth * 1e3
-    compiled_ms = traffic.device_memory / bandwidth * 1e3
+    least_ms = least / chip.bandwidth * 1e3
+    compiled_ms = traffic.device_memory / chip.bandwidth * 1e3
     copied = traffic.largest_copy * cfg.L / cache_bytes
     peak = program.memory_analysis().peak_memory_in_bytes
     return (
@@ -78,7 +79,7 @@ def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
         f"{traffic.device_memory / 1e9:.3f} GB in {compiled_ms:.2f} ms, "
         f"{traffic.device_memory / least:.3f} of that; collectives move "
         f"{traffic.moved / 1e9:.3f} GB; the largest copy is {copied:.3f} of a layer's cache; "
-        f"peak {peak / 1e9:.2f} GB"
+        f"peak {peak / 1e9:.2f} GB\n  a step's time: {clock.step_clock(text, cfg.L, chip)}"
     )
 
 
