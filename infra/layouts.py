@@ -86,9 +86,9 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> floa
     if layout.kind in ("fsdp", "maxtext"):
         # In each layer a device gets the other devices' shards of its weights.
         gathered = weights * (fsdp - 1) / fsdp
-        seconds += gathered / chip.link_bandwidth + cfg.L * (fsdp - 1) * chip.link_latency
-    # Two sums over tp in each layer, there and back around a ring.
-    return seconds + 2 * cfg.L * 2 * (tp - 1) * chip.link_latency
+        seconds += gathered / chip.link + cfg.L * (fsdp // 2) * memory.HOP_SECONDS
+    # Two sums over tp in each layer, which go around a ring twice, both ways.
+    return seconds + 2 * cfg.L * 2 * (tp // 2) * memory.HOP_SECONDS
 
 
 def fits(cfg: ModelConfig, layout: Layout, dtype, free_gib: float) -> bool:
@@ -107,7 +107,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Lay
     fitting = [layout for layout in candidates if fits(cfg, layout, dtype, free_gib)]
     if not fitting:
         return layout_of("fsdp", 1, mesh), f"no other fits {free_gib:.0f} GiB"
-    if not memory.chip(mesh.devices.flat[0]).link_latency:
+    if not memory.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits, as the devices' speed is not known"
     seconds = [seconds_of_step(cfg, layout, dtype, work) for layout in fitting]
     estimates = ", ".join(

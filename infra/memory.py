@@ -36,19 +36,26 @@ class Chip:
     gib: float = math.inf  # memory
     bandwidth: float = 0  # bytes a second of that memory
     flops: float = 0  # bfloat16 operations a second
-    link_bandwidth: float = 0  # bytes a second to other devices of the host
-    link_latency: float = 0  # seconds of a message to the next device
+    clock: float = 0  # of a TPU, cycles a second
+    link: float = 0  # bytes a second that it sends: of a TPU, along one axis of the torus
 
 
-# By the start of JAX's device_kind; the longer name comes first.
+# For a message to reach the next chip ("How to Scale Your Model", "Sharded Matrices").
+HOP_SECONDS = 1e-6
+
+
+# By the start of JAX's device_kind; the longer name comes first. Google's documentation of the
+# Cloud TPUs has the figures. A clock is what a chip's peak is of its matrix units, which multiply
+# and add in each cycle: 8 of 128 x 128 in a v4 and v5p, 4 in a v5e, 16 in a v6e. The links of an
+# axis are a third (v4, v5p) or half of a chip's, and half of their bandwidth is for sending.
 CHIPS = {
-    "TPU v4": Chip(30.75, 1.2e12, 275e12, 9e10, 1e-6),
-    "TPU v5 lite": Chip(15.7, 8.2e11, 197e12, 9e10, 1e-6),
-    "TPU v5": Chip(95, 2.77e12, 459e12, 1.8e11, 1e-6),
-    "TPU v6 lite": Chip(31.24, 1.64e12, 918e12, 1.8e11, 1e-6),
-    "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12, 3e11, 5e-6),
-    "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12, 4.5e11, 5e-6),
-    "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12, 4.5e11, 5e-6),
+    "TPU v4": Chip(30.75, 1.2e12, 275e12, 1.05e9, 1e11),
+    "TPU v5 lite": Chip(15.7, 8.2e11, 197e12, 1.5e9, 1e11),
+    "TPU v5": Chip(95, 2.77e12, 459e12, 1.75e9, 2e11),
+    "TPU v6 lite": Chip(31.24, 1.64e12, 918e12, 1.75e9, 2e11),
+    "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12, link=3e11),
+    "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12, link=4.5e11),
+    "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12, link=4.5e11),
 }
 
 

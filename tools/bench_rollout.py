@@ -1,7 +1,7 @@
 """The speed of rollouts, against that of the memory: `python tools/bench_rollout.py --model 0.5B`.
 
-With --aot TYPE the decode loop is compiled for TPUs that are not here, and what it reads and moves
-is counted instead.
+With --aot TYPE the decode loop is compiled for TPUs that are not here. What it reads and moves is
+counted instead, and the compiler estimates the time of a step.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from infra import hf, layouts, memory, rollout
-from infra.layouts import Layout
+from infra.layouts import Layout, Work
 from infra.sampling import Sampling
 from model import ModelConfig
-from tools import hlo
+from tools import clock, hlo
 
 # V D F N K H L tied: the embedded default, one that suits a CPU, Qwen2.5
 # fmt: off
@@ -56,21 +56,25 @@ FLAGS = dict(
 )
 
 
+def work_of(args) -> Work:
+    return Work(args.batch, args.npq, args.prompt, args.answer)
+
+
 # ---------------------------------------------------------------- compiled for absent TPUs
 def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
-    """What a step of the last stage of decoding moves, as compiled, in words."""
-    slots = args.prompt + args.answer
+    """What a step of the last stage of decoding moves and takes, as compiled, in words."""
+    work = work_of(args)
     dtype = jnp.dtype(args.dtype)
-    program = rollout.lower_decode(cfg, layout, dtype, args.batch, slots).compile()
-    traffic = hlo.loop_traffic(program.as_text(), cfg.L)
+    chip = memory.chip(layout.mesh.devices.flat[0])
+    program = rollout.lower_decode(cfg, layout, dtype, work).compile()
+    text = program.as_text()
+    traffic = hlo.loop_traffic(text, cfg.L)
 
     # A step cannot but read the weights and the KV cache.
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype)
-    cache_bytes = slot_bytes * slots * args.batch // layouts.row_shards(layout)
+    weight_bytes, cache_bytes = layouts.bytes_of_step(cfg, layout, dtype, work)
     least = weight_bytes + cache_bytes
-    bandwidth = memory.chip(layout.mesh.devices.flat[0]).bandwidth
-    least_ms = least / bandwidth * 1e3
-    compiled_ms = traffic.device_memory / bandwidth * 1e3
+    least_ms = least / chip.bandwidth * 1e3
+    compiled_ms = traffic.device_memory / chip.bandwidth * 1e3
     copied = traffic.largest_copy * cfg.L / cache_bytes
     peak = program.memory_analysis().peak_memory_in_bytes
     return (
@@ -78,7 +82,7 @@ def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
         f"{traffic.device_memory / 1e9:.3f} GB in {compiled_ms:.2f} ms, "
         f"{traffic.device_memory / least:.3f} of that; collectives move "
         f"{traffic.moved / 1e9:.3f} GB; the largest copy is {copied:.3f} of a layer's cache; "
-        f"peak {peak / 1e9:.2f} GB"
+        f"peak {peak / 1e9:.2f} GB\n  a step's time: {clock.step_clock(text, cfg.L, chip)}"
     )
 
 
@@ -185,9 +189,8 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
     step_s = decode_s / args.answer
 
     # On average half of the answer is in the KV cache.
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype)
-    rows = args.batch / layouts.row_shards(layout)
-    least = weight_bytes + slot_bytes * rows * (args.prompt + args.answer / 2)
+    half = replace(work_of(args), answer_slots=args.answer / 2)
+    least = sum(layouts.bytes_of_step(cfg, layout, dtype, half))
     bandwidth = memory_speed()
     text = (
         f"prefill {groups.size / prefill_s:.0f} tok/s; decode {args.batch / step_s:.0f} tok/s, "
@@ -226,7 +229,7 @@ def main(argv=None) -> None:
                 f"{devices.size} devices must divide --batch {args.batch}"
             )
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
-        layout, why = layouts.rollout_layout(kind, cfg, mesh, args.dtype)
+        layout, why = layouts.rollout_layout(kind, cfg, mesh, args.dtype, work_of(args))
         print(f"{name} on {absent or devices[0].device_kind}: {why}", flush=True)
         text = check_loop(name, cfg, layout, args) if absent else measure(name, cfg, layout, args)
         print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)

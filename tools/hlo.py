@@ -13,7 +13,8 @@ class Instruction(NamedTuple):
     op: str
     operands: list  # names
     calls: str  # the computation that a fusion or a loop runs, or ""
-    arguments: str  # the text between the parentheses: of a parameter, its number
+    arguments: str  # the text between the parentheses: of a parameter or constant, its number
+    attributes: str  # the text from there on, with the name and what the compiler found out
 
 
 class Traffic(NamedTuple):
@@ -28,14 +29,12 @@ def loop_traffic(hlo: str, layers: int) -> Traffic:
     """The traffic of a step of the decode loop in a compiled program's text.
 
     Counted are the operands and results of each top-level instruction in the loop's body, and
-    `layers` times those of the loop inside. What is sliced, or updated in place, counts as the
-    slice. What lies in a TPU's VMEM does not count, other than for collectives.
+    those of a loop inside as often as it runs, `layers` times where the program does not say. What
+    is sliced, or updated in place, counts as the slice. What lies in a TPU's VMEM does not count,
+    other than for collectives.
     """
     program = Program(hlo, layers)
-    entry = list(program.computations)[-1]
-    # There are smaller loops, such as a sort's; the decode loop has the most traffic.
-    loops = [i.calls for i in program.computations[entry].values() if i.op == "while"]
-    return max(map(program.traffic, loops), key=lambda traffic: traffic.device_memory)
+    return program.traffic(program.main_loop())
 
 
 def parse(hlo: str) -> dict:
@@ -48,8 +47,10 @@ def parse(hlo: str) -> dict:
             operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
             calls = re.search(r"(?:calls|body)=%([\w.-]+)", rest)
             called = calls[1] if calls else ""
-            arguments = rest.split(")")[0]
-            instructions[name] = Instruction(result_type, op, operands, called, arguments)
+            arguments, _, attributes = rest.partition(")")
+            instructions[name] = Instruction(
+                result_type, op, operands, called, arguments, attributes
+            )
         computations[computation] = instructions
     return computations
 
@@ -65,16 +66,32 @@ def array_sizes(type_text: str) -> list[tuple[int, bool]]:
     return sizes
 
 
-def bytes_in_device_memory(type_text: str) -> int:
-    return sum(size for size, in_memory in array_sizes(type_text) if in_memory)
-
-
 class Program:
     """A compiled program."""
 
-    def __init__(self, hlo: str, layers: int):
+    def __init__(self, hlo: str, trips: int):
         self.computations = parse(hlo)
-        self.layers = layers  # times that a loop inside the decode loop runs
+        self.entry = list(self.computations)[-1]
+        self.unsaid_trips = trips  # of a loop of which the program does not say how often it runs
+
+    def main_loop(self) -> str:
+        """The body of the loop with the most traffic: there are smaller ones, such as a sort's."""
+        loops = [i.calls for i in self.computations[self.entry].values() if i.op == "while"]
+        return max(loops, key=lambda loop: self.traffic(loop).device_memory)
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a loop runs: XLA notes it for GPUs and CPUs; TPUs compare with a constant."""
+        noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if noted:
+            return int(noted[1])
+        condition = self.computations[re.search(r"condition=%([\w.-]+)", loop.attributes)[1]]
+        root = list(condition.values())[-1]
+        if root.op == "compare" and "direction=LT" in root.attributes:
+            # JAX counts from 0.
+            limit = condition[root.operands[1]]
+            if limit.op == "constant":
+                return int(limit.arguments)
+        return self.unsaid_trips
 
     def size(self, computation: str, name: str) -> int:
         """Bytes of a value, the first one of a tuple."""
@@ -130,11 +147,11 @@ class Program:
         """The traffic of a computation that runs once."""
         device_memory = moved = largest_copy = 0
         for name, instruction in self.computations[computation].items():
-            # A loop inside is that over the layers.
             if instruction.op == "while":
                 inside = self.traffic(instruction.calls)
-                device_memory += self.layers * inside.device_memory
-                moved += self.layers * inside.moved
+                trips = self.trips(instruction)
+                device_memory += trips * inside.device_memory
+                moved += trips * inside.moved
                 largest_copy = max(largest_copy, inside.largest_copy)
             else:
                 is_moved = is_collective(instruction.op)
@@ -160,8 +177,14 @@ class Program:
         # What was started is counted at its start.
         if instruction.op in FREE or instruction.op.endswith("-done"):
             return 0
+        costs = stated_costs(instruction)
+        if costs:
+            return costs["bytes_accessed"]
         if instruction.op.endswith("-start"):
-            return bytes_in_device_memory(instruction.type)
+            # The first two are where it comes from, of which it may be a slice, and where it goes.
+            ends = array_sizes(instruction.type)[:2]
+            moved = min(size for size, _ in ends)
+            return sum(moved for _, in_memory in ends if in_memory)
         total = 0
         for operand in instruction.operands:
             _, in_memory = array_sizes(self.computations[computation][operand].type)[0]
@@ -182,3 +205,9 @@ class Program:
 def is_collective(op: str) -> bool:
     prefixes = "all-", "reduce-scatter", "collective-"
     return op.startswith(prefixes) and not op.endswith("-done")
+
+
+def stated_costs(instruction: Instruction) -> dict:
+    """{flops, bytes_accessed, ..} of a Pallas kernel, as its author states them; or {}."""
+    stated = re.search(r'"cost_estimate":\{(.*?)\}', instruction.attributes)
+    return {key: int(n) for key, n in re.findall(r'"(\w+)":"(\d+)"', stated[1])} if stated else {}

@@ -23,8 +23,10 @@ import model
 import train
 from infra import cluster, data, flags, hf, layouts, log, memory, packing, rollout
 from infra.files import CheckpointError
+from infra.layouts import Work
 from infra.log import check, exit_on, say
 from infra.state import abstract_state
+from infra.waves import plan_waves
 
 # Of the update. MaxText reaches 0.45 with an 8B model on v6e.
 ASSUMED_MFU = 0.4
@@ -129,17 +131,16 @@ class RolloutPlan:
     fits: bool
 
 
-def plan_rollout(cfg, model_cfg, layout, mesh) -> RolloutPlan:
+def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
     """Compile the decode loop for prompts and answers of full length."""
-    slots = cfg.max_prompt + cfg.max_answer
-    sequences = cfg.batch * cfg.npq * cluster.host_count(mesh)
+    sequences = work.answers
     shards = layouts.row_shards(layout)
     resting = memory.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
-    most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, slots, resting)
-    waves, _ = rollout.plan_waves(sequences, shards, cfg.npq, most)
+    most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, work, resting, work.group)
+    waves, group = plan_waves(sequences, shards, cfg.npq, most)
     at_once = waves[0].shape[1]
-    dtype = jnp.dtype(cfg.dtype)
-    decode = rollout.lower_decode(model_cfg, layout, dtype, at_once * shards, slots)
+    wave = dataclasses.replace(work, answers=at_once * shards, group=group)
+    decode = rollout.lower_decode(model_cfg, layout, jnp.dtype(cfg.dtype), wave)
     gib, fits = memory.compiled_gib(decode, mesh)
     resting_gib = resting / memory.GIB
     # The compiler does not know of what rests on the device.
@@ -148,7 +149,7 @@ def plan_rollout(cfg, model_cfg, layout, mesh) -> RolloutPlan:
     return RolloutPlan(sequences, sequences // shards, at_once, len(waves), gib, resting_gib, fits)
 
 
-def print_time(cfg, model_cfg, layout, mesh, planned: RolloutPlan) -> None:
+def print_time(cfg, model_cfg, layout, mesh, work: Work, planned: RolloutPlan) -> None:
     """How long a step takes where prompts and answers have their full length, with the arithmetic:
     memory traffic bounds the rollout, and matrix products the update."""
     device = mesh.devices.flat[0]
@@ -157,9 +158,9 @@ def print_time(cfg, model_cfg, layout, mesh, planned: RolloutPlan) -> None:
         say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
         return
     # Each token reads the weights once a wave, and of each row the cache, which grows.
-    weights, slot = layouts.bytes_read(model_cfg, layout, cfg.dtype)
-    cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
-    bytes_per_token = planned.waves * weights + planned.rows * cached
+    half = dataclasses.replace(work, answer_slots=cfg.max_answer / 2)
+    weights, cached = layouts.bytes_of_step(model_cfg, layout, cfg.dtype, half)
+    bytes_per_token = planned.waves * weights + cached
     rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
     length = cfg.max_prompt + cfg.max_answer
     # Before several updates, a forward scores the answers: a third of a forward and backward.
@@ -171,8 +172,8 @@ def print_time(cfg, model_cfg, layout, mesh, planned: RolloutPlan) -> None:
     say(
         f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
         f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x ({planned.waves} x "
-        f"{weights / 1e9:.2f} GB of weights + {planned.rows} rows x {cached / 1e9:.3f} GB of "
-        f"cache) / {chip.bandwidth / 1e12:.2f} TB/s\n"
+        f"{weights / 1e9:.2f} GB of weights + {cached / 1e9:.2f} GB of cache of {planned.rows} "
+        f"rows) / {chip.bandwidth / 1e12:.2f} TB/s\n"
         f"  update {update_s:.1f} s = {flops / 1e15:.2f} PFLOP of {planned.sequences} x {length} "
         f"tokens / ({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {mesh.size} devices)"
     )
@@ -216,14 +217,16 @@ def main(argv: list[str]) -> None:
         table.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
     # Of the last setting.
-    layout, _ = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
-    planned = plan_rollout(cfg, model_cfg, layout, mesh)
+    answers = cfg.batch * cfg.npq * cluster.host_count(mesh)
+    work = Work(answers, cfg.npq, cfg.max_prompt, cfg.max_answer)
+    layout, why = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
+    planned = plan_rollout(cfg, model_cfg, layout, mesh, work)
     verdict = "" if planned.fits else "; too much"
     say(
-        f"rollout, {layout.kind}: {planned.rows} rows per device, {planned.at_once} at once: "
+        f"rollout: {why}\n  {planned.rows} rows per device, {planned.at_once} at once: "
         f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} in parameters and optimizer{verdict}"
     )
-    print_time(cfg, model_cfg, layout, mesh, planned)
+    print_time(cfg, model_cfg, layout, mesh, work, planned)
     if sweep:
         # The flag may be micro_batch itself.
         columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
