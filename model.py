@@ -235,15 +235,15 @@ def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
     """cos and sin of the rotary angles, [B, 1, T, H/2] float32 (arXiv 2104.09864)."""
     inverse = cfg.rope_theta ** (-jnp.arange(0, cfg.H, 2, dtype=jnp.float32) / cfg.H)
     angle = positions_BT[:, None, :, None].astype(jnp.float32) * inverse
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
 def rotate(x, rope: tuple) -> jax.Array:
     """Rotate the pairs (i, i + H/2) of float32 [B, heads, T, H]."""
     cos, sin = rope
     # Not (2i, 2i + 1) as in the paper: weights on the hub are in this order.
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    return x * cos + jnp.roll(x, x.shape[-1] // 2, -1) * sin
 
 
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
@@ -293,6 +293,9 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     gate = save(matmul("BTD,DF->BTF", h, w["w_gate_LDF"]))
     up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
     h = save_elementwise(jax.nn.silu(gate) * up)
+    if x_BTD.shape[1] == 1:
+        # In decoding XLA would compute `up` inside the next product, where it takes longer.
+        h = jax.lax.optimization_barrier(h)
     out = matmul("BTF,FD->BTD", h, w["w_down_LFD"])
     return x_BTD + sum_parts(out).astype(dtype), extra
 

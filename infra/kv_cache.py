@@ -38,10 +38,7 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, *, first, lay
 
     def on_device(q, k, v, layer, cache, first):
         T = q.shape[2]
-        cache = Cache(
-            write_plain(cache.keys, k, layer, first, 0),
-            write_plain(cache.values, v, layer, first, 0),
-        )
+        cache = write_plain(cache, k, v, layer, first)
         # What comes after a prompt is attended to by nothing that matters.
         causal = jnp.tri(T, dtype=bool)[None]
         return model.attention(q, k, v, causal), cache
@@ -60,25 +57,20 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, *, slot, length_B, la
 
     def on_device(q, k, v, layer, cache, slot, length_B):
         prompts, answers = cache
-        write = write_token if is_tpu else partial(write_plain, first=0)
+        write = write_token if is_tpu else write_plain
         attend = attend_pallas if is_tpu else attend_plain
-        answers = Cache(
-            write(answers.keys, k, layer, slot=slot), write(answers.values, v, layer, slot=slot)
-        )
-        B, N, _, H = q.shape
-        K = k.shape[1]
-        q_BKGH = q.reshape(B, K, N // K, H)
-        filled_B = jnp.full(B, slot + 1, jnp.int32)
-        out, lse = attend(q_BKGH, answers, layer, filled_B)
+        answers = write(answers, k, v, layer, slot=slot)
 
         # The answers of a prompt attend to it together, so that it is read once.
+        B, N, _, H = q.shape
+        q_BKGH = q.reshape(B, k.shape[1], -1, H)
         n = prompts.keys.shape[1]
-        of_prompts = attend(join_group(q_BKGH, n), prompts, layer, length_B[:: B // n])
-        prompt_out, prompt_lse = (split_group(a, B) for a in of_prompts)
+        q_joined = join_group(q_BKGH, n)
+        joined = attend(q_joined, prompts, layer, length_B[:: B // n], nothing(q_joined))
+        of_prompts = tuple(split_group(a, B) for a in joined)
 
-        # Softmax over both, of which each has its sum in its log-sum-exp.
-        share = jax.nn.sigmoid(prompt_lse - lse)
-        out = share * prompt_out + (1 - share) * out
+        filled_B = jnp.full(B, slot + 1, jnp.int32)
+        out, _ = attend(q_BKGH, answers, layer, filled_B, of_prompts)
         return out.reshape(B, N, 1, H), (prompts, answers)
 
     return over_devices(on_device, layout, q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B)
@@ -113,28 +105,38 @@ def split_group(a_nKMH, B):
 
 
 # ---------------------------------------------------------------- in plain JAX
-def write_plain(cache, new_BKTH, layer, first, slot) -> jax.Array:
-    """Keys or values of T new tokens go to slots slot.. of rows first.. of a layer, in place."""
-    cache = jax.lax.dynamic_update_slice(cache, new_BKTH[None], (layer, first, 0, slot, 0))
+def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
+    """Keys and values of T tokens go to slots slot.. of rows first.. of a layer, in place."""
     # For many rows XLA would change the order of dimensions in memory, and copy the cache.
-    in_order = DeviceLayout(tuple(range(cache.ndim)))
-    return with_layout_constraint(cache, in_order)
+    in_order = DeviceLayout(tuple(range(5)))
+    at = (layer, first, 0, slot, 0)
+    keys = jax.lax.dynamic_update_slice(cache.keys, k_BKTH[None], at)
+    values = jax.lax.dynamic_update_slice(cache.values, v_BKTH[None], at)
+    return with_layout_constraint(Cache(keys, values), Cache(in_order, in_order))
 
 
-def attend_plain(q_BKMH, cache: Cache, layer, length_B) -> tuple:
-    """Attention to the first `length` slots of a layer of the cache.
+def nothing(q_BKMH) -> tuple:
+    """What `attend_plain` gives for no slot at all."""
+    out = jnp.zeros(q_BKMH.shape, jnp.float32)
+    return out, jnp.full((*q_BKMH.shape[:3], 1), -1e30)
+
+
+def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
+    """Attention to the first `length` slots of a layer of the cache, and to others.
 
     Queries come scaled by H ** -0.5. -> ([B, K, M, H], the log-sum-exp of the scores [B, K, M, 1]),
-    float32.
+    float32. others: what this gave for other slots, or `nothing`.
     """
     k_BKSH = jax.lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)
     v_BKSH = jax.lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)
     scores = model.matmul("BKMH,BKSH->BKMS", q_BKMH, k_BKSH)
     is_filled = jnp.arange(k_BKSH.shape[2]) < length_B[:, None]
     scores = jnp.where(is_filled[:, None, None], scores, -1e30)
-    lse = jax.nn.logsumexp(scores, -1, keepdims=True)
+    others_out, others_lse = others
+    lse = jnp.logaddexp(others_lse, jax.nn.logsumexp(scores, -1, keepdims=True))
     probs = jnp.exp(scores - lse).astype(v_BKSH.dtype)
-    return model.matmul("BKMS,BKSH->BKMH", probs, v_BKSH), lse
+    out = model.matmul("BKMS,BKSH->BKMH", probs, v_BKSH)
+    return out + jnp.exp(others_lse - lse) * others_out, lse
 
 
 # ---------------------------------------------------------------- Pallas kernels for TPUs
@@ -149,35 +151,41 @@ def in_hbm(a):
     return pltpu.with_memory_space_constraint(a, pltpu.HBM)
 
 
-def write_token(cache, new_BKTH, layer, slot, interpret=False) -> jax.Array:
+def write_token(cache: Cache, k_BKTH, v_BKTH, layer, slot, interpret=False) -> Cache:
     """`write_plain` of a token of all rows: the tile of its slot is read, changed, and written."""
-    _, B, K, S, H = cache.shape
+    _, B, K, S, H = cache.keys.shape
     slots = min(S, TILE_SLOTS)
-    row_bytes = K * slots * H * cache.dtype.itemsize
+    row_bytes = K * slots * H * cache.keys.dtype.itemsize
     rows = rows_of_block(B, row_bytes, BLOCK_BYTES)
     tile = pl.BlockSpec((None, rows, K, slots, H), lambda b, at: (at[0], b, 0, at[1], 0))
     new = pl.BlockSpec((rows, K, 1, H), lambda b, at: (b, 0, 0, 0))
     write = pl.pallas_call(
-        write_tile,
+        write_tiles,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(B // rows,), in_specs=[new, tile], out_specs=tile
+            num_scalar_prefetch=1,
+            grid=(B // rows,),
+            in_specs=[new, new, tile, tile],
+            out_specs=[tile, tile],
         ),
-        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
-        input_output_aliases={2: 0},
-        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=2 * B * row_bytes, transcendentals=0),
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in cache],
+        # In place: the arguments are `at`, two of tokens, two of the cache.
+        input_output_aliases={3: 0, 4: 1},
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=4 * B * row_bytes, transcendentals=0),
         name="write_token",
         interpret=interpret,
     )
-    at = jnp.stack([layer, slot // slots, slot % slots])
-    return write(at, new_BKTH, in_hbm(cache))
+    at = jnp.stack([layer, jax.lax.div(slot, slots), jax.lax.rem(slot, slots)])
+    return Cache(*write(at, k_BKTH, v_BKTH, *map(in_hbm, cache)))
 
 
-def write_tile(at, new, old, out):
-    slot = jax.lax.broadcasted_iota(jnp.int32, old.shape, 2)
-    out[...] = jnp.where(slot == at[2], new[...], old[...])
+def write_tiles(at, k, v, old_keys, old_values, keys, values):
+    slot = jax.lax.broadcasted_iota(jnp.int32, old_keys.shape, 2)
+    is_written = slot == at[2]
+    keys[...] = jnp.where(is_written, k[...], old_keys[...])
+    values[...] = jnp.where(is_written, v[...], old_values[...])
 
 
-def attend_pallas(q_BKMH, cache: Cache, layer, length_B, interpret=False) -> tuple:
+def attend_pallas(q_BKMH, cache: Cache, layer, length_B, others, interpret=False) -> tuple:
     """`attend_plain` in blocks of rows and slots. Slots beyond the longest row of a block are not
     read. The softmax is that of flash attention (arXiv 2205.14135)."""
     _, B, K, S, H = cache.keys.shape
@@ -190,7 +198,7 @@ def attend_pallas(q_BKMH, cache: Cache, layer, length_B, interpret=False) -> tup
     )
     longest_B = length_B.reshape(-1, rows).max(1)
     # The last block of slots that is needed, of each block of rows.
-    last_B = (longest_B - 1) // slots
+    last_B = jax.lax.div(longest_B - 1, slots)
 
     def cache_block(b, k, s, layer, last_B):
         # A block that is there already is not read again.
@@ -211,7 +219,7 @@ def attend_pallas(q_BKMH, cache: Cache, layer, length_B, interpret=False) -> tup
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B // rows, K, pl.cdiv(S, slots)),
-            in_specs=[lengths, queries, keys_or_values, keys_or_values],
+            in_specs=[lengths, queries, queries, sums, keys_or_values, keys_or_values],
             out_specs=[queries, sums],
             scratch_shapes=[pltpu.VMEM((rows, M, 1), jnp.float32)],
         ),
@@ -233,20 +241,23 @@ def attend_pallas(q_BKMH, cache: Cache, layer, length_B, interpret=False) -> tup
     )
     keys, values = map(in_hbm, cache)
     layer = jnp.reshape(layer, 1)
-    return tuple(attend(layer, last_B, length_B[:, None, None], q_BKMH, keys, values))
+    length_B11 = length_B[:, None, None]
+    return tuple(attend(layer, last_B, length_B11, q_BKMH, *others, keys, values))
 
 
-def attend_to_block(layer, last_B, length, q, k, v, out, total, largest, *, slots):
-    """One block of `attend_pallas`. out, total: sums over the blocks so far, of the weights
-    exp(score - largest); at the end, `attend_plain`'s results."""
+def attend_to_block(
+    layer, last_B, length, q, others_out, others_lse, k, v, out, total, largest, *, slots
+):
+    """One block of `attend_pallas`. out, total: sums over the slots so far, with the weights
+    exp(score - largest); at the end, what `attend_plain` gives."""
     s = pl.program_id(2)
     batched_dot = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
 
     @pl.when(s == 0)
     def begin():
-        out[...] = jnp.zeros_like(out)
-        total[...] = jnp.zeros_like(total)
-        largest[...] = jnp.full_like(largest, -1e30)
+        out[...] = others_out[...]
+        total[...] = jnp.ones_like(total)
+        largest[...] = others_lse[...]
 
     @pl.when(s <= last_B[pl.program_id(0)])
     def add_block():

@@ -107,12 +107,13 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout) -> Wav
     # it has fewer of them than another device or prompt, it keeps some that have ended, too.
     has_ended_RP = ~is_live_RPG.any(2)
     kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, : size[0]]
+    kept_RP = np.sort(kept_RP)
     is_live_RPG = np.take_along_axis(is_live_RPG, kept_RP[:, :, None], 1)
     kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, : size[1]]
     kept_RPG = kept_RPG + kept_RP[:, :, None] * wave.group
     kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
 
-    def resize(a, kept, slots=0):
+    def resize(a, kept, slots):
         index_B = layouts.shard_rows(kept.ravel(), layout)
         new = layouts.resize_array(a, index_B, layout=layout, slots=slots)
         # One after another, so that only one is held twice.
@@ -122,7 +123,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout) -> Wav
     if size[0] < n_prompts:
         prompts = jax.tree.map(lambda a: resize(a, kept_RP, width), prompts)
     answers = jax.tree.map(lambda a: resize(a, kept_RB, slots), answers)
-    state = State(prompts, answers, resize(hidden_BD, kept_RB))
+    state = State(prompts, answers, resize(hidden_BD, kept_RB, slots))
     row_ids = np.take_along_axis(wave.row_ids, kept_RB, 1)
     is_live = np.take_along_axis(wave.is_live, kept_RB, 1)
     return Wave(row_ids, is_live, size[1], slots, state)
