@@ -239,7 +239,7 @@ def attend_pallas(q_BKMH, cache: Cache, layer, length_B, others, interpret=False
         name="decode_attention",
         interpret=interpret,
     )
-    keys, values = map(in_hbm, cache)
+    keys, values = cache
     layer = jnp.reshape(layer, 1)
     length_B11 = length_B[:, None, None]
     return tuple(attend(layer, last_B, length_B11, q_BKMH, *others, keys, values))
