@@ -178,19 +178,26 @@ def slice_sides(chips, dimensions):
 
 
 # ---------------------------------------------------------------- what a program takes
-def compiled_gib(lowered, mesh) -> tuple[float, bool]:
+def ignore(*_) -> None:
+    """What is done with a compiled program where only its memory is asked for."""
+
+
+def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
     """-> (GiB that a compiled program takes of a device, does it fit). Nothing is run.
 
-    What is too much for a TPU is not compiled to its end; then GiB is the compiler's estimate.
+    use(compiled): called with the program. What is too much for a TPU is not compiled to its end;
+    then there is none, and GiB is the compiler's estimate.
     """
     try:
-        memory = lowered.compile().memory_analysis()
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
         total = re.search(r"(?:\(|Used )([\d.]+)([MGT])(?=\) exceeds| of )", str(e))
         if not total:
             raise
         gib_of_unit = {"M": 2**-10, "G": 1, "T": 2**10}
         return float(total[1]) * gib_of_unit[total[2]], False
+    use(compiled)
+    memory = compiled.memory_analysis()
     if mesh.devices.flat[0].platform == "tpu":
         return memory.peak_memory_in_bytes / GIB, True
     # Other compilers tell no peak.
@@ -211,10 +218,13 @@ class UpdatePrograms:
 
 
 @functools.cache
-def update_gib(micro_batch, width, cfg, model_cfg, mesh, programs) -> tuple[float, bool]:
+def update_gib(
+    micro_batch, width, cfg, model_cfg, mesh, programs, use: Callable = ignore
+) -> tuple[float, bool]:
     """-> (GiB of a device in an update, does it fit), with all that rests there.
 
-    micro_batch: rows of a device, of `width` tokens. Compiled once a process for equal arguments.
+    micro_batch: rows of a device, of `width` tokens. use(name, compiled): called with the programs
+    "gradients" and "apply". Compiled once a process for equal arguments.
     """
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
@@ -232,12 +242,12 @@ def update_gib(micro_batch, width, cfg, model_cfg, mesh, programs) -> tuple[floa
     step = programs.apply.lower(*one, factor, 0.0, name=name, **static)
 
     # The compiler does not know of what else rests on the device.
-    gradient_gib, gradient_fits = compiled_gib(gradient, mesh)
+    gradient_gib, gradient_fits = compiled_gib(gradient, mesh, partial(use, "gradients"))
     gradient_gib += device_bytes(others) / GIB
     if micro_batch < rows_to_fill(cfg, mesh):
         # Of several micro-batches the sum of gradients is there too.
         gradient_gib += device_bytes(grads) / GIB
-    step_gib, step_fits = compiled_gib(step, mesh)
+    step_gib, step_fits = compiled_gib(step, mesh, partial(use, "apply"))
     step_gib += (device_bytes((state, grads)) - device_bytes(one)) / GIB
     gib = max(gradient_gib, step_gib)
     return gib, gradient_fits and step_fits and gib <= device_memory(mesh.devices.flat[0])

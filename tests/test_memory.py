@@ -71,9 +71,9 @@ def fresh_answers(tmp_path, monkeypatch):
     update_gib.cache_clear()
 
     # The flag changes no program; without it each is traced once.
-    def update_gib_without_flag(micro_batch, width, cfg, model_cfg, mesh, programs):
+    def update_gib_without_flag(micro_batch, width, cfg, model_cfg, mesh, programs, **use):
         cfg = dataclasses.replace(cfg, micro_batch=0)
-        return update_gib(micro_batch, width, cfg, model_cfg, mesh, programs)
+        return update_gib(micro_batch, width, cfg, model_cfg, mesh, programs, **use)
 
     update_gib_without_flag.cache_clear = update_gib.cache_clear
     monkeypatch.setattr(memory, "update_gib", update_gib_without_flag)
@@ -127,7 +127,7 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
     programs.gradients.lower.return_value = "gradients"
     programs.apply.lower.return_value = "apply"
     gib_of = {"gradients": 1.0, "apply": 0.0}
-    monkeypatch.setattr(memory, "compiled_gib", lambda lowered, mesh: (gib_of[lowered], True))
+    monkeypatch.setattr(memory, "compiled_gib", lambda lowered, *_: (gib_of[lowered], True))
     cfg = train.resolve(train.Config(batch=2, npq=4, minibatches=2), mesh())
     of_gradients = 4 * SMALL.n_params / 2**30
 

@@ -82,7 +82,8 @@ def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
         f"{traffic.device_memory / 1e9:.3f} GB in {compiled_ms:.2f} ms, "
         f"{traffic.device_memory / least:.3f} of that; collectives move "
         f"{traffic.moved / 1e9:.3f} GB; the largest copy is {copied:.3f} of a layer's cache; "
-        f"peak {peak / 1e9:.2f} GB\n  a step's time: {clock.step_clock(text, cfg.L, chip)}"
+        f"peak {peak / 1e9:.2f} GB\n  "
+        f"by the compiler's clock, not measured, a step takes {clock.step_clock(text, cfg.L, chip)}"
     )
 
 

@@ -22,8 +22,8 @@ class Clock(NamedTuple):
     operations: list[tuple[str, float]]  # (name, ms), the dearest first
 
     def __str__(self) -> str:
-        dearest = ", ".join(f"{name} {ms:.2f}" for name, ms in self.operations[:5])
-        return f"{self.ms:.2f} ms by the compiler's estimate, of that {dearest}"
+        dearest = "; ".join(f"{name} {ms:.2f}" for name, ms in self.operations[:5])
+        return f"{self.ms:.2f} ms (of that {dearest})"
 
 
 def step_clock(hlo: str, layers: int, chip: Chip) -> Clock:
@@ -120,8 +120,10 @@ def readable(name: str, instruction: Instruction) -> str:
     text = "/".join(words)
     if path and "transpose(" in path[1]:
         recomputed = "rematted_computation" in path[1]
-        text += ", recomputed" if recomputed else ", backward"
-    return f"{instruction.op} of {text}" if is_collective(instruction.op) else text
+        text += " recomputed" if recomputed else " backward"
+    if is_collective(instruction.op) and not text.startswith(instruction.op):
+        text = f"{instruction.op} of {text}"
+    return text
 
 
 def unwrapped(part: str) -> str:

@@ -101,6 +101,8 @@ class Program:
         """Bytes that an instruction reads of one of its operands."""
         instruction = self.computations[computation][name]
         is_first = operand == instruction.operands[0]
+        if instruction.op == "bitcast" or self.is_alias(instruction):
+            return self.bytes_used(computation, name)
         if instruction.op == "fusion":
             inside = self.computations[instruction.calls]
             parameters = [p for p, i in inside.items() if i.op == "parameter"]
@@ -109,8 +111,6 @@ class Program:
                 for p in parameters
                 if instruction.operands[int(inside[p].arguments)] == operand
             )
-        if instruction.op == "bitcast":
-            return self.bytes_used(computation, name)
         if instruction.op in ("dynamic-slice", "slice", "gather") and is_first:
             return self.size(computation, name)
         if instruction.op == "dynamic-update-slice" and is_first:
@@ -175,7 +175,7 @@ class Program:
             # These go through device memory on both sides.
             return self.bytes_moved(computation, name)
         # What was started is counted at its start.
-        if instruction.op in FREE or instruction.op.endswith("-done"):
+        if instruction.op in FREE or instruction.op.endswith("-done") or self.is_alias(instruction):
             return 0
         costs = stated_costs(instruction)
         if costs:
@@ -193,6 +193,11 @@ class Program:
         for size, (_, in_memory) in zip(written, array_sizes(instruction.type), strict=False):
             total += size if in_memory else 0
         return total
+
+    def is_alias(self, instruction: Instruction) -> bool:
+        """Whether a copy stays where it was, for another tiling of the same bytes: of int8."""
+        aliased = "output_to_operand_aliasing" in instruction.attributes
+        return aliased and instruction.op == "fusion" and self.is_copy(instruction)
 
     def is_copy(self, instruction: Instruction) -> bool:
         """Whether an instruction changes nothing but where and how values lie."""

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import signal
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -21,15 +21,11 @@ import jax.numpy as jnp
 
 import model
 import train
-from infra import cluster, data, flags, hf, layouts, log, memory, packing, rollout
+from infra import cluster, data, flags, hf, layouts, log, memory, packing
 from infra.files import CheckpointError
-from infra.layouts import Work
 from infra.log import check, exit_on, say
-from infra.state import abstract_state
-from infra.waves import plan_waves
+from tools import step_time
 
-# Of the update. MaxText reaches 0.45 with an 8B model on v6e.
-ASSUMED_MFU = 0.4
 # What --sweep can try several values of.
 SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
 
@@ -71,11 +67,11 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 
 
 # ---------------------------------------------------------------- the memory of the update
-def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict]:
+def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict, dict]:
     """Compile the update with --micro_batch, or with several to find the largest that fits.
 
     limit: GiB of a device. -> (that micro-batch, 0 if it is too much; {each that was compiled: (GiB
-    that it takes of a device, does it fit)})
+    that it takes of a device, does it fit)}; {each: the compiler's estimates of its time})
     """
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
     say(
@@ -83,17 +79,21 @@ def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict]:
         f"offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
     )
 
+    clocks = {}
+
     def need(micro_batch):
         say(f"compiling the update with micro_batch {micro_batch} ...")
-        return memory.update_gib(micro_batch, width, cfg, model_cfg, mesh, train.UPDATE)
+        clocks[micro_batch] = {}
+        use = partial(step_time.keep_clock, clocks[micro_batch], micro_batch, cfg, model_cfg, mesh)
+        return memory.update_gib(micro_batch, width, cfg, model_cfg, mesh, train.UPDATE, use=use)
 
     if cfg.micro_batch:
         gib, fits = need(cfg.micro_batch)
-        return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}
+        return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}, clocks
     # Of each row at least the inputs of all layers are kept.
     row_gib = model_cfg.L * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / memory.GIB
     most = int(min(1024, 1 + limit // row_gib))
-    return memory.largest_that_fits(need, limit, most)
+    return *memory.largest_that_fits(need, limit, most), clocks
 
 
 def print_update(largest: int, compiled: dict, limit: float, filled: int) -> None:
@@ -115,68 +115,6 @@ def print_update(largest: int, compiled: dict, limit: float, filled: int) -> Non
         # What the compiler refuses may seem to fit.
         verdict = "fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"
         say(f"{mark:>5}{n:7} {gib:10.2f}  {verdict}")
-
-
-# ---------------------------------------------------------------- the rollout, and the time
-@dataclass(frozen=True)
-class RolloutPlan:
-    """How a step's answers are decoded, where all have their full length."""
-
-    sequences: int  # answers of a step
-    rows: int  # of a device
-    at_once: int  # of these, decoded together: a wave
-    waves: int
-    gib: float  # of a device while it decodes, parameters and optimizer included
-    resting_gib: float  # parameters and optimizer
-    fits: bool
-
-
-def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
-    """Compile the decode loop for prompts and answers of full length."""
-    sequences = work.answers
-    shards = layouts.row_shards(layout)
-    resting = memory.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
-    most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, work, resting, work.group)
-    waves, group = plan_waves(sequences, shards, cfg.npq, most)
-    at_once = waves[0].shape[1]
-    wave = dataclasses.replace(work, answers=at_once * shards, group=group)
-    decode = rollout.lower_decode(model_cfg, layout, jnp.dtype(cfg.dtype), wave)
-    gib, fits = memory.compiled_gib(decode, mesh)
-    resting_gib = resting / memory.GIB
-    # The compiler does not know of what rests on the device.
-    gib += resting_gib
-    fits = fits and gib <= memory.device_memory(mesh.devices.flat[0])
-    return RolloutPlan(sequences, sequences // shards, at_once, len(waves), gib, resting_gib, fits)
-
-
-def print_time(cfg, model_cfg, layout, mesh, work: Work, planned: RolloutPlan) -> None:
-    """How long a step takes where prompts and answers have their full length, with the arithmetic:
-    memory traffic bounds the rollout, and matrix products the update."""
-    device = mesh.devices.flat[0]
-    chip = memory.chip(device)
-    if not chip.flops:
-        say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
-        return
-    # Each token reads the weights once a wave, and of each row the cache, which grows.
-    half = dataclasses.replace(work, answer_slots=cfg.max_answer / 2)
-    weights, cached = layouts.bytes_of_step(model_cfg, layout, cfg.dtype, half)
-    bytes_per_token = planned.waves * weights + cached
-    rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
-    length = cfg.max_prompt + cfg.max_answer
-    # Before several updates, a forward scores the answers: a third of a forward and backward.
-    passes = cfg.ppo_epochs
-    if cfg.ppo_epochs * cfg.minibatches > 1:
-        passes += 1 / 3
-    flops = memory.flops(model_cfg, [length]) * planned.sequences * passes
-    update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
-    say(
-        f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
-        f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x ({planned.waves} x "
-        f"{weights / 1e9:.2f} GB of weights + {cached / 1e9:.2f} GB of cache of {planned.rows} "
-        f"rows) / {chip.bandwidth / 1e12:.2f} TB/s\n"
-        f"  update {update_s:.1f} s = {flops / 1e15:.2f} PFLOP of {planned.sequences} x {length} "
-        f"tokens / ({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {mesh.size} devices)"
-    )
 
 
 # ---------------------------------------------------------------- the plan
@@ -211,22 +149,23 @@ def main(argv: list[str]) -> None:
         cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
         # Of any micro-batch it can be asked what it takes, also of more than a step has rows for.
         train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
-        largest, compiled = plan_update(cfg, model_cfg, mesh, limit)
+        largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, limit)
         print_update(largest, compiled, limit, memory.rows_to_fill(cfg, mesh))
         gib, _ = compiled[largest or min(compiled)]
         table.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
     # Of the last setting.
     answers = cfg.batch * cfg.npq * cluster.host_count(mesh)
-    work = Work(answers, cfg.npq, cfg.max_prompt, cfg.max_answer)
+    work = layouts.Work(answers, cfg.npq, cfg.max_prompt, cfg.max_answer)
     layout, why = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
-    planned = plan_rollout(cfg, model_cfg, layout, mesh, work)
+    planned = step_time.plan_rollout(cfg, model_cfg, layout, mesh, work)
     verdict = "" if planned.fits else "; too much"
     say(
         f"rollout: {why}\n  {planned.rows} rows per device, {planned.at_once} at once: "
         f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} in parameters and optimizer{verdict}"
     )
-    print_time(cfg, model_cfg, layout, mesh, work, planned)
+    update = step_time.clock_of_update(clocks, min(largest, memory.rows_to_fill(cfg, mesh)))
+    step_time.print_time(cfg, model_cfg, layout, mesh, work, planned, update)
     if sweep:
         # The flag may be micro_batch itself.
         columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))

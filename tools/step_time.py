@@ -1,0 +1,151 @@
+"""How a step's answers are decoded, and how long a step takes: for `tools/plan.py`."""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+import kernel
+import model
+import train
+from infra import layouts, memory, rollout
+from infra.layouts import Work
+from infra.log import say
+from infra.state import abstract_state
+from infra.waves import plan_waves
+from tools.clock import Clock, program_clock, step_clock
+
+# Of the update. MaxText reaches 0.45 with an 8B model on v6e.
+ASSUMED_MFU = 0.4
+
+
+# ---------------------------------------------------------------- the rollout
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How a step's answers are decoded, where all have their full length."""
+
+    sequences: int  # answers of a step
+    rows: int  # of a device
+    at_once: int  # of these, decoded together: a wave
+    waves: int
+    gib: float  # of a device while it decodes, parameters and optimizer included
+    resting_gib: float  # parameters and optimizer
+    fits: bool
+    clock: Clock | None  # of a step of decoding, with a full cache; None: it does not fit, no TPU
+
+
+def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
+    """Compile the decode loop for prompts and answers of full length."""
+    shards = layouts.row_shards(layout)
+    resting = memory.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
+    most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, work, resting, work.group)
+    waves, group = plan_waves(work.answers, shards, work.group, most)
+    at_once = waves[0].shape[1]
+    wave = replace(work, answers=at_once * shards, group=group)
+    decode = rollout.lower_decode(model_cfg, layout, jnp.dtype(cfg.dtype), wave)
+    chip = memory.chip(mesh.devices.flat[0])
+    clocks = []
+
+    def use(compiled):
+        if chip.clock:
+            clocks.append(step_clock(compiled.as_text(), model_cfg.L, chip))
+
+    gib, fits = memory.compiled_gib(decode, mesh, use)
+    resting_gib = resting / memory.GIB
+    # The compiler does not know of what rests on the device.
+    gib += resting_gib
+    fits = fits and gib <= memory.device_memory(mesh.devices.flat[0])
+    rows = work.answers // shards
+    clock = clocks[0] if clocks else None
+    return RolloutPlan(work.answers, rows, at_once, len(waves), gib, resting_gib, fits, clock)
+
+
+# ---------------------------------------------------------------- the update, by the compiler
+@dataclass(frozen=True)
+class UpdateClock:
+    """The compiler's estimates of an update's programs."""
+
+    micro_batch: int  # rows of a device
+    gradients: Clock  # of such a micro-batch
+    apply: Clock  # of an optimizer step of the largest parameter
+
+
+def keep_clock(clocks: dict, micro_batch, cfg, model_cfg, mesh, name: str, compiled) -> None:
+    """Put a compiled program's clock into `clocks`, by the program's name; only TPUs have one."""
+    device = mesh.devices.flat[0]
+    chip = memory.chip(device)
+    if not chip.clock:
+        return
+    # The loss leaves out what is not of an answer, so the program does not say how many chunks of
+    # tokens it runs over.
+    blocks = kernel.block_sizes(device.device_kind, model_cfg.D, cfg.loss_impl)
+    shards = mesh.shape["fsdp"] * mesh.shape["tp"]
+    chunks = -(-micro_batch * cfg.max_answer * shards // blocks.tokens)
+    clocks[name] = program_clock(compiled.as_text(), chunks, chip)
+
+
+def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
+    """Of the compiled micro-batches, that which is closest to the one that a step takes."""
+    complete = [n for n in clocks if len(clocks[n]) == 2]
+    if not complete:
+        return None
+    closest = min(complete, key=lambda n: abs(n - micro_batch))
+    return UpdateClock(closest, **clocks[closest])
+
+
+# ---------------------------------------------------------------- the time
+def passes(cfg) -> float:
+    """How often a step runs forward and backward over its sequences."""
+    # Before several updates, a forward scores the answers: a third of a forward and backward.
+    scoring = 1 / 3 if cfg.ppo_epochs * cfg.minibatches > 1 else 0
+    return cfg.ppo_epochs + scoring
+
+
+def print_time(
+    cfg, model_cfg, layout, mesh, work: Work, planned: RolloutPlan, update: UpdateClock | None
+) -> None:
+    """How long a step takes where prompts and answers have their full length, with the arithmetic:
+    memory traffic bounds the rollout, and matrix products the update."""
+    device = mesh.devices.flat[0]
+    chip = memory.chip(device)
+    if not chip.flops:
+        say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
+        return
+    # Each token reads the weights once a wave, and of each row the cache, which grows.
+    half = replace(work, answer_slots=cfg.max_answer / 2)
+    weights, cached = layouts.bytes_of_step(model_cfg, layout, cfg.dtype, half)
+    bytes_per_token = planned.waves * weights + cached
+    rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
+    length = cfg.max_prompt + cfg.max_answer
+    flops = memory.flops(model_cfg, [length]) * planned.sequences * passes(cfg)
+    update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
+    say(
+        f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
+        f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x ({planned.waves} x "
+        f"{weights / 1e9:.2f} GB of weights + {cached / 1e9:.2f} GB of cache of {planned.rows} "
+        f"rows) / {chip.bandwidth / 1e12:.2f} TB/s\n"
+        f"  update {update_s:.1f} s = {flops / 1e15:.2f} PFLOP of {planned.sequences} x {length} "
+        f"tokens / ({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {mesh.size} devices)"
+    )
+    if planned.clock and update:
+        print_clock(cfg, model_cfg, mesh, planned, update)
+
+
+def print_clock(cfg, model_cfg, mesh, planned: RolloutPlan, update: UpdateClock) -> None:
+    """The same by the TPU compiler's estimates of what it compiled, with the arithmetic."""
+    rollout_s = cfg.max_answer * planned.waves * planned.clock.ms / 1e3
+    # Each sequence of full length has a row of its own.
+    rows = planned.sequences // (mesh.shape["dp"] * mesh.shape["fsdp"])
+    # Parameters are updated one by one.
+    sizes = [math.prod(shape) for shape in model.shapes(model_cfg).values()]
+    steps = cfg.ppo_epochs * cfg.minibatches
+    apply_ms = update.apply.ms * model_cfg.n_params / max(sizes)
+    micro_batches = rows / update.micro_batch
+    update_s = (passes(cfg) * micro_batches * update.gradients.ms + steps * apply_ms) / 1e3
+    say(
+        f"the same by the TPU compiler's clock, not measured: {rollout_s + update_s:.1f} s\n"
+        f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x {planned.waves} x a step of "
+        f"{planned.at_once} rows with a full cache, {planned.clock}\n"
+        f"  update {update_s:.1f} s = {passes(cfg):.2f} x {rows} rows / {update.micro_batch} x a "
+        f"micro-batch, {update.gradients}, and {steps} x an optimizer step, {apply_ms:.2f} ms"
+    )
