@@ -152,9 +152,10 @@ def in_hbm(a):
 
 
 def write_token(cache: Cache, k_BKTH, v_BKTH, layer, slot, interpret=False) -> Cache:
-    """`write_plain` of a token of all rows: the tile of its slot is read, changed, and written."""
-    _, B, K, S, H = cache.keys.shape
-    slots = min(S, TILE_SLOTS)
+    """`write_plain` of a token of all rows: the tile of its slot is read, changed, and written. The
+    cache is of complete tiles."""
+    _, B, K, _, H = cache.keys.shape
+    slots = TILE_SLOTS
     row_bytes = K * slots * H * cache.keys.dtype.itemsize
     rows = rows_of_block(B, row_bytes, BLOCK_BYTES)
     tile = pl.BlockSpec((None, rows, K, slots, H), lambda b, at: (at[0], b, 0, at[1], 0))

@@ -109,8 +109,10 @@ def padded_length(n: int) -> int:
 
 def slots_for(until: int, max_answer: int) -> int:
     """Slots of a KV cache for the first `until` tokens of answers."""
-    # Of few sizes, as each is compiled; but none that is larger than is ever used.
-    return min(padded_length(until), max_answer)
+    # Of few sizes, as each is compiled; but none that is larger than is ever used. In complete
+    # tiles, as these are written.
+    slots = min(padded_length(until), max_answer)
+    return -(-slots // kv_cache.TILE_SLOTS) * kv_cache.TILE_SLOTS
 
 
 def empty_answers(B: int, max_answer: int) -> dict:
@@ -306,7 +308,8 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
     }
     B = work.answers
     _, group = work.of_device(layout)
-    sizes = dict(B=B, n_prompts=B // group, width=work.prompt_slots, slots=work.answer_slots)
+    slots = slots_for(work.answer_slots, work.answer_slots)
+    sizes = dict(B=B, n_prompts=B // group, width=work.prompt_slots, slots=slots)
     make_state = partial(layouts.empty_state, **sizes, cfg=cfg, layout=layout, dtype=dtype)
     state = jax.tree.map(
         lambda a, spec: abstract(a.shape, a.dtype, spec),
