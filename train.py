@@ -339,9 +339,11 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
     return np.where(all_equal_G1, 0, advantage_GQ).reshape(-1)
 
 
-def has_gradient(advantages, cfg: Config) -> np.ndarray:
+def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Which answers have a gradient, bool: those with an advantage, or all by a KL or entropy."""
-    return (np.asarray(advantages) != 0) | bool(cfg.beta or cfg.entropy_bonus)
+    # That of weights which sample NaN is NaN: it must be found, for the run to end.
+    is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
+    return (np.asarray(advantages) != 0) | bool(cfg.beta or cfg.entropy_bonus or not is_finite)
 
 
 # ---------------------------------------------------------------- packed rows
@@ -402,7 +404,7 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
     """This host's sequences -> (a list of micro-batches per minibatch, counts over all hosts).
     A micro-batch is {field: global array [micro_batch rows of each device, width]}."""
     # Those without gradient are in no row, so that nothing is computed for them.
-    computed = has_gradient(advantages, cfg)
+    computed = has_gradient(advantages, sampler_logprobs, cfg)
     plan = packing.pack_minibatches(prompts, answers, computed, cfg.minibatches, setup)
     # Weights are normalised here, once, by all sequences of all hosts: then neither the split into
     # rows and micro-batches nor what is left out changes the gradient.
@@ -481,8 +483,7 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
 def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     """-> (loss, metrics) of one micro-batch: {"sum": over its tokens, "max": over its tokens}.
 
-    A step's metric is the mean over trained tokens of what is summed here, and the largest of what
-    is maximised.
+    A step's metric is the mean over trained tokens of the one, and the largest of the other.
     """
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
     # The loss takes the float32 fields, and the targets.

@@ -30,17 +30,19 @@ HAVE_ADVANTAGES = (0, 1, 2, 3, 12, 13, 14, 15)
 ONLY_FIRST = [[1.1, 0.5, -0.1, 0.5]] * 4
 
 
-def compute_all(advantages, cfg):
+def compute_all(advantages, sampler_logprobs, cfg):
     return np.ones(len(advantages), bool)
 
 
-def batches_of(cfg, rewards=REWARDS, on=None):
+def batches_of(cfg, rewards=REWARDS, on=None, sampler=None):
     """What train.make_batches makes of the case's sequences, in rows of few, and its Setup."""
     case = update_case()
     advantages = train.group_advantages(rewards, 4, "drgrpo")
     setup = setup_of(on or mesh(), 24, 2)
+    if sampler is None:
+        sampler = case.sampler
     batches, counts = train.make_batches(
-        case.prompts, case.answers, advantages, cfg, setup, case.sampler
+        case.prompts, case.answers, advantages, cfg, setup, sampler
     )
     return batches, counts, setup
 
@@ -140,13 +142,30 @@ def test_metrics_say_what_they_are_over(monkeypatch):
     assert abs(of_all["nll"] - nll.mean()) > 1e-3
 
 
-@pytest.mark.parametrize("flags", [{"beta": 0.1}, {"entropy_bonus": 0.1}], ids=["kl", "entropy"])
-def test_a_kl_or_an_entropy_leaves_nothing_out(flags):
+def check_all_computed(cfg, spoilt=()):
+    """-> the batch. spoilt: sequences of which a logprob is NaN."""
     case = update_case()
-    (batch,), counts, _ = batches_of(train.Config(max_answer=12, **flags))
+    sampler = case.sampler.copy()
+    sampler[list(spoilt), 0] = np.nan
+    (batch,), counts, _ = batches_of(cfg, sampler=sampler)
     pairs = zip(case.prompts, case.answers, strict=True)
     assert computed_sequences(batch) == sorted(prompt + answer for prompt, answer in pairs)
     assert counts["trained"] == counts["valid"] > 0
+    return batch
+
+
+@pytest.mark.parametrize("flags", [{"beta": 0.1}, {"entropy_bonus": 0.1}], ids=["kl", "entropy"])
+def test_a_kl_or_an_entropy_leaves_nothing_out(flags):
+    check_all_computed(train.Config(max_answer=12, **flags))
+
+
+def test_weights_that_are_not_finite_are_found():
+    """Also by answers that all score the same, as those of such weights do."""
+    cfg = train.Config(**PLAIN)
+    batch = check_all_computed(cfg, spoilt=[5])
+    state = state_of(cfg, SMALL, mesh())
+    _, _, norm = train.update(state, batch, 0.1, cfg=cfg, model_cfg=SMALL, mesh=mesh())
+    assert np.isnan(norm)
 
 
 # ---------------------------------------------------------------- where none is left
@@ -222,7 +241,7 @@ def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_of_which_one_has_none(tmp_path, tmp_path_factory, record_property):
     """Each asks one question, so that often the answers of one process, or both, score the same."""
-    flags = "--system= --npq 4 --steps 8 --max_prompt 32 --max_answer 16 --lr 1e-3 --save_every 0"
+    flags = "--system= --npq 4 --steps 8 --max_prompt 32 --max_answer 16 --lr 1e-4 --save_every 0"
     flags = [*taught(tmp_path_factory), *arguments([flags, "--eval_data none"])]
     names = "loss grad_norm entropy ratio/max valid_tokens trained_tokens group/zero_variance"
     names = names.split()
