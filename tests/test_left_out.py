@@ -241,14 +241,14 @@ def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_of_which_one_has_none(tmp_path, tmp_path_factory, record_property):
     """Each asks one question, so that often the answers of one process, or both, score the same."""
-    flags = "--system= --npq 4 --steps 8 --max_prompt 32 --max_answer 16 --lr 1e-4 --save_every 0"
-    flags = [*taught(tmp_path_factory), *arguments([flags, "--eval_data none"])]
+    flags = "--system= --npq 2 --steps 8 --max_prompt 32 --max_answer 16 --optimizer sgd --lr 0.1"
+    flags = [*taught(tmp_path_factory), *arguments([flags, "--save_every 0 --eval_data none"])]
     names = "loss grad_norm entropy ratio/max valid_tokens trained_tokens group/zero_variance"
     names = names.split()
 
     def metrics_and_weights(processes):
         out = tmp_path / f"{processes}"
-        run_to_end(out, flags, processes, devices=8, batch=2)
+        run_to_end(out, flags, processes, batch=2)
         rows = read_jsonl(out / "metrics.jsonl")
         metrics = np.array([[row[name] for name in names] for row in rows], float)
         return metrics, load_file(out / "final/model.safetensors")
@@ -256,7 +256,7 @@ def test_two_processes_of_which_one_has_none(tmp_path, tmp_path_factory, record_
     metrics, weights = metrics_and_weights(2)
     *_, trained, same = metrics.T
     assert (trained[same == 0.5] > 0).any(), "never one process alone"
-    assert (trained[same == 1] == 0).all()
+    assert 1 in same and (trained[same == 1] == 0).all(), "never both"
     record_property("groups of equal rewards", ", ".join(str(part) for part in same))
     wanted, wanted_weights = metrics_and_weights(1)
     assert_allclose(metrics, wanted, rtol=1e-5, atol=1e-5)
