@@ -340,6 +340,13 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
     return np.where(all_equal_G1, 0, advantage_GQ).reshape(-1)
 
 
+def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
+    """Which answers have a gradient, bool: those with an advantage, or all by a KL or entropy."""
+    # That of weights which sample NaN is NaN: it must be found, for the run to end.
+    is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
+    return (np.asarray(advantages) != 0) | bool(cfg.beta or cfg.entropy_bonus or not is_finite)
+
+
 # ---------------------------------------------------------------- packed rows
 # What a packed row holds of each token. A token's target is the next one, if that is of an answer.
 TOKEN_FIELDS = {
@@ -396,36 +403,27 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
 
 def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None):
     """This host's sequences -> (a list of micro-batches per minibatch, counts over all hosts).
-
-    A micro-batch is {field: global array [micro_batch rows of each device, width]}.
-    """
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    plan = packing.pack_minibatches(
-        lengths, cfg.minibatches, setup.row_width, setup.micro_batch, setup.mesh)
-    # Weights are normalised here, once, by sums over all hosts: then the split into rows and
-    # micro-batches changes no gradient.
-    valid_M = [sum(len(answers[i]) for i in part) for part in plan.minibatches]
-    sequences_M = [len(part) for part in plan.minibatches]
-    normaliser_M = all_gather_hosts(valid_M if cfg.loss_agg == "token" else sequences_M).sum(0)
+    A micro-batch is {field: global array [micro_batch rows of each device, width]}."""
+    # Those without gradient are in no row, so that nothing is computed for them.
+    computed = has_gradient(advantages, sampler_logprobs, cfg)
+    plan = packing.pack_minibatches(prompts, answers, computed, cfg.minibatches, setup)
+    # Weights are normalised here, once, by all sequences of all hosts: then neither the split into
+    # rows and micro-batches nor what is left out changes the gradient.
+    normaliser_M = plan.answer_tokens_M if cfg.loss_agg == "token" else plan.answers_M
 
     batches = []
     by_rows = NamedSharding(setup.mesh, P(model.ROWS))
     to_global = partial(jax.make_array_from_process_local_data, by_rows)
-    shape = (plan.height, plan.width)
     for micro_batches, normaliser in zip(plan.micro_batches, normaliser_M, strict=True):
         batch = []
         for packed in micro_batches:
             rows = make_rows(
-                packed, prompts, answers, advantages, shape, cfg, sampler_logprobs)
+                packed, prompts, answers, advantages, plan.shape, cfg, sampler_logprobs)
             rows["weight"] /= normaliser
             # Each host brings its rows; together they are one array.
             batch.append({name: to_global(array) for name, array in rows.items()})
         batches.append(batch)
-
-    flops = memory.flops(setup.model_cfg, lengths)
-    own_counts = [plan.slots, sum(lengths), flops, sum(valid_M)]
-    counts = all_gather_hosts(own_counts).sum(0).tolist()
-    return batches, dict(zip(("slots", "tokens", "flops", "valid"), counts, strict=True))
+    return batches, plan.counts
 
 
 # ---------------------------------------------------------------- the update
@@ -486,8 +484,7 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
 def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     """-> (loss, metrics) of one micro-batch: {"sum": over its tokens, "max": over its tokens}.
 
-    A step's metric is the mean over valid tokens of what is summed here, and the largest of what
-    is maximised.
+    A step's metric is the mean over trained tokens of the one, and the largest of the other.
     """
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
     # The loss takes the float32 fields, and the targets.
@@ -665,17 +662,19 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
 
 
 def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
-    """Of a step: means over valid tokens (loss, grad_norm: over updates), padding, speed, memory.
+    """Of a step: means over trained tokens (loss, grad_norm: over updates), padding, speed, memory.
     parts: the metrics of each micro-batch; norms: of the gradient of each update."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
-    loss = sum(part["loss"] for part in parts)
+    # Answers without gradient are not computed, so that no mean has them. That of none is NaN.
+    trained = counts["trained"] or math.nan
     metrics = {
         "kl": 0.0,
-        "loss": float(loss) / len(norms),
+        "loss": float(sum(part["loss"] for part in parts)) / len(norms),
         "grad_norm": sum(finite_norms) / len(finite_norms) if finite_norms else math.nan,
         "skipped": len(norms) - len(finite_norms),
         "valid_tokens": counts["valid"],
-        "padding_fraction": 1 - counts["tokens"] / counts["slots"],
+        "trained_tokens": counts["trained"],
+        "padding_fraction": 1 - counts["tokens"] / (counts["slots"] or math.nan),
         "micro_batch": setup.micro_batch,
     }
     # The updates of an epoch share out its tokens; each epoch has the same.
@@ -683,9 +682,10 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
         total = float(sum(part["sum"][name] for part in parts))
         # A metric that has a maximum too is called NAME/mean, beside NAME/max.
         key = f"{name}/mean" if name in parts[0]["max"] else name
-        metrics[key] = total / counts["valid"] / cfg.ppo_epochs
+        metrics[key] = total / trained / cfg.ppo_epochs
     for name in parts[0]["max"]:
-        metrics[f"{name}/max"] = float(max(part["max"][name] for part in parts))
+        largest = float(max(part["max"][name] for part in parts))
+        metrics[f"{name}/max"] = largest if counts["trained"] else math.nan
     flops = cfg.ppo_epochs * counts["flops"]
     return metrics | memory.device_metrics(setup.mesh, flops, seconds)
 

@@ -49,7 +49,7 @@ METRICS = """
     step reward/mean reward/std reward/correct reward/formatted solved
     len/prompt len/answer len/answer_max truncated group/zero_variance
     loss kl entropy clip_fraction ratio/max logprob_gap/mean logprob_gap/max grad_norm lr
-    valid_tokens padding_fraction micro_batch mfu
+    valid_tokens trained_tokens padding_fraction micro_batch mfu
     time/rollout_s time/reward_s time/update_s time/step_s time/train/step_avg_last10_s
     throughput/train/valid_tokens_per_s rollout/tokens_per_s eval/solved
     memory/train/bytes_in_use_max_gib memory/train/peak_bytes_in_use_max_gib
