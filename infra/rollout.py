@@ -100,6 +100,12 @@ def pad_prompts(prompts: list) -> tuple:
     return tokens_BP, all_gather_hosts(lengths).ravel()
 
 
+def work_of_step(cfg, hosts: int, longest_prompt: int) -> Work:
+    """What the rollout of a step decodes, where answers have their full length."""
+    sequences = cfg.batch * cfg.npq * hosts
+    return Work(sequences, cfg.npq, padded_length(longest_prompt), cfg.max_answer)
+
+
 def padded_length(n: int) -> int:
     """The least 2^k or 3 * 2^k that holds n: few enough to compile for each."""
     power = 1 << (n - 1).bit_length()

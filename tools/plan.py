@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import model
 import train
-from infra import cluster, data, flags, hf, layouts, log, memory, packing
+from infra import cluster, data, flags, hf, layouts, log, memory, packing, rollout
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say
 from tools import step_time
@@ -155,8 +155,7 @@ def main(argv: list[str]) -> None:
         table.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
     # Of the last setting.
-    answers = cfg.batch * cfg.npq * cluster.host_count(mesh)
-    work = layouts.Work(answers, cfg.npq, cfg.max_prompt, cfg.max_answer)
+    work = rollout.work_of_step(cfg, cluster.host_count(mesh), cfg.max_prompt)
     layout, why = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     planned = step_time.plan_rollout(cfg, model_cfg, layout, mesh, work)
     verdict = "" if planned.fits else "; too much"
