@@ -50,7 +50,18 @@ def update_gib(tmp_path, loss_impl, *micro_batches):
     rows = re.findall(r"^ +(\d+) +([\d.]+)  (?:fits|[\d.]+ GiB too much)$", printed, re.M)
     found = {int(micro_batch): float(gib) for micro_batch, gib in rows}
     assert list(found) == list(micro_batches), printed
+    check_time(printed)
     return found
+
+
+def check_time(printed):
+    """A plan's two estimates: the compiler's is not below that of the bytes, and adds up."""
+    by_bytes, by_clock = re.findall(r"^  rollout ([\d.]+) s = ", printed, re.M)
+    _, update = re.findall(r"^  update ([\d.]+) s = ", printed, re.M)
+    (total,) = re.findall(r"compiler's clock, not measured: ([\d.]+) s$", printed, re.M)
+    assert 0 < float(by_bytes) <= float(by_clock), printed
+    assert abs(float(by_clock) + float(update) - float(total)) < 0.16, printed
+    assert float(update) > 0, printed
 
 
 def logits_gib(rows):
@@ -170,16 +181,17 @@ def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
 def decode_loops(*flags):
     """Loops of 128 rows as compiled -> of each the layout and GB a step, on a device: the weights
     and the cache, all that is read and written, what collectives move; then the largest copy, as a
-    share of a layer's cache."""
+    share of a layer's cache, and ms: of the bytes and by the compiler's clock."""
     bench = ROOT / "tools/bench_rollout.py"
     printed = compile_elsewhere(bench, "--prompt 1024 --answer 256", *flags)
     layouts = re.findall(r"^\S+ on \S+: (\w+)", printed, re.M)
     figures = re.findall(
-        r"least ([\d.]+) GB .* compiled ([\d.]+) GB .* "
-        r"move ([\d.]+) GB; .* copy is ([\d.]+) of",
+        r"least ([\d.]+) GB .* compiled ([\d.]+) GB in ([\d.]+) ms, .* "
+        r"move ([\d.]+) GB; .* copy is ([\d.]+) of.*\n"
+        r".* clock, not measured, a step takes ([\d.]+) ms \(of that (?:[^;]+ [\d.]+; ){4}",
         printed,
     )
-    names = ("least", "compiled", "moved", "copied")
+    names = ("least", "compiled", "bytes_ms", "moved", "copied", "clock_ms")
     loops = []
     for layout, texts in zip(layouts, figures, strict=True):
         numbers = map(float, texts)
@@ -192,6 +204,8 @@ def check_reads_only_weights_and_cache(loop):
     assert loop["compiled"] <= 1.15 * least, loop
     assert loop["moved"] <= 0.02 * least, loop
     assert loop["copied"] <= 0.1, loop
+    # No operation takes less than its bytes do; the small ones take longer.
+    assert loop["bytes_ms"] <= loop["clock_ms"] <= 4 * loop["bytes_ms"], loop
 
 
 # fmt: off
@@ -205,6 +219,7 @@ def test_decoding_reads_only_weights_and_cache(size, chips, layout, record_prope
     assert loop["layout"] == layout
     check_reads_only_weights_and_cache(loop)
     record_property("bytes / those of weights and cache", f"{loop['compiled'] / loop['least']:.3f}")
+    record_property("ms by the compiler's clock", loop["clock_ms"])
 
 
 def write_config_with_repeated_heads(directory):
@@ -239,6 +254,7 @@ def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
     assert fsdp["least"] == least
     assert fsdp["compiled"] > 1.15 * least, fsdp
     assert fsdp["moved"] > 0.8 * least, fsdp
+    assert fsdp["clock_ms"] > 2 * chosen["clock_ms"], (fsdp, chosen)
 
     # Of what the keys and values of 2 heads take.
     assert repeated["layout"] == "replicated"

@@ -84,6 +84,7 @@ class Program:
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if noted:
             return int(noted[1])
+        # The root of a computation comes last.
         condition = self.computations[re.search(r"condition=%([\w.-]+)", loop.attributes)[1]]
         root = list(condition.values())[-1]
         if root.op == "compare" and "direction=LT" in root.attributes:
@@ -147,6 +148,7 @@ class Program:
         """The traffic of a computation that runs once."""
         device_memory = moved = largest_copy = 0
         for name, instruction in self.computations[computation].items():
+            # The loop over the layers, and any other inside.
             if instruction.op == "while":
                 inside = self.traffic(instruction.calls)
                 trips = self.trips(instruction)

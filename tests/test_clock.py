@@ -1,0 +1,225 @@
+"""Bytes and the compiler's time of a program, counted in a text that shows how (tools/hlo.py,
+tools/clock.py)."""
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from infra.memory import Chip
+from tools import clock, hlo, step_time
+
+# Bytes, operations, cycles and sent bytes a second, of which none is a multiple of another.
+CHIP = Chip(bandwidth=7e9, flops=3e12, clock=1.1e9, ici=5e9)
+MIB = 2**20
+
+# A decode loop of two layers' weights: a step is the body of the outer loop. Weights are int8
+# [layers, 1024, 1024], of 1 MiB each, x is 1 MiB; S(1) is VMEM. `tests` fill in the numbers.
+STEP = """HloModule jit_decode, is_scheduled=true
+
+%tiling (input: s8[9,1024,1024]) -> s8[9,1024,1024] {
+  %input = s8[9,1024,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[9,1024,1024]{2,1,0:T(8,128)(4,1)} copy(%input)
+}
+
+%product (w: s8[9,1024,1024], x: bf16[512,1024], i: s32[]) -> bf16[512,1024] {
+  %w = s8[9,1024,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %x = bf16[512,1024]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %tiled = s8[9,1024,1024]{2,1,0:T(8,128)(4,1)} fusion(%w), kind=kLoop, ALIASING, calls=%tiling
+  %layer = s8[1,1024,1024]{2,1,0} dynamic-slice(%tiled, %i), dynamic_slice_sizes={1,1024,1024}
+  ROOT %dot.1 = bf16[512,1024]{1,0} convolution(%x, %layer), dim_labels=bf_io->bf
+}
+
+%layer_body (carry: (s32[], bf16[512,1024], s8[9,1024,1024])) -> (s32[], bf16[512,1024]) {
+  %carry = (s32[], bf16[512,1024]{1,0}, s8[9,1024,1024]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%carry), index=0
+  %x.1 = bf16[512,1024]{1,0} get-tuple-element(%carry), index=1
+  %w.1 = s8[9,1024,1024]{2,1,0:T(32,128)(4,1)} get-tuple-element(%carry), index=2
+  %fusion.1 = bf16[512,1024]{1,0} fusion(%w.1, %x.1, %i.1), kind=kOutput, calls=%product, \
+metadata={op_name="jit(decode)/while/body/while/body/closed_call/BD,DF->BF/dot_general"}, \
+backend_config={"window_config":{"estimated_cycles":"CYCLES"}}
+  ROOT %tuple.1 = (s32[], bf16[512,1024]{1,0}) tuple(%i.1, %fusion.1)
+}
+
+%layer_condition (carry.1: (s32[], bf16[512,1024])) -> pred[] {
+  %carry.1 = (s32[], bf16[512,1024]{1,0}) parameter(0)
+  %layers = s32[]{:T(128)} constant(LAYERS)
+  %i.2 = s32[] get-tuple-element(%carry.1), index=0
+  ROOT %compare.1 = pred[] compare(%i.2, %layers), direction=LT
+}
+
+%step (state: (bf16[512,1024], s8[9,1024,1024])) -> (bf16[512,1024]) {
+  %state = (bf16[512,1024]{1,0}, s8[9,1024,1024]{2,1,0}) parameter(0)
+  %x.2 = bf16[512,1024]{1,0} get-tuple-element(%state), index=0
+  %while.1 = (s32[], bf16[512,1024]{1,0}) while(%state), condition=%layer_condition, \
+body=%layer_body
+  %slice-start.1 = ((bf16[4096,1024]{1,0}), bf16[512,1024]{1,0:S(1)}, s32[]{:S(2)}) \
+slice-start(%x.2), slice={[0:512]}
+  %slice-done.1 = bf16[512,1024]{1,0:S(1)} slice-done(%slice-start.1)
+  %attend.1 = bf16[512,1024]{1,0} custom-call(%x.2, %x.2), custom_call_target="tpu_custom_call", \
+metadata={op_name="jit(decode)/while/body/shard_map/attend/pallas_call"}, \
+backend_config={"custom_call_config":{"body":"T", COSTS "needs_layout_passes":true}}
+  ROOT %all-reduce.1 = bf16[512,1024]{1,0} all-reduce(%x.2), replica_groups=GROUPS, \
+to_apply=%add, metadata={op_name="jit(decode)/while/body/shard_map/psum"}
+}
+
+%step_condition (state.1: (bf16[512,1024])) -> pred[] {
+  %state.1 = (bf16[512,1024]{1,0}) parameter(0)
+  ROOT %any = pred[] constant(true)
+}
+
+ENTRY %main (p.0: bf16[512,1024], p.1: s8[9,1024,1024]) -> (bf16[512,1024]) {
+  %p.0 = bf16[512,1024]{1,0} parameter(0)
+  %p.1 = s8[9,1024,1024]{2,1,0} parameter(1)
+  %tuple.2 = (bf16[512,1024]{1,0}, s8[9,1024,1024]{2,1,0}) tuple(%p.0, %p.1)
+  ROOT %while.2 = (bf16[512,1024]{1,0}) while(%tuple.2), condition=%step_condition, body=%step
+}
+"""
+# Two branches, in each of them one fusion; JAX puts that of a condition that holds last.
+BRANCHES = """HloModule jit_f, is_scheduled=true
+
+%absent (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %zeros.1 = f32[8]{0} broadcast(%a), metadata={op_name="jit(f)/cond/branch_0_fun/zeros"}, \
+backend_config={"estimated_cycles":"ABSENT"}
+}
+
+%present (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %run.1 = f32[8]{0} negate(%b), metadata={op_name="jit(f)/cond/branch_1_fun/run"}, \
+backend_config={"estimated_cycles":"PRESENT"}
+}
+
+%loop (c: f32[8]) -> f32[8] {
+  %c = f32[8]{0} parameter(0)
+  %pick = s32[] constant(1)
+  %branch.1 = f32[8]{0} conditional(%pick, %c, %c), branch_computations={%absent, %present}
+  ROOT %call.1 = f32[8]{0} call(%branch.1), to_apply=%present
+}
+
+%unsaid (c.1: f32[8]) -> pred[] {
+  %c.1 = f32[8]{0} parameter(0)
+  ROOT %any.1 = pred[] constant(true)
+}
+
+ENTRY %main (d: f32[8]) -> f32[8] {
+  %d = f32[8]{0} parameter(0)
+  ROOT %while.3 = f32[8]{0} while(%d), condition=%unsaid, body=%loop NOTED
+}
+"""
+
+
+def filled(text, **values):
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    return text
+
+
+def step_text(**values):
+    defaults = {
+        "ALIASING": "output_to_operand_aliasing={{}: (0, {})}",
+        "CYCLES": 1,
+        "LAYERS": 9,
+        "COSTS": "",
+        "GROUPS": "{{0,1},{2,3}}",
+    }
+    return filled(STEP, **defaults | values)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def test_bytes_of_a_step_count_each_layer_of_the_weights_once():
+    traffic = hlo.loop_traffic(step_text(), 1)
+    # Of a layer w, x and the result; the slice, read only; the kernel's two and its result.
+    of_layers = 9 * (1 + 1 + 1)
+    around = 1 + 3 + 2
+    assert traffic.device_memory == (of_layers + around) * MIB + 9 * 4
+    assert traffic.moved == 2 * MIB
+    # A copy that does not stay in place reads all layers.
+    copied = hlo.loop_traffic(step_text(ALIASING="metadata={}"), 1)
+    assert copied.device_memory == traffic.device_memory + 9 * 8 * MIB
+
+
+def test_step_takes_cycles_or_bytes_and_what_a_kernel_says(rng):
+    layers, flops, accessed = rng.integers(1e5, 1e9, 3).tolist()
+    layers = 2 + layers % 50
+    many, few = 10**8 + rng.integers(10**8).item(), 7
+    costs = f'"cost_estimate":{{"flops":"{flops}","bytes_accessed":"{accessed}"}},'
+
+    def times(**values):
+        found = clock.step_clock(step_text(LAYERS=layers, **values), 1, CHIP)
+        assert_allclose(found.ms, sum(ms for _, ms in found.operations))
+        assert [ms for _, ms in found.operations] == sorted((m for _, m in found.operations))[::-1]
+        return dict(found.operations)
+
+    byte_ms = 1e3 * MIB / CHIP.bandwidth
+    slow = times(CYCLES=many, COSTS=costs)
+    assert set(slow) == {"BD,DF->BF", "slice-start", "attend", "all-reduce of psum"}
+    assert_allclose(slow["BD,DF->BF"], layers * 1e3 * many / CHIP.clock)
+    assert_allclose(slow["slice-start"], byte_ms)
+    seconds = max(flops / CHIP.flops, accessed / CHIP.bandwidth)
+    assert_allclose(slow["attend"], 1e3 * seconds)
+    fast = times(CYCLES=few)
+    assert_allclose(fast["BD,DF->BF"], layers * (3 * byte_ms + 4e3 / CHIP.bandwidth))
+    assert_allclose(fast["attend"], 3 * byte_ms)
+
+
+@pytest.mark.parametrize(
+    "groups, devices",
+    [
+        ("{{0,1},{2,3}}", 2),
+        ("[2,8]<=[16]", 8),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}", 4),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", 8),
+    ],
+)
+def test_sum_goes_around_its_devices_twice(groups, devices):
+    found = clock.step_clock(step_text(GROUPS=groups), 1, CHIP)
+    sent_ms = 1e3 * MIB * (devices - 1) / devices / CHIP.ici
+    hops_ms = 1e-3 * (devices // 2)
+    assert_allclose(dict(found.operations)["all-reduce of psum"], 2 * (sent_ms + hops_ms))
+
+
+def test_branch_that_holds_counts_as_often_as_its_loop_runs(rng):
+    absent, present = rng.integers(10**6, 10**9, 2).tolist()
+    noted, unsaid = rng.integers(2, 99, 2).tolist()
+    text = filled(BRANCHES, ABSENT=absent, PRESENT=present)
+    note = f', backend_config={{"known_trip_count":{{"n":"{noted}"}}}}'
+    for trips, end in [(noted, note), (unsaid, "")]:
+        found = clock.program_clock(filled(text, NOTED=end), unsaid, CHIP)
+        # In the branch, and in the call behind it.
+        ((name, ms),) = found.operations
+        assert name == "run"
+        assert_allclose(ms, 1e3 * trips * 2 * present / CHIP.clock)
+
+
+def test_update_is_timed_at_the_compiled_micro_batch_closest_to_a_steps():
+    both = {"gradients": clock.Clock(3.0, []), "apply": clock.Clock(1.0, [])}
+    # 112 rows did not fit, so that there is no program of their gradients.
+    clocks = {8: both, 77: both, 112: {"apply": both["apply"]}}
+    for rows, closest in [(1, 8), (40, 8), (50, 77), (112, 77)]:
+        assert step_time.clock_of_update(clocks, rows).micro_batch == closest
+    assert step_time.clock_of_update({112: {}}, 8) is None
+
+
+# fmt: off
+@pytest.mark.parametrize("op_name, wanted", [
+    ("jit(decode)/while/body/while/body/closed_call/BTD,DF->BTF/dot_general", "BTD,DF->BTF"),
+    ("jit(decode)/while/body/shard_map/jit(take_along_axis)/gather", "take_along_axis/gather"),
+    ("jit(decode)/while/body/pow", "pow"),
+    ("jit(f)/jvp(grpo_loss)/shard_map/while/body/grpo_forward/pallas_call",
+     "grpo_loss/grpo_forward"),
+    ("jit(f)/transpose(jvp())/layers/while/body/cond/branch_1_fun/BTF,FD->BTD/dot_general",
+     "BTF,FD->BTD backward"),
+    ("jit(f)/transpose(jvp())/layers/checkpoint/rematted_computation/cond/branch_1_fun/mul",
+     "layers/mul recomputed"),
+    ("jit(f)/while/body/closed_call", "fusion"),
+])
+# fmt: on
+def test_operations_have_names_that_a_reader_knows(op_name, wanted):
+    attributes = f', metadata={{op_name="{op_name}"}}'
+    fusion = hlo.Instruction("f32[8]{0}", "fusion", [], "", "", attributes)
+    assert clock.readable("fusion.12.clone", fusion) == wanted
