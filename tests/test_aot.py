@@ -181,7 +181,7 @@ def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
 def decode_loops(*flags):
     """Loops of 128 rows as compiled -> of each the layout and GB a step, on a device: the weights
     and the cache, all that is read and written, what collectives move; then the largest copy, as a
-    share of a layer's cache, and ms: of the bytes and by the compiler's clock."""
+    share of the KV cache, and ms: of the bytes and by the compiler's clock."""
     bench = ROOT / "tools/bench_rollout.py"
     printed = compile_elsewhere(bench, "--prompt 1024 --answer 256", *flags)
     layouts = re.findall(r"^\S+ on \S+: (\w+)", printed, re.M)
@@ -202,24 +202,40 @@ def decode_loops(*flags):
 def check_reads_only_weights_and_cache(loop):
     least = loop["least"]
     assert loop["compiled"] <= 1.15 * least, loop
-    assert loop["moved"] <= 0.02 * least, loop
+    # Parts of sums over tp: of 64 rows of a device and 28 layers 0.08 GB, whatever is read.
+    assert loop["moved"] <= 0.1 and loop["moved"] <= 0.03 * least, loop
     assert loop["copied"] <= 0.1, loop
     # No operation takes less than its bytes do; the small ones take longer.
     assert loop["bytes_ms"] <= loop["clock_ms"] <= 4 * loop["bytes_ms"], loop
 
 
 # fmt: off
-@pytest.mark.parametrize("size, chips, layout", [
-    ("3B", "v6e-16", "replicated"),
-    ("7B", "v4-16",  "tp"),
+@pytest.mark.parametrize("size, chips, most_ms", [
+    ("3B", "v6e-16", 4.0),
+    ("7B", "v4-16",  7.5),
 ])
 # fmt: on
-def test_decoding_reads_only_weights_and_cache(size, chips, layout, record_property):
+def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_property):
+    """In the layout that is the fastest; before there was a kernel, it took 7.1 and 13.1 ms."""
     (loop,) = decode_loops(f"--model {size} --aot {chips}")
-    assert loop["layout"] == layout
+    assert loop["layout"] == "tp"
     check_reads_only_weights_and_cache(loop)
+    assert loop["clock_ms"] <= most_ms, loop
     record_property("bytes / those of weights and cache", f"{loop['compiled'] / loop['least']:.3f}")
     record_property("ms by the compiler's clock", loop["clock_ms"])
+
+
+def test_decoding_compiles_for_every_chip_and_head_size(record_property):
+    """Of 64 and 128, on chips with more VMEM and less."""
+    chips = "v4-8", "v5litepod-8", "v5p-8"
+    loops = decode_loops(f"--model 0.5B,1.5B --aot {','.join(chips)}")
+    assert len(loops) == 2 * len(chips)
+    for loop in loops:
+        # Of such small models the logits and, on a v5p, activations are much of what is read.
+        assert loop["compiled"] <= 1.5 * loop["least"], loop
+        assert loop["copied"] <= 0.3, loop
+        assert loop["moved"] <= 0.1, loop
+    record_property("ms by the compiler's clock", [loop["clock_ms"] for loop in loops])
 
 
 def write_config_with_repeated_heads(directory):
@@ -242,13 +258,17 @@ def write_config_with_repeated_heads(directory):
 
 
 def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
-    """Not the layout chosen for the 3B, but gathered weights, and a cache of repeated heads."""
+    """Not the layout chosen for the 3B, but complete weights, gathered ones, and a cache of
+    repeated heads."""
     write_config_with_repeated_heads(tmp_path)
-    chosen, fsdp = decode_loops("--model 3B --aot v6e-8 --layout auto,fsdp")
-    (repeated,) = decode_loops("--aot v6e-8 --model", tmp_path)
-    assert chosen["layout"] == "replicated"
+    chosen, complete, fsdp = decode_loops("--model 3B --aot v6e-8 --layout auto,replicated,fsdp")
+    (repeated,) = decode_loops("--aot v6e-8 --layout replicated --model", tmp_path)
+    assert chosen["layout"] == "tp"
     check_reads_only_weights_and_cache(chosen)
-    least = chosen["least"]
+    assert chosen["clock_ms"] <= 4.5, chosen
+    assert complete["clock_ms"] > 1.3 * chosen["clock_ms"], (complete, chosen)
+    check_reads_only_weights_and_cache(complete)
+    least = complete["least"]
 
     assert fsdp["layout"] == "fsdp"
     assert fsdp["least"] == least
@@ -260,6 +280,6 @@ def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
     assert repeated["layout"] == "replicated"
     assert repeated["compiled"] > 1.15 * least, repeated
 
-    loops = dict(chosen=chosen, fsdp=fsdp, repeated=repeated)
+    loops = dict(chosen=chosen, complete=complete, fsdp=fsdp, repeated=repeated)
     shares = {name: round(loop["compiled"] / least, 3) for name, loop in loops.items()}
     record_property("bytes / those of weights and cache", shares)

@@ -9,7 +9,7 @@ from infra.memory import Chip
 from tools import clock, hlo, step_time
 
 # Bytes, operations, cycles and sent bytes a second, of which none is a multiple of another.
-CHIP = Chip(bandwidth=7e9, flops=3e12, clock=1.1e9, ici=5e9)
+CHIP = Chip(bandwidth=7e9, flops=3e12, clock=1.1e9, link=5e9)
 MIB = 2**20
 
 # A decode loop of two layers' weights: a step is the body of the outer loop. Weights are int8
@@ -178,7 +178,7 @@ def test_step_takes_cycles_or_bytes_and_what_a_kernel_says(rng):
 )
 def test_sum_goes_around_its_devices_twice(groups, devices):
     found = clock.step_clock(step_text(GROUPS=groups), 1, CHIP)
-    sent_ms = 1e3 * MIB * (devices - 1) / devices / CHIP.ici
+    sent_ms = 1e3 * MIB * (devices - 1) / devices / CHIP.link
     hops_ms = 1e-3 * (devices // 2)
     assert_allclose(dict(found.operations)["all-reduce of psum"], 2 * (sent_ms + hops_ms))
 

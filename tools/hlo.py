@@ -22,7 +22,7 @@ class Traffic(NamedTuple):
 
     device_memory: int  # that instructions read and write
     moved: int  # operands and results of collectives
-    largest_copy: int  # the result of the largest copy or relayout
+    largest_copy: int  # results of the copy or relayout that writes most
 
 
 def loop_traffic(hlo: str, layers: int) -> Traffic:
@@ -154,7 +154,7 @@ class Program:
                 trips = self.trips(instruction)
                 device_memory += trips * inside.device_memory
                 moved += trips * inside.moved
-                largest_copy = max(largest_copy, inside.largest_copy)
+                largest_copy = max(largest_copy, trips * inside.largest_copy)
             else:
                 is_moved = is_collective(instruction.op)
                 moved += self.bytes_moved(computation, name) if is_moved else 0
