@@ -243,7 +243,10 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
 def test_a_minibatch_takes_every_nth_sequence():
     """So that the same sequences go together on any number of hosts."""
     setup = setup_of(mesh(), 8, 1)
-    packed = packing.pack_minibatches([[1]] * 6, [[1, 1]] * 6, [True] * 6, 2, setup)
+    prompts = [[1]] * 6
+    answers = [[1, 1]] * 6
+    computed = [True] * 6
+    packed = packing.pack_minibatches(prompts, answers, computed, 2, setup)
     first, second = packed.micro_batches
     assert first == [{0: [0, 2]}, {0: [4]}]
     assert second == [{0: [1, 3]}, {0: [5]}]
