@@ -77,26 +77,22 @@ def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
 
 
 def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> float:
-    """An estimate of a decode step: what is read at the memory's bandwidth, what is moved at the
-    links', and the latency of each collective."""
+    """An estimate of a decode step with complete weights or tp: what is read at the memory's
+    bandwidth, and the latency of the collectives, which move little."""
     chip = memory.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, work)
     seconds = (weights + cache) / chip.bandwidth
-    dp, fsdp, tp = layout.mesh.devices.shape
-    if layout.kind in ("fsdp", "maxtext"):
-        # In each layer a device gets the other devices' shards of its weights.
-        gathered = weights * (fsdp - 1) / fsdp
-        seconds += gathered / chip.link + cfg.L * (fsdp // 2) * memory.HOP_SECONDS
     # Two sums over tp in each layer, which go around a ring twice, both ways.
-    return seconds + 2 * cfg.L * 2 * (tp // 2) * memory.HOP_SECONDS
+    hops = 2 * (layout.mesh.shape["tp"] // 2)
+    return seconds + 2 * cfg.L * hops * memory.HOP_SECONDS
 
 
 def fits(cfg: ModelConfig, layout: Layout, dtype, free_gib: float) -> bool:
     """Whether the weights leave room for a KV cache. With tp they may take half of the memory, as
     what lies around them is split, too."""
-    shards = math.prod(layout.mesh.devices.shape[1:])
-    gib = cfg.n_params * jnp.dtype(dtype).itemsize / shards / 2**30
-    return gib <= free_gib / (4 if layout.kind == "replicated" else 2)
+    most = free_gib / 4 if layout.kind == "replicated" else free_gib / 2
+    gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
+    return gib / layout.mesh.shape["tp"] <= most
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Layout, str]:
@@ -109,12 +105,9 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Lay
         return layout_of("fsdp", 1, mesh), f"no other fits {free_gib:.0f} GiB"
     if not memory.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits, as the devices' speed is not known"
-    seconds = [seconds_of_step(cfg, layout, dtype, work) for layout in fitting]
-    estimates = ", ".join(
-        f"{name_of(layout)} {1e3 * time:.2f} ms"
-        for layout, time in zip(fitting, seconds, strict=True)
-    )
-    return fitting[int(np.argmin(seconds))], f"estimated step: {estimates}"
+    ms = {layout: 1e3 * seconds_of_step(cfg, layout, dtype, work) for layout in fitting}
+    estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
+    return min(fitting, key=ms.get), f"estimated step: {', '.join(estimates)}"
 
 
 def name_of(layout: Layout) -> str:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import kv_cache, layouts
+from infra import decode_kernel, kv_cache, layouts
 from infra.cluster import all_gather_hosts
 from infra.layouts import Layout, State, Work
 from infra.sampling import Sampling, sample_token
@@ -118,7 +118,7 @@ def slots_for(until: int, max_answer: int) -> int:
     # Of few sizes, as each is compiled; but none that is larger than is ever used. In complete
     # tiles, as these are written.
     slots = min(padded_length(until), max_answer)
-    return -(-slots // kv_cache.TILE_SLOTS) * kv_cache.TILE_SLOTS
+    return -(-slots // decode_kernel.TILE_SLOTS) * decode_kernel.TILE_SLOTS
 
 
 def empty_answers(B: int, max_answer: int) -> dict:
@@ -193,6 +193,7 @@ def prefill(
     n, width = prompts_PT.shape
     if jax.process_index() == 0:
         print(f"tracing prefill: {n} prompts of {width} tokens")
+    # Pads come last, so that all prompts begin at position 0.
     positions = jnp.broadcast_to(jnp.arange(width), prompts_PT.shape)
     attend = partial(kv_cache.prefill_attention, first=first, layout=layout)
     hidden_PD, prompts = model.cached_forward(
@@ -235,6 +236,7 @@ def decode(
     if jax.process_index() == 0:
         print(f"tracing decode: {B} rows, {slots} slots, temperature {sampling.temperature}")
 
+    # Token t + i, of which rows that have ended make none.
     def step(carry):
         i, state, out = carry
         token_B, logprob_B = sample_next(weights, state, rows, key, t + i, layout, sampling)
@@ -246,22 +248,8 @@ def decode(
             "logprobs_BT": out["logprobs_BT"].at[:, i].set(jnp.where(live_B, logprob_B, 0.0)),
             "live_B": live_B & ~jnp.isin(token_B, stop_ids),
         }
-        # Token t of an answer has slot t of the cache.
-        attend = partial(
-            kv_cache.decode_attention, slot=t + i, length_B=rows.length_B, layout=layout
-        )
-        positions = rows.length_B + t + i
-        hidden_BD, (prompts, answers) = model.cached_forward(
-            weights,
-            cfg,
-            layout,
-            token_B[:, None],
-            positions[:, None],
-            jnp.zeros_like(token_B),
-            attend,
-            (state.prompts, state.answers),
-        )
-        return i + 1, State(prompts, answers, hidden_BD), out
+        state = run_token(weights, state, rows, token_B, t + i, cfg, layout)
+        return i + 1, state, out
 
     def is_unfinished(carry):
         i, _, out = carry
@@ -298,6 +286,17 @@ def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sam
         out_specs=P(layout.rows),
     )
     return sample(z_BV, jax.vmap(uniform)(rows.id_B))
+
+
+def run_token(weights, state: State, rows: Rows, token_B, t, cfg, layout) -> State:
+    """Run token t of each answer. Its keys and values go to slot t of the answers' cache."""
+    attend = partial(kv_cache.decode_attention, slot=t, length_B=rows.length_B, layout=layout)
+    # Its prompt is before it.
+    position_B = rows.length_B + t
+    new_tokens = token_B[:, None], position_B[:, None], jnp.zeros_like(token_B)
+    cache = state.prompts, state.answers
+    hidden_BD, cache = model.cached_forward(weights, cfg, layout, *new_tokens, attend, cache)
+    return State(*cache, hidden_BD)
 
 
 def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):

@@ -33,8 +33,10 @@ class Wave:
 
 def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
     """What decoding has to know of a wave's rows. length_B: of the prompts of all rows."""
+    # The last wave may have places without a row, of number -1, which take the last row's length.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
+    # Each device gets those of its own rows.
     return Rows(
         layouts.shard_rows(length_B[id_B], layout),
         layouts.shard_rows(id_B, layout),
