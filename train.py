@@ -31,7 +31,7 @@ import model
 
 # isort: off
 from infra import checkpoint, cluster, data, files, flags, hf, layouts, log, memory, packing
-from infra import rewards, rollout, run_dir
+from infra import quantise, rewards, rollout, run_dir
 # isort: on
 from infra.attention import ATTENTION, segment_attention
 from infra.cluster import all_gather_hosts
@@ -68,6 +68,7 @@ class Config:
     max_answer: int = 512  # longer answers are truncated, and a truncated answer scores 0
     temperature: float = 1.0  # of sampling; the loss divides its logits by the same number
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # weight layout during the rollout
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype, as in evaluations
     # the update
     lr: float = 1e-6  # learning rate of GRPO
     sft_lr: float = 1e-5  # learning rate of the supervised steps
@@ -187,7 +188,8 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
     elif dtype == "bfloat16" and platform == "gpu":
         attention = "cudnn"
     return dataclasses.replace(
-        cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
+        cfg, dtype=dtype, rollout_dtype=cfg.rollout_dtype.replace("auto", dtype),
+        attention=cfg.attention.replace("auto", attention),
         loss_impl=cfg.loss_impl.replace("auto", loss_impl))
 
 
@@ -601,7 +603,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
     per_host = cfg.batch * cfg.npq
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
-    # The same weights for all rounds.
+    # Not quantised, as the model that is saved is not; the same weights for all rounds.
     weights = layouts.to_rollout(params, setup.layout, cfg.dtype)
     # Other draws than those of the rollouts, which fold in their steps, from 1.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
@@ -616,8 +618,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
         label = f"evaluating {start}/{n}"
         out, texts = sample_answers(
             weights, rows, 1, key, label, sampling, cfg, setup, outputs.stop_signal)
-        is_truncated = out["truncated_B"]
-        scores, _ = rewards.score_answers([SOLVED], rows, texts, is_truncated)
+        scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
@@ -654,12 +655,11 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
     # A group teaches nothing where all its rewards are equal.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
     has_no_variance_G = reward_GQ.max(1) == reward_GQ.min(1)
-    fault_count = rewards.report(faults)
     return means | {
         "reward/std": float(reward_GQ.std()),
         "len/answer_max": float(column["len/answer"].max()),
         "group/zero_variance": float(has_no_variance_G.mean()),
-        "reward/faults": int(all_gather_hosts(fault_count).sum()),
+        "reward/faults": int(all_gather_hosts(rewards.report(faults)).sum()),
     }
 
 
@@ -711,7 +711,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     tokenizer, end_of_turn = data.load_tokenizer(model_dir)
     largest_id = max(tokenizer.get_vocab().values())
     check_sizes(cfg, model_cfg, mesh, largest_id + 1)
-    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype)
+    layout = layouts.choose_layout(cfg, model_cfg, mesh)
     stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
     model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
 
@@ -797,7 +797,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             sampler_logprobs = None
         else:
             # -------------------------------------------- rollout: npq answers to each question
-            weights = layouts.to_rollout(state["params"], setup.layout, cfg.dtype)
+            weights = layouts.to_rollout(state["params"], setup.layout, *quantise.dtypes(cfg))
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
             label = f"step {step}/{total_steps}"
             out, texts = sample_answers(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import memory
+from infra import memory, quantise
 from infra.log import check, say
 from model import ModelConfig
 
@@ -57,12 +57,19 @@ def smallest_kind_that_fits(weights_gib: float, free_gib: float, tp: int) -> str
     return "fsdp"
 
 
-def rollout_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> tuple[Layout, str]:
-    """-> (Layout of a kind, or of the one that suits the memory for "auto"; why, in words)."""
+def rollout_layout(
+    kind: str, cfg: ModelConfig, mesh: Mesh, dtype, rollout_dtype=None
+) -> tuple[Layout, str]:
+    """-> (Layout of a kind, or of the one that suits the memory for "auto"; why, in words).
+
+    dtype: of the weights of an evaluation, which have to fit too. rollout_dtype: of those of a
+    rollout, if another.
+    """
     n = mesh.size
     tp = largest_tp(cfg, mesh)
-    weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize
-    weights_gib = weight_bytes / 2**30
+    rollout_dtype = jnp.dtype(rollout_dtype or dtype)
+    weights_gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
+    rollout_gib = cfg.n_params * rollout_dtype.itemsize / 2**30
     why = "as asked"
     free_gib = memory.least_memory(mesh)
     if kind == "auto":
@@ -85,20 +92,21 @@ def rollout_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> tuple[Layo
 
     shards = math.prod(dims[1:])
     text = (
-        f"{kind}, {dims[0]} x {shards} devices, {weights_gib / shards:.2g} of "
-        f"{weights_gib:.2g} GiB of weights each; {why}"
+        f"{kind}, {dims[0]} x {shards} devices, {rollout_gib / shards:.2g} of "
+        f"{rollout_gib:.2g} GiB of {rollout_dtype} weights each; {why}"
     )
     return Layout(kind, rollout_mesh, rows, order), text
 
 
-def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype) -> Layout:
+def choose_layout(cfg, model_cfg: ModelConfig, mesh: Mesh) -> Layout:
     """The layout of the rollout, printed with its reason; exit 2 where tp was asked for in vain."""
-    layout, why = rollout_layout(kind, cfg, mesh, dtype)
+    kind = cfg.rollout_sharding
+    layout, why = rollout_layout(kind, model_cfg, mesh, cfg.dtype, cfg.rollout_dtype)
     check(
         kind != "tp" or layout.mesh.shape["tp"] > 1,
         f"rollout_sharding = tp finds nothing that divides {jax.local_device_count()} local "
-        f"devices, {cfg.K} key/value heads, feed-forward size {cfg.F} and vocabulary {cfg.V}; try "
-        "--rollout_sharding auto",
+        f"devices, {model_cfg.K} key/value heads, feed-forward size {model_cfg.F} and vocabulary "
+        f"{model_cfg.V}; try --rollout_sharding auto",
     )
     say(f"rollout: {why}")
     return layout
@@ -113,50 +121,79 @@ def rollout_spec(name: str, layout: Layout) -> P:
 
 
 # ---------------------------------------------------------------- moving the weights
-def to_rollout(params: dict, layout: Layout, dtype) -> dict:
-    """The weights of a rollout: cast where they lie, then moved to its layout."""
-    return compiled_move(tuple(model.flatten(params)), layout, dtype)(params)
+def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> dict:
+    """The weights of a rollout: cast or quantised where they lie, then moved to its layout."""
+    names = tuple(model.flatten(params))
+    training_mesh = params["norm_D"].sharding.mesh
+    move = compiled_move(names, training_mesh, layout, dtype, quantised)
+    return move(params)
 
 
 @cache
-def compiled_move(names: tuple, layout: Layout, dtype):
+def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
     """The compiled `to_rollout`, of parameters with these names."""
+    how = dict(quantised=quantised, tied="head_VD" not in names)
+    specs = {name: quantise.cast_spec(name, rollout_spec(name, layout), **how) for name in names}
 
-    def move(a, spec):
-        # With --offload params they come from the host's memory.
-        a = jax.device_put(a, model.DEVICE).astype(dtype)
+    def move_array(a, from_spec, to_spec):
+        # Otherwise XLA would move it first, in float32, and cast it there.
+        a = model.constrain(a, training_mesh, *from_spec)
         if layout.kind == "tp":
             # By way of complete weights, as XLA knows no shorter way, and warns.
             a = model.constrain(a, layout.mesh)
-        return model.constrain(a, layout.mesh, *spec)
+        return model.constrain(a, layout.mesh, *to_spec)
 
-    specs = {name: rollout_spec(name, layout) for name in names}
-    # In a layer of the stack, weights have lost their dimension L.
-    of_layers = {name: spec[1:] for name, spec in model.nest(specs)["layers"].items()}
+    def move(name, a):
+        # With --offload params they come from the host's memory.
+        a = quantise.cast(name, jax.device_put(a, model.DEVICE), dtype, **how)
+        here = quantise.cast_spec(name, model.spec(name), **how)
+        there = specs[name]
+        if name.startswith("layers/"):
+            # In a layer of the stack, weights have lost their dimension L.
+            here, there = jax.tree.map(lambda spec: P(*spec[1:]), (here, there))
+        return jax.tree.map(move_array, a, here, there)
 
     def move_layer(layer):
-        return {name: move(a, of_layers[name]) for name, a in layer.items()}
+        return {name: move(f"layers/{name}", a) for name, a in layer.items()}
 
     def move_all(params):
-        top = {name: a for name, a in params.items() if name != "layers"}
-        top = {name: move(a, specs[name]) for name, a in top.items()}
+        top = {name: move(name, a) for name, a in params.items() if name != "layers"}
         # A layer at a time, as all at once would take their memory twice.
         layers = jax.lax.map(move_layer, params["layers"])
         return top | {"layers": layers}
 
     # XLA may drop constraints, but not the shardings of what a program returns.
-    places = {name: NamedSharding(layout.mesh, spec) for name, spec in specs.items()}
-    places = model.nest(places)
+    places = jax.tree.map(partial(NamedSharding, layout.mesh), model.nest(specs))
     return jax.jit(move_all, out_shardings=places)
 
 
+def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
+    """Shapes and shardings of a rollout's weights; the devices need not be here."""
+    how = dict(quantised=quantised, tied=cfg.tied)
+
+    def abstract(a, spec):
+        sharding = NamedSharding(layout.mesh, spec)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    weights = {}
+    for name, shape in model.shapes(cfg).items():
+        master = jax.ShapeDtypeStruct(shape, jnp.float32)
+        a = jax.eval_shape(partial(quantise.cast, name, dtype=dtype, **how), master)
+        specs = quantise.cast_spec(name, rollout_spec(name, layout), **how)
+        weights[name] = jax.tree.map(abstract, a, specs)
+    return model.nest(weights)
+
+
 # ---------------------------------------------------------------- rows and bytes
-def bytes_read(cfg: ModelConfig, layout: Layout, dtype) -> tuple[int, int]:
+def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False) -> tuple[int, int]:
     """Bytes that a device cannot but read in a decode step -> (of the weights, of the KV cache per
     row and slot)."""
     tp = layout.mesh.shape["tp"]
     itemsize = jnp.dtype(dtype).itemsize
-    weight_bytes = cfg.n_multiplied // tp * itemsize
+    # Scales, like norms and biases, are few.
+    weight_bytes = cfg.n_multiplied // tp
+    if not quantised:
+        weight_bytes *= itemsize
     slot_bytes = 2 * cfg.L * cfg.K // tp * cfg.H * itemsize
     return weight_bytes, slot_bytes
 
@@ -167,7 +204,7 @@ def row_shards(layout: Layout) -> int:
 
 
 def rows_that_fit(cfg: ModelConfig, layout: Layout, dtype, slots: int, resting: int) -> int:
-    """Rows that a device decodes at once beside the weights and `resting` bytes.
+    """Rows that a device decodes at once beside the weights, in dtype, and `resting` bytes.
 
     Their KV cache, of so many slots, takes half of what is free. The rest is for prompts, logits,
     and the cache that it grew from, of up to 3/4 its size.

@@ -61,6 +61,7 @@ def generate(
     steps = min(stage, max_answer)
     static = dict(cfg=cfg, layout=layout, steps=steps, sampling=sampling)
     waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
+    quantised = isinstance(model.head(weights), model.Quantised)
     for row_ids in waves:
         # The cache of the last wave goes before the next one is made.
         wave = None
@@ -73,7 +74,7 @@ def generate(
             if t > 0:
                 # The cache grows, and rows that have ended leave.
                 slots = slots_for(width, until, max_answer)
-                wave = resize_wave(wave, slots, cfg, layout)
+                wave = resize_wave(wave, slots, cfg, layout, quantised)
             rows = rows_of(wave, pad_B, layout)
             state, new = decode(weights, wave.state, rows, key, width, t, until, **static)
             new = jax.device_get(new)
@@ -205,13 +206,13 @@ def fewer_rows(live: int, rows: int, weight_bytes: int, row_bytes: int) -> int:
     return fewer if bytes_saved >= 0.1 * step_bytes else rows
 
 
-def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout) -> Wave:
+def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quantised: bool) -> Wave:
     """The wave with so many slots, without rows that have ended where that pays.
 
     The arrays of the old state are deleted.
     """
     dtype = wave.state.hidden_BD.dtype
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype)
+    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype, quantised)
     most_live = wave.is_live.sum(1).max()
     rows_before = wave.row_ids.shape[1]
     rows = fewer_rows(most_live, rows_before, weight_bytes, slot_bytes * slots)
@@ -379,17 +380,13 @@ def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sam
     return sample(z_BV, jax.vmap(uniform)(rows.id_B))
 
 
-def lower_decode(cfg: ModelConfig, layout: Layout, dtype, B: int, slots: int):
+def lower_decode(cfg: ModelConfig, layout: Layout, dtype, B: int, slots: int, quantised=False):
     """`decode` of B rows with so many slots, to be compiled; the devices need not be here."""
 
     def abstract(shape, dtype, spec):
         sharding = NamedSharding(layout.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    weights = {
-        name: abstract(shape, dtype, layouts.rollout_spec(name, layout))
-        for name, shape in model.shapes(cfg).items()
-    }
     make_state = partial(layouts.empty_state, B=B, cfg=cfg, layout=layout, slots=slots, dtype=dtype)
     state = jax.tree.map(
         lambda a, spec: abstract(a.shape, a.dtype, spec),
@@ -406,7 +403,7 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, B: int, slots: int):
     # The first token of answers to prompts that leave one slot.
     width, t, until = slots - 1, 0, 1
     return decode.lower(
-        model.nest(weights),
+        layouts.abstract_weights(cfg, layout, dtype, quantised),
         state,
         rows,
         key,

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import model
-from infra import hf, layouts, memory, rollout
+from infra import hf, layouts, memory, quantise, rollout
 from infra.layouts import Layout
 from infra.sampling import Sampling
 from model import ModelConfig
@@ -51,21 +51,21 @@ FLAGS = dict(
     npq=8,  # rows per prompt
     prompt=256,  # tokens
     answer=1024,  # tokens
-    dtype="bfloat16",
+    dtype="bfloat16",  # or float32; int8: of matrices, and train.py's default for the rest
     transformers=0,  # 1: also time transformers' generate
 )
 
 
 # ---------------------------------------------------------------- compiled for absent TPUs
-def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
+def check_loop(name: str, cfg: ModelConfig, layout: Layout, dtypes: tuple, args) -> str:
     """What a step of the last stage of decoding moves, as compiled, in words."""
     slots = args.prompt + args.answer
-    dtype = jnp.dtype(args.dtype)
-    program = rollout.lower_decode(cfg, layout, dtype, args.batch, slots).compile()
+    dtype, quantised = dtypes
+    program = rollout.lower_decode(cfg, layout, dtype, args.batch, slots, quantised).compile()
     traffic = hlo.loop_traffic(program.as_text(), cfg.L)
 
     # A step cannot but read the weights and the KV cache.
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype)
+    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, *dtypes)
     cache_bytes = slot_bytes * slots * args.batch // layouts.row_shards(layout)
     least = weight_bytes + cache_bytes
     bandwidth = memory.chip(layout.mesh.devices.flat[0]).bandwidth
@@ -83,17 +83,20 @@ def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
 
 
 # ---------------------------------------------------------------- timed on the devices here
-def random_weights(cfg: ModelConfig, layout: Layout, dtype) -> dict:
+def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
     key = jax.random.key(0)
 
     def values(name, shape):
         # Norms are about 1.
-        return (0.02 * jax.random.normal(key, shape) + ("norm" in name)).astype(dtype)
+        w = 0.02 * jax.random.normal(key, shape) + ("norm" in name)
+        return quantise.cast(name, w, dtype, quantised, cfg.tied)
 
     weights = {}
     for name, shape in model.shapes(cfg).items():
-        place = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
-        weights[name] = jax.jit(partial(values, name, shape), out_shardings=place)()
+        spec = layouts.rollout_spec(name, layout)
+        specs = quantise.cast_spec(name, spec, quantised, cfg.tied)
+        places = jax.tree.map(partial(NamedSharding, layout.mesh), specs)
+        weights[name] = jax.jit(partial(values, name, shape), out_shardings=places)()
     return model.nest(weights)
 
 
@@ -115,9 +118,7 @@ def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tu
             group=args.npq,
             progress=lambda *_, times=times: times.append(time.perf_counter()),
         )
-        prefill = times[1] - times[0]
-        decode = times[-1] - times[1]
-        runs.append((prefill, decode))
+        runs.append((times[1] - times[0], times[-1] - times[1]))
     return min(runs[1:], key=sum)
 
 
@@ -169,14 +170,13 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
     return min(seconds[1:])
 
 
-def measure(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
+def measure(name: str, cfg: ModelConfig, layout: Layout, dtypes: tuple, args) -> str:
     """Time a rollout here -> its speed, in words."""
-    dtype = jnp.dtype(args.dtype)
     if name in SIZES:
-        weights = random_weights(cfg, layout, dtype)
+        weights = random_weights(cfg, layout, *dtypes)
     else:
         params = hf.load(hf.ModelFiles(name, cfg), layout.mesh)
-        weights = layouts.to_rollout(params, layout, dtype)
+        weights = layouts.to_rollout(params, layout, *dtypes)
         del params
     rng = np.random.default_rng(0)
     groups = rng.integers(0, cfg.V, (args.batch // args.npq, args.prompt))
@@ -185,7 +185,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
     step_s = decode_s / args.answer
 
     # On average half of the answer is in the KV cache.
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype)
+    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, *dtypes)
     rows = args.batch / layouts.row_shards(layout)
     least = weight_bytes + slot_bytes * rows * (args.prompt + args.answer / 2)
     bandwidth = memory_speed()
@@ -209,6 +209,8 @@ def main(argv=None) -> None:
         help_text = f"default {default!r}"
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
     args = parser.parse_args(argv)
+    if args.transformers and args.dtype == "int8":
+        parser.error("--transformers 1 compares equal weights: not --dtype int8")
     models, absent_types, kinds = (x.split(",") for x in (args.model, args.aot, args.layout))
     for name, absent, kind in itertools.product(models, absent_types, kinds):
         if name in SIZES:
@@ -225,10 +227,12 @@ def main(argv=None) -> None:
                 f"--layout is one of auto, {', '.join(layouts.LAYOUTS)}; --npq {args.npq} and "
                 f"{devices.size} devices must divide --batch {args.batch}"
             )
+        default = "float32" if devices[0].platform == "cpu" else "bfloat16"
+        dtypes = (default, True) if args.dtype == "int8" else (args.dtype, False)
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
-        layout, why = layouts.rollout_layout(kind, cfg, mesh, args.dtype)
+        layout, why = layouts.rollout_layout(kind, cfg, mesh, dtypes[0], args.dtype)
         print(f"{name} on {absent or devices[0].device_kind}: {why}", flush=True)
-        text = check_loop(name, cfg, layout, args) if absent else measure(name, cfg, layout, args)
+        text = (check_loop if absent else measure)(name, cfg, layout, dtypes, args)
         print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import model
 import train
-from infra import cluster, data, flags, hf, layouts, log, memory, packing, rollout
+from infra import cluster, data, flags, hf, layouts, log, memory, packing, quantise, rollout
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say
 from infra.state import abstract_state
@@ -138,8 +138,8 @@ def plan_rollout(cfg, model_cfg, layout, mesh) -> RolloutPlan:
     most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, slots, resting)
     waves, _ = rollout.plan_waves(sequences, shards, cfg.npq, most)
     at_once = waves[0].shape[1]
-    dtype = jnp.dtype(cfg.dtype)
-    decode = rollout.lower_decode(model_cfg, layout, dtype, at_once * shards, slots)
+    dtype, quantised = quantise.dtypes(cfg)
+    decode = rollout.lower_decode(model_cfg, layout, dtype, at_once * shards, slots, quantised)
     gib, fits = memory.compiled_gib(decode, mesh)
     resting_gib = resting / memory.GIB
     # The compiler does not know of what rests on the device.
@@ -157,7 +157,7 @@ def print_time(cfg, model_cfg, layout, mesh, planned: RolloutPlan) -> None:
         say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
         return
     # Each token reads the weights once a wave, and of each row the cache, which grows.
-    weights, slot = layouts.bytes_read(model_cfg, layout, cfg.dtype)
+    weights, slot = layouts.bytes_read(model_cfg, layout, *quantise.dtypes(cfg))
     cached = slot * (cfg.max_prompt + cfg.max_answer / 2)
     bytes_per_token = planned.waves * weights + planned.rows * cached
     rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
