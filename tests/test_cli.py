@@ -32,7 +32,7 @@ MISTAKES = {  # flags: what the message must say
     "--seed 1.5": "invalid int value",
     "--lr fast": "invalid float value",
     "--advantage best": "invalid choice: 'best'",
-    "--rollout_dtype fp8": "invalid choice: 'fp8' (choose from auto, bfloat16, int8)",
+    "--rollout_dtype fp8": "invalid choice: 'fp8'",
     "--data": "expected one",
     # out of range
     "--batch -4": "batch = -4",
