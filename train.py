@@ -667,10 +667,9 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     """Of a step: means over valid tokens (loss, grad_norm: over updates), padding, speed, memory.
     parts: the metrics of each micro-batch; norms: of the gradient of each update."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
-    loss = sum(part["loss"] for part in parts)
     metrics = {
         "kl": 0.0,
-        "loss": float(loss) / len(norms),
+        "loss": float(sum(part["loss"] for part in parts)) / len(norms),
         "grad_norm": sum(finite_norms) / len(finite_norms) if finite_norms else math.nan,
         "skipped": len(norms) - len(finite_norms),
         "valid_tokens": counts["valid"],
@@ -711,7 +710,8 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     tokenizer, end_of_turn = data.load_tokenizer(model_dir)
     largest_id = max(tokenizer.get_vocab().values())
     check_sizes(cfg, model_cfg, mesh, largest_id + 1)
-    layout = layouts.choose_layout(cfg, model_cfg, mesh)
+    layout = layouts.choose_layout(
+        cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, cfg.rollout_dtype)
     stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
     model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
 

@@ -98,15 +98,14 @@ def rollout_layout(
     return Layout(kind, rollout_mesh, rows, order), text
 
 
-def choose_layout(cfg, model_cfg: ModelConfig, mesh: Mesh) -> Layout:
+def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, rollout_dtype) -> Layout:
     """The layout of the rollout, printed with its reason; exit 2 where tp was asked for in vain."""
-    kind = cfg.rollout_sharding
-    layout, why = rollout_layout(kind, model_cfg, mesh, cfg.dtype, cfg.rollout_dtype)
+    layout, why = rollout_layout(kind, cfg, mesh, dtype, rollout_dtype)
     check(
         kind != "tp" or layout.mesh.shape["tp"] > 1,
         f"rollout_sharding = tp finds nothing that divides {jax.local_device_count()} local "
-        f"devices, {model_cfg.K} key/value heads, feed-forward size {model_cfg.F} and vocabulary "
-        f"{model_cfg.V}; try --rollout_sharding auto",
+        f"devices, {cfg.K} key/value heads, feed-forward size {cfg.F} and vocabulary {cfg.V}; try "
+        "--rollout_sharding auto",
     )
     say(f"rollout: {why}")
     return layout
