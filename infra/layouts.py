@@ -131,8 +131,9 @@ def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> 
 @cache
 def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
     """The compiled `to_rollout`, of parameters with these names."""
-    how = dict(quantised=quantised, tied="head_VD" not in names)
-    specs = {name: quantise.cast_spec(name, rollout_spec(name, layout), **how) for name in names}
+    specs = {
+        name: quantise.cast_spec(name, rollout_spec(name, layout), quantised) for name in names
+    }
 
     def move_array(a, from_spec, to_spec):
         # Otherwise XLA would move it first, in float32, and cast it there.
@@ -144,8 +145,8 @@ def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quan
 
     def move(name, a):
         # With --offload params they come from the host's memory.
-        a = quantise.cast(name, jax.device_put(a, model.DEVICE), dtype, **how)
-        here = quantise.cast_spec(name, model.spec(name), **how)
+        a = quantise.cast(name, jax.device_put(a, model.DEVICE), dtype, quantised)
+        here = quantise.cast_spec(name, model.spec(name), quantised)
         there = specs[name]
         if name.startswith("layers/"):
             # In a layer of the stack, weights have lost their dimension L.
@@ -168,7 +169,6 @@ def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quan
 
 def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
     """Shapes and shardings of a rollout's weights; the devices need not be here."""
-    how = dict(quantised=quantised, tied=cfg.tied)
 
     def abstract(a, spec):
         sharding = NamedSharding(layout.mesh, spec)
@@ -177,8 +177,8 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
     weights = {}
     for name, shape in model.shapes(cfg).items():
         master = jax.ShapeDtypeStruct(shape, jnp.float32)
-        a = jax.eval_shape(partial(quantise.cast, name, dtype=dtype, **how), master)
-        specs = quantise.cast_spec(name, rollout_spec(name, layout), **how)
+        a = jax.eval_shape(partial(quantise.cast, name, dtype=dtype, quantised=quantised), master)
+        specs = quantise.cast_spec(name, rollout_spec(name, layout), quantised)
         weights[name] = jax.tree.map(abstract, a, specs)
     return model.nest(weights)
 

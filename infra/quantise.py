@@ -1,9 +1,9 @@
 """The weights of a rollout in int8: which of them, and how.
 
-Symmetric, with a scale for each output channel: the least error that costs nothing, as a product is
-multiplied by its scales afterwards. Matrices of the layers and the LM head are quantised. An
-embedding that is the head too is one table, also looked up in int8: since the head's product sums
-over D, a token has one scale in both. An embedding of its own stays, as few of its rows are read.
+Symmetric, with a scale for each output channel, by which a product is multiplied afterwards.
+Matrices of the layers, the LM head and the embedding are quantised. Where the last two are one,
+it is one table: as the head's product sums over D, a token has one scale, which suits the look-up
+of its row too.
 """
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ CONTRACTED = {
     "LNHD": "NH",  # the output of attention
     "LDF": "D",  # gate, up
     "LFD": "F",  # down
-    "VD": "D",  # the LM head
+    "VD": "D",  # the LM head, the embedding
 }
 
 
@@ -31,20 +31,17 @@ def dtypes(cfg) -> tuple[str, bool]:
     return dtype, quantised
 
 
-def contracted_axes(name: str, tied: bool) -> tuple:
-    """The axes of a parameter, from the last, that its product sums over; () for no product."""
-    # An embedding that is not the LM head is only looked up.
-    if name == "embed_VD" and not tied:
-        return ()
+def contracted_axes(name: str) -> tuple:
+    """The axes of a parameter, from the last, that its product sums over; () for no matrix."""
     dims = model.letters(name)
     contracted = CONTRACTED.get(dims, "")
     # From the last, so that they hold for a stack of layers and for one of them.
     return tuple(dims.index(letter) - len(dims) for letter in contracted)
 
 
-def cast(name: str, a, dtype, quantised: bool, tied: bool):
+def cast(name: str, a, dtype, quantised: bool):
     """A parameter, complete or of one layer, as a rollout has it: in dtype, or Quantised."""
-    axes = contracted_axes(name, tied)
+    axes = contracted_axes(name)
     if not quantised or not axes:
         return a.astype(dtype)
     a = a.astype(jnp.float32)
@@ -55,9 +52,9 @@ def cast(name: str, a, dtype, quantised: bool, tied: bool):
     return Quantised(jnp.round(a / scale).astype(jnp.int8), scale)
 
 
-def cast_spec(name: str, spec: P, quantised: bool, tied: bool):
+def cast_spec(name: str, spec: P, quantised: bool):
     """PartitionSpec of a parameter, complete or of one layer -> that of what `cast` makes of it."""
-    axes = contracted_axes(name, tied)
+    axes = contracted_axes(name)
     if not quantised or not axes:
         return spec
     of_scale = list(spec)

@@ -57,11 +57,6 @@ WAYS = {  # the model, the training mesh, the layout
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def summed_axes(cfg):
-    """SUMMED of a model: an embedding of its own is looked up, and in no product."""
-    return {name: axes for name, axes in SUMMED.items() if cfg.tied or name != "embed_VD"}
-
-
 def seed_of(way):
     return list(WAYS).index(way)
 
@@ -96,9 +91,8 @@ def pairs(weights):
 def test_weights_are_within_half_a_step_of_the_masters(way, record_property):
     """A step is 1/127 of the largest weight of the channel, over all devices; in float64."""
     masters, weights, layout, cfg = quantised(way)
-    summed = summed_axes(cfg)
     found = pairs(weights)
-    assert {name for name, a in found.items() if is_quantised(a)} == summed.keys() & found.keys()
+    assert {name for name, a in found.items() if is_quantised(a)} == SUMMED.keys() & found.keys()
     errors = {}
     for name, a in found.items():
         w = masters[name].astype(np.float64)
@@ -108,12 +102,12 @@ def test_weights_are_within_half_a_step_of_the_masters(way, record_property):
         int8 = np.asarray(a.int8)
         scale = np.asarray(a.scale, np.float64)
         assert int8.dtype == np.int8 and a.scale.dtype == np.float32
-        largest = abs(w).max(summed[name], keepdims=True)
+        largest = abs(w).max(SUMMED[name], keepdims=True)
         step = np.where(largest > 0, largest / 127, 1)
         assert scale.shape == step.shape
         errors[f"{name} scale"] = abs(scale / step - 1)
         # Of a channel, the largest is 127 steps.
-        is_full = abs(int8.astype(int)).max(summed[name], keepdims=True) == 127
+        is_full = abs(int8.astype(int)).max(SUMMED[name], keepdims=True) == 127
         assert_array_equal(is_full, largest > 0)
         half_steps = abs(int8 * scale - w) / (step / 2)
         assert half_steps.max() < 1 + 1e-4, name
@@ -126,12 +120,11 @@ def test_weights_are_within_half_a_step_of_the_masters(way, record_property):
 def test_no_matrix_is_held_in_more_than_a_byte(way):
     """And each lies where the layout says, its scales with it."""
     _, weights, layout, cfg = quantised(way)
-    summed = summed_axes(cfg)
     wanted = 0
     for name, shape in model.shapes(cfg).items():
         size = np.prod(shape)
-        if name in summed:
-            channels = size // np.prod([shape[axis] for axis in summed[name]])
+        if name in SUMMED:
+            channels = size // np.prod([shape[axis] for axis in SUMMED[name]])
             wanted += size + 4 * channels
         else:
             wanted += 4 * size

@@ -89,12 +89,11 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
     def values(name, shape):
         # Norms are about 1.
         w = 0.02 * jax.random.normal(key, shape) + ("norm" in name)
-        return quantise.cast(name, w, dtype, quantised, cfg.tied)
+        return quantise.cast(name, w, dtype, quantised)
 
     weights = {}
     for name, shape in model.shapes(cfg).items():
-        spec = layouts.rollout_spec(name, layout)
-        specs = quantise.cast_spec(name, spec, quantised, cfg.tied)
+        specs = quantise.cast_spec(name, layouts.rollout_spec(name, layout), quantised)
         places = jax.tree.map(partial(NamedSharding, layout.mesh), specs)
         weights[name] = jax.jit(partial(values, name, shape), out_shardings=places)()
     return model.nest(weights)
