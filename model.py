@@ -6,14 +6,14 @@ inside the scan over layers a weight keeps its name and has lost its L.
 
 Parameters are a nested dict of arrays, layers stacked on L. Master weights are float32, sharded
 over the mesh axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumulates
-in float32, and takes norms and softmax in float32.
-Architecture: Qwen2 technical report, arXiv 2407.10671.
+in float32, as it takes norms and softmax. Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,14 +116,12 @@ def refuse_unsupported(config: dict) -> None:
     rope_types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
     scaled = [kind for kind in rope_types if kind != "default"]
     rope = {**ropes[0], **ropes[1]}
-    scaling = ", ".join(scaled) or rope
     is_scaled = scaled or rope.keys() - {"rope_type", "type", "rope_theta"}
     thetas = rope_thetas(config)
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     activation = config.get("hidden_act", "silu")
     layer_types = {*(config.get("layer_types") or [])}
-    tied = config.get("tie_word_embeddings")
 
     # is it refused, what the file has, what is supported
     # fmt: off
@@ -131,13 +129,13 @@ def refuse_unsupported(config: dict) -> None:
         (model_type != "qwen2", f"model_type {model_type!r}", "'qwen2' is"),
         (architectures not in (None, ["Qwen2ForCausalLM"]),
          f"architectures {architectures}", "Qwen2ForCausalLM is"),
-        (is_scaled, f"rope scaling {scaling}", "plain rotary embedding is"),
+        (is_scaled, f"rope scaling {', '.join(scaled) or rope}", "plain rotary embedding is"),
         (any(theta != thetas[0] for theta in thetas), f"rope_theta {thetas}", "one is"),
         (config.get("use_sliding_window"), "use_sliding_window = true", "full attention is"),
         (layer_types - {"full_attention"}, "sliding layers", "full ones are"),
         ("quantization_config" in config, "quantised weights", "float32, bfloat16 and float16 are"),
         (activation != "silu", f"hidden_act {activation!r}", "silu is"),
-        (not isinstance(tied, bool | None),
+        (not isinstance(config.get("tie_word_embeddings"), bool | None),
          "no true or false for tie_word_embeddings", "these are"),
     ]
     # fmt: on
@@ -194,9 +192,8 @@ def spec(name: str) -> P:
 
 def nest(flat: dict) -> dict:
     """{"layers/wq_LDNH": a} -> {"layers": {"wq_LDNH": a}}"""
-    nested = {name: a for name, a in flat.items() if "/" not in name}
     layers = {name.removeprefix("layers/"): a for name, a in flat.items() if "/" in name}
-    return nested | {"layers": layers}
+    return {name: a for name, a in flat.items() if "/" not in name} | {"layers": layers}
 
 
 def flatten(tree) -> dict:
@@ -220,8 +217,24 @@ def constrain(x, mesh: Mesh, *axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
 
+class Quantised(NamedTuple):
+    """A matrix as int8 times scale: one for each output channel of its product."""
+
+    int8: jax.Array
+    scale: jax.Array  # float32; of size 1 in the dimensions that the product sums over
+
+
+def dequantise(w, dtype) -> jax.Array:
+    """A matrix, quantised or not, in dtype."""
+    return (w.int8 * w.scale if isinstance(w, Quantised) else w).astype(dtype)
+
+
 def matmul(equation: str, x, w) -> jax.Array:
     """einsum in x's dtype, accumulated and returned in float32."""
+    if isinstance(w, Quantised):
+        # Every int8 is exact in x's dtype. With ones for x, scales fall into the product's order.
+        scale = jnp.einsum(equation, jnp.ones([1] * x.ndim), w.scale, precision="highest")
+        return scale * matmul(equation, x, w.int8)
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
@@ -323,20 +336,14 @@ class How:
 
 
 # From here to `forward` all runs in a shard_map: on a device's rows, with its shards of weights.
-def fsdp_axis(name):
-    """The dimension of a layer's weight that fsdp splits, or None."""
-    axes = spec(f"layers/{name}")[1:]
-    return axes.index("fsdp") if "fsdp" in axes else None
-
-
 def gather_layer(shards):
     """A layer's weights, all-gathered over fsdp; gradients are reduce-scattered."""
 
     def gather(name, shard):
-        axis = fsdp_axis(name)
-        if axis is None:
+        axes = spec(f"layers/{name}")[1:]
+        if "fsdp" not in axes:
             return shard
-        return jax.lax.all_gather(shard, "fsdp", axis=axis, tiled=True)
+        return jax.lax.all_gather(shard, "fsdp", axis=axes.index("fsdp"), tiled=True)
 
     return {name: gather(name, shard) for name, shard in shards.items()}
 
@@ -372,8 +379,7 @@ def rows_at_once(B, T):
 
 def split_rows(a, chunk):
     """[B, ...] -> [chunks, chunk, ...], the last one padded with zeros."""
-    padding = [(0, -len(a) % chunk)]
-    padding += [(0, 0)] * (a.ndim - 1)
+    padding = [(0, -len(a) % chunk)] + [(0, 0)] * (a.ndim - 1)
     return jnp.pad(a, padding).reshape(-1, chunk, *a.shape[1:])
 
 
@@ -391,12 +397,9 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
         x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, sum_parts)
         return x_BTD, masters
 
-    def leave_out(x_BTD, masters):
-        return x_BTD, masters
-
     # The devices along tp have the same rows, so that all of them meet in the sum, or none.
     has_tokens = jnp.any(segments_BT > 0)
-    return jax.lax.cond(has_tokens, run, leave_out, x_BTD, masters)
+    return jax.lax.cond(has_tokens, run, lambda *same: same, x_BTD, masters)
 
 
 def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, how):
@@ -430,8 +433,7 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     with jax.named_scope("embed"):
         x_BTD = look_up(params["embed_VD"], tokens_BT, how.dtype)
     with jax.named_scope("layers"):
-        layers = params["layers"], at_rest
-        x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), layers)
+        x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), (params["layers"], at_rest))
     x_BTD = x.reshape(-1, T, cfg.D)[:B]
     # Under remat, as its backward pass would keep hidden states in float32.
     norm = jax.checkpoint(rms_norm, static_argnums=2)
@@ -489,7 +491,8 @@ def cached_forward(
         x_BTD, cache = layer(cfg, x_BTD, w, rope, attend_here)
         return (constrain(x_BTD, layout.mesh, layout.rows), cache), None
 
-    x_BTD = constrain(weights["embed_VD"][tokens_BT], layout.mesh, layout.rows)
+    x = jax.tree.map(lambda table: table[tokens_BT], weights["embed_VD"])
+    x_BTD = constrain(dequantise(x, weights["norm_D"].dtype), layout.mesh, layout.rows)
     # The cache is carried through the scan and updated in place: as xs and ys it would be copied.
     layers = weights["layers"], jnp.arange(cfg.L)
     (x_BTD, cache), _ = jax.lax.scan(one_layer, (x_BTD, cache), layers)

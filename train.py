@@ -32,7 +32,7 @@ import model
 
 # isort: off
 from infra import checkpoint, cluster, data, files, flags, hf, layouts, log, memory, packing
-from infra import rewards, rollout, run_dir
+from infra import quantise, rewards, rollout, run_dir
 # isort: on
 from infra.attention import ATTENTION, segment_attention
 from infra.cluster import all_gather_hosts
@@ -69,6 +69,7 @@ class Config:
     max_answer: int = 512  # longer answers are truncated, and a truncated answer scores 0
     temperature: float = 1.0  # of sampling; the loss divides its logits by the same number
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # weight layout during the rollout
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype, as in evaluations
     # the update
     lr: float = 1e-6  # learning rate of GRPO
     sft_lr: float = 1e-5  # learning rate of the supervised steps
@@ -188,7 +189,8 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
     elif dtype == "bfloat16" and platform == "gpu":
         attention = "cudnn"
     return dataclasses.replace(
-        cfg, dtype=dtype, attention=cfg.attention.replace("auto", attention),
+        cfg, dtype=dtype, rollout_dtype=cfg.rollout_dtype.replace("auto", dtype),
+        attention=cfg.attention.replace("auto", attention),
         loss_impl=cfg.loss_impl.replace("auto", loss_impl))
 
 
@@ -599,7 +601,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
     per_host = cfg.batch * cfg.npq
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
-    # The same weights for all rounds.
+    # Not quantised, as the model that is saved is not; the same weights for all rounds.
     weights = layouts.to_rollout(params, setup.layout, cfg.dtype)
     # Other draws than those of the rollouts, which fold in their steps, from 1.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
@@ -614,8 +616,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
         label = f"evaluating {start}/{n}"
         out, texts = sample_answers(
             weights, rows, 1, key, label, sampling, cfg, setup, outputs.stop_signal)
-        is_truncated = out["truncated_B"]
-        scores, _ = rewards.score_answers([SOLVED], rows, texts, is_truncated)
+        scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
@@ -652,12 +653,11 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
     # A group teaches nothing where all its rewards are equal.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
     has_no_variance_G = reward_GQ.max(1) == reward_GQ.min(1)
-    fault_count = rewards.report(faults)
     return means | {
         "reward/std": float(reward_GQ.std()),
         "len/answer_max": float(column["len/answer"].max()),
         "group/zero_variance": float(has_no_variance_G.mean()),
-        "reward/faults": int(all_gather_hosts(fault_count).sum()),
+        "reward/faults": int(all_gather_hosts(rewards.report(faults)).sum()),
     }
 
 
@@ -798,7 +798,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             sampler_logprobs = None
         else:
             # -------------------------------------------- rollout: npq answers to each question
-            weights = layouts.to_rollout(state["params"], setup.layout, cfg.dtype)
+            weights = layouts.to_rollout(state["params"], setup.layout, *quantise.dtypes(cfg))
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
             label = f"step {step}/{total_steps}"
             out, texts = sample_answers(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import memory
+from infra import memory, quantise
 from infra.kv_cache import Cache
 from infra.log import check, say
 from model import ModelConfig
@@ -45,6 +45,7 @@ class Work:
     group: int  # answers of a prompt
     prompt_slots: int  # tokens of the longest prompt
     answer_slots: int  # tokens of an answer, at most
+    quantised: bool = False  # whether matrices are in int8
 
     def of_device(self, layout: "Layout") -> tuple[int, int]:
         """-> (answers of a device, how many of them share a prompt)"""
@@ -118,17 +119,21 @@ def name_of(layout: Layout) -> str:
 def rollout_layout(
     kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work
 ) -> tuple[Layout, str]:
-    """-> (Layout of a kind, or the fastest one that fits for "auto"; why, in words)."""
+    """-> (Layout of a kind, or the fastest one that fits for "auto"; why, in words).
+
+    dtype: of the weights that are not quantised, as in an evaluation, which has to fit too.
+    """
     if kind == "auto":
         layout, why = fastest_layout(cfg, mesh, dtype, work)
     else:
         tp = max(tp_sizes(cfg, mesh), default=1) if kind == "tp" else 1
         layout, why = layout_of(kind, tp, mesh), "as asked"
     shards = math.prod(layout.mesh.devices.shape[1:])
-    weights_gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
+    weights_dtype = jnp.dtype("int8" if work.quantised else dtype)
+    weights_gib = cfg.n_params * weights_dtype.itemsize / 2**30
     text = (
         f"{name_of(layout)} devices, {weights_gib / shards:.2g} of {weights_gib:.2g} GiB of "
-        f"weights each; {why}"
+        f"{weights_dtype} weights each; {why}"
     )
     return layout, text
 
@@ -155,57 +160,86 @@ def rollout_spec(name: str, layout: Layout) -> P:
 
 
 # ---------------------------------------------------------------- moving the weights
-def to_rollout(params: dict, layout: Layout, dtype) -> dict:
-    """The weights of a rollout: cast where they lie, then moved to its layout."""
-    return compiled_move(tuple(model.flatten(params)), layout, dtype)(params)
+def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> dict:
+    """The weights of a rollout: cast or quantised where they lie, then moved to its layout."""
+    names = tuple(model.flatten(params))
+    training_mesh = params["norm_D"].sharding.mesh
+    move = compiled_move(names, training_mesh, layout, dtype, quantised)
+    return move(params)
 
 
 @cache
-def compiled_move(names: tuple, layout: Layout, dtype):
+def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
     """The compiled `to_rollout`, of parameters with these names."""
+    specs = {
+        name: quantise.cast_spec(name, rollout_spec(name, layout), quantised) for name in names
+    }
 
-    def move(a, spec):
-        # With --offload params they come from the host's memory.
-        a = jax.device_put(a, model.DEVICE).astype(dtype)
+    def move_array(a, from_spec, to_spec):
+        # Otherwise XLA would move it first, in float32, and cast it there.
+        a = model.constrain(a, training_mesh, *from_spec)
         if layout.kind == "tp":
             # By way of complete weights, as XLA knows no shorter way, and warns.
             a = model.constrain(a, layout.mesh)
-        return model.constrain(a, layout.mesh, *spec)
+        return model.constrain(a, layout.mesh, *to_spec)
 
-    specs = {name: rollout_spec(name, layout) for name in names}
-    # In a layer of the stack, weights have lost their dimension L.
-    of_layers = {name: spec[1:] for name, spec in model.nest(specs)["layers"].items()}
+    def move(name, a):
+        # With --offload params they come from the host's memory.
+        a = quantise.cast(name, jax.device_put(a, model.DEVICE), dtype, quantised)
+        here = quantise.cast_spec(name, model.spec(name), quantised)
+        there = specs[name]
+        if name.startswith("layers/"):
+            # In a layer of the stack, weights have lost their dimension L.
+            here, there = jax.tree.map(lambda spec: P(*spec[1:]), (here, there))
+        return jax.tree.map(move_array, a, here, there)
 
     def move_layer(layer):
-        return {name: move(a, of_layers[name]) for name, a in layer.items()}
+        return {name: move(f"layers/{name}", a) for name, a in layer.items()}
 
     def move_all(params):
-        top = {name: a for name, a in params.items() if name != "layers"}
-        top = {name: move(a, specs[name]) for name, a in top.items()}
+        top = {name: move(name, a) for name, a in params.items() if name != "layers"}
         # A layer at a time, as all at once would take their memory twice.
         layers = jax.lax.map(move_layer, params["layers"])
         return top | {"layers": layers}
 
     # XLA may drop constraints, but not the shardings of what a program returns.
-    places = {name: NamedSharding(layout.mesh, spec) for name, spec in specs.items()}
-    places = model.nest(places)
+    places = jax.tree.map(partial(NamedSharding, layout.mesh), model.nest(specs))
     return jax.jit(move_all, out_shardings=places)
 
 
+def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
+    """Shapes and shardings of a rollout's weights; the devices need not be here."""
+
+    def abstract(a, spec):
+        sharding = NamedSharding(layout.mesh, spec)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    weights = {}
+    for name, shape in model.shapes(cfg).items():
+        master = jax.ShapeDtypeStruct(shape, jnp.float32)
+        a = jax.eval_shape(partial(quantise.cast, name, dtype=dtype, quantised=quantised), master)
+        specs = quantise.cast_spec(name, rollout_spec(name, layout), quantised)
+        weights[name] = jax.tree.map(abstract, a, specs)
+    return model.nest(weights)
+
+
 # ---------------------------------------------------------------- rows and bytes
-def bytes_read(cfg: ModelConfig, layout: Layout, dtype) -> tuple[int, int]:
+def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False) -> tuple[int, int]:
     """Bytes that a device cannot but read in a decode step -> (of the weights, of the KV cache per
     row and slot)."""
     tp = layout.mesh.shape["tp"]
     itemsize = jnp.dtype(dtype).itemsize
-    weight_bytes = cfg.n_multiplied // tp * itemsize
+    # Scales, like norms and biases, are few.
+    weight_bytes = cfg.n_multiplied // tp
+    if not quantised:
+        weight_bytes *= itemsize
     slot_bytes = 2 * cfg.L * cfg.K // tp * cfg.H * itemsize
     return weight_bytes, slot_bytes
 
 
 def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> tuple[int, int]:
     """Bytes that a device cannot but read in the last decode step -> (weights, KV cache)."""
-    weight_bytes, slot_bytes = bytes_read(cfg, layout, dtype)
+    weight_bytes, slot_bytes = bytes_read(cfg, layout, dtype, work.quantised)
     answers, group = work.of_device(layout)
     slots = answers // group * work.prompt_slots + answers * work.answer_slots
     return weight_bytes, slot_bytes * slots

@@ -60,6 +60,7 @@ def generate(
     steps = min(stage, max_answer)
     static = dict(cfg=cfg, layout=layout, steps=steps, sampling=sampling)
     waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
+    quantised = isinstance(model.head(weights), model.Quantised)
     for row_ids in waves:
         # The cache of the last wave goes before the next one is made.
         wave = None
@@ -72,7 +73,7 @@ def generate(
             if t > 0:
                 # The cache grows, and rows that have ended leave.
                 slots = slots_for(until, max_answer)
-                wave = resize_wave(wave, slots, cfg, layout)
+                wave = resize_wave(wave, slots, cfg, layout, quantised)
             rows = rows_of(wave, length_B, layout)
             state, new = decode(weights, wave.state, rows, key, t, until, **static)
             new = jax.device_get(new)
@@ -103,7 +104,9 @@ def pad_prompts(prompts: list) -> tuple:
 def work_of_step(cfg, hosts: int, longest_prompt: int) -> Work:
     """What the rollout of a step decodes, where answers have their full length."""
     sequences = cfg.batch * cfg.npq * hosts
-    return Work(sequences, cfg.npq, padded_length(longest_prompt), cfg.max_answer)
+    quantised = cfg.rollout_dtype == "int8"
+    prompt_slots = padded_length(longest_prompt)
+    return Work(sequences, cfg.npq, prompt_slots, cfg.max_answer, quantised)
 
 
 def padded_length(n: int) -> int:
@@ -307,10 +310,7 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
         sharding = NamedSharding(layout.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    weights = {
-        name: abstract(shape, dtype, layouts.rollout_spec(name, layout))
-        for name, shape in model.shapes(cfg).items()
-    }
+    weights = layouts.abstract_weights(cfg, layout, dtype, work.quantised)
     B = work.answers
     _, group = work.of_device(layout)
     slots = slots_for(work.answer_slots, work.answer_slots)
@@ -329,4 +329,4 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
     )
     key = jax.eval_shape(jax.random.key, 0)
     static = dict(cfg=cfg, layout=layout, steps=128, sampling=Sampling())
-    return decode.lower(model.nest(weights), state, rows, key, 0, 1, **static)
+    return decode.lower(weights, state, rows, key, 0, 1, **static)

@@ -91,14 +91,14 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
     return fewer if is_worth_it else (prompts, group)
 
 
-def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout) -> Wave:
+def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quantised: bool) -> Wave:
     """The wave with so many slots, without rows that have ended where that pays.
 
     The arrays of the old state that are not in the new one are deleted.
     """
     prompts, answers, hidden_BD = wave.state
     width = prompts.keys.shape[3]
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, hidden_BD.dtype)
+    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, hidden_BD.dtype, quantised)
     by_prompt = len(wave.row_ids), -1, wave.group
     is_live_RPG = wave.is_live.reshape(by_prompt)
     _, n_prompts, _ = is_live_RPG.shape

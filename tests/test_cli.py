@@ -32,6 +32,7 @@ MISTAKES = {  # flags: what the message must say
     "--seed 1.5": "invalid int value",
     "--lr fast": "invalid float value",
     "--advantage best": "invalid choice: 'best'",
+    "--rollout_dtype fp8": "invalid choice: 'fp8'",
     "--data": "expected one",
     # out of range
     "--batch -4": "batch = -4",
@@ -145,6 +146,8 @@ def test_a_mistake_ends_with_exit_code_2_and_is_not_in_the_way(tmp_path, one_que
     flags = ["--steps 0 --sft_steps 0 --out", out, *one_question]
     run_train(*flags)
     assert "seed was 1, is 2" in refused(*flags, "--seed 2")
+    words = "rollout_dtype was 'float32', is 'int8'"
+    assert words in refused(*flags, "--rollout_dtype int8")
 
 
 # ---------------------------------------------------------------- the environment

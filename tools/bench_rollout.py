@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import model
-from infra import hf, layouts, memory, rollout
+from infra import hf, layouts, memory, quantise, rollout
 from infra.layouts import Layout, Work
 from infra.sampling import Sampling
 from model import ModelConfig
@@ -51,20 +51,14 @@ FLAGS = dict(
     npq=8,  # rows per prompt
     prompt=256,  # tokens
     answer=1024,  # tokens
-    dtype="bfloat16",
+    dtype="bfloat16",  # or float32; int8: of matrices, and train.py's default for the rest
     transformers=0,  # 1: also time transformers' generate
 )
 
 
-def work_of(args) -> Work:
-    return Work(args.batch, args.npq, args.prompt, args.answer)
-
-
 # ---------------------------------------------------------------- compiled for absent TPUs
-def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
+def check_loop(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> str:
     """What a step of the last stage of decoding moves and takes, as compiled, in words."""
-    work = work_of(args)
-    dtype = jnp.dtype(args.dtype)
     chip = memory.chip(layout.mesh.devices.flat[0])
     program = rollout.lower_decode(cfg, layout, dtype, work).compile()
     text = program.as_text()
@@ -88,17 +82,19 @@ def check_loop(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
 
 
 # ---------------------------------------------------------------- timed on the devices here
-def random_weights(cfg: ModelConfig, layout: Layout, dtype) -> dict:
+def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
     key = jax.random.key(0)
 
     def values(name, shape):
         # Norms are about 1.
-        return (0.02 * jax.random.normal(key, shape) + ("norm" in name)).astype(dtype)
+        w = 0.02 * jax.random.normal(key, shape) + ("norm" in name)
+        return quantise.cast(name, w, dtype, quantised)
 
     weights = {}
     for name, shape in model.shapes(cfg).items():
-        place = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
-        weights[name] = jax.jit(partial(values, name, shape), out_shardings=place)()
+        specs = quantise.cast_spec(name, layouts.rollout_spec(name, layout), quantised)
+        places = jax.tree.map(partial(NamedSharding, layout.mesh), specs)
+        weights[name] = jax.jit(partial(values, name, shape), out_shardings=places)()
     return model.nest(weights)
 
 
@@ -120,9 +116,7 @@ def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tu
             group=args.npq,
             progress=lambda *_, times=times: times.append(time.perf_counter()),
         )
-        prefill = times[1] - times[0]
-        decode = times[-1] - times[1]
-        runs.append((prefill, decode))
+        runs.append((times[1] - times[0], times[-1] - times[1]))
     return min(runs[1:], key=sum)
 
 
@@ -174,14 +168,13 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
     return min(seconds[1:])
 
 
-def measure(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
+def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, work: Work, args) -> str:
     """Time a rollout here -> its speed, in words."""
-    dtype = jnp.dtype(args.dtype)
     if name in SIZES:
-        weights = random_weights(cfg, layout, dtype)
+        weights = random_weights(cfg, layout, dtype, work.quantised)
     else:
         params = hf.load(hf.ModelFiles(name, cfg), layout.mesh)
-        weights = layouts.to_rollout(params, layout, dtype)
+        weights = layouts.to_rollout(params, layout, dtype, work.quantised)
         del params
     rng = np.random.default_rng(0)
     groups = rng.integers(0, cfg.V, (args.batch // args.npq, args.prompt))
@@ -190,7 +183,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, args) -> str:
     step_s = decode_s / args.answer
 
     # On average half of the answer is in the KV cache.
-    half = replace(work_of(args), answer_slots=args.answer / 2)
+    half = replace(work, answer_slots=args.answer / 2)
     least = sum(layouts.bytes_of_step(cfg, layout, dtype, half))
     bandwidth = memory_speed()
     text = (
@@ -213,6 +206,8 @@ def main(argv=None) -> None:
         help_text = f"default {default!r}"
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
     args = parser.parse_args(argv)
+    if args.transformers and args.dtype == "int8":
+        parser.error("--transformers 1 compares equal weights: not --dtype int8")
     models, absent_types, kinds = (x.split(",") for x in (args.model, args.aot, args.layout))
     for name, absent, kind in itertools.product(models, absent_types, kinds):
         if name in SIZES:
@@ -230,9 +225,14 @@ def main(argv=None) -> None:
                 f"{devices.size} devices must divide --batch {args.batch}"
             )
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
-        layout, why = layouts.rollout_layout(kind, cfg, mesh, args.dtype, work_of(args))
+        is_cpu = devices[0].platform == "cpu"
+        # Of what is not quantised.
+        dtype = args.dtype.replace("int8", "float32" if is_cpu else "bfloat16")
+        work = Work(args.batch, args.npq, args.prompt, args.answer, args.dtype == "int8")
+        layout, why = layouts.rollout_layout(kind, cfg, mesh, dtype, work)
         print(f"{name} on {absent or devices[0].device_kind}: {why}", flush=True)
-        text = check_loop(name, cfg, layout, args) if absent else measure(name, cfg, layout, args)
+        setting = cfg, layout, dtype, work
+        text = check_loop(*setting) if absent else measure(name, *setting, args)
         print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
 
 

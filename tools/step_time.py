@@ -3,12 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
-
 import kernel
 import model
 import train
-from infra import layouts, memory, rollout
+from infra import layouts, memory, quantise, rollout
 from infra.layouts import Work
 from infra.log import say
 from infra.state import abstract_state
@@ -42,7 +40,8 @@ def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
     waves, group = plan_waves(work.answers, shards, work.group, most)
     at_once = waves[0].shape[1]
     wave = replace(work, answers=at_once * shards, group=group)
-    decode = rollout.lower_decode(model_cfg, layout, jnp.dtype(cfg.dtype), wave)
+    dtype, _ = quantise.dtypes(cfg)
+    decode = rollout.lower_decode(model_cfg, layout, dtype, wave)
     chip = memory.chip(mesh.devices.flat[0])
     clocks = []
 
@@ -113,7 +112,8 @@ def print_time(
         return
     # Each token reads the weights once a wave, and of each row the cache, which grows.
     half = replace(work, answer_slots=cfg.max_answer / 2)
-    weights, cached = layouts.bytes_of_step(model_cfg, layout, cfg.dtype, half)
+    dtype, _ = quantise.dtypes(cfg)
+    weights, cached = layouts.bytes_of_step(model_cfg, layout, dtype, half)
     bytes_per_token = planned.waves * weights + cached
     rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
     length = cfg.max_prompt + cfg.max_answer

@@ -1,0 +1,247 @@
+"""Weights of a rollout in int8: against NumPy, in every layout, in memory, and in a run."""
+
+import dataclasses
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import (
+    TIED,
+    TINY_FLAGS,
+    UNTIED,
+    arguments,
+    check_errors,
+    evaluations,
+    logits,
+    place,
+    random_prompts,
+    random_weights,
+    restored_signals,
+)
+from jax.sharding import NamedSharding
+from numpy.testing import assert_array_equal
+from scipy import special
+
+import model
+import train
+from infra import layouts, quantise, rollout
+from infra.log import read_jsonl
+from infra.sampling import Sampling
+from test_kernel import mesh
+
+# What the product with a matrix sums over: its axes in the stack of layers.
+SUMMED = {
+    "layers/wq_LDNH": (1,),
+    "layers/wk_LDKH": (1,),
+    "layers/wv_LDKH": (1,),
+    "layers/wo_LNHD": (1, 2),
+    "layers/w_gate_LDF": (1,),
+    "layers/w_up_LDF": (1,),
+    "layers/w_down_LFD": (1,),
+    "head_VD": (1,),
+    "embed_VD": (1,),
+}
+# Sizes that devices can share.
+CONFIGS = {"tied": dataclasses.replace(TIED, V=208), "untied": dataclasses.replace(UNTIED, V=336)}
+WAYS = {  # the model, the training mesh, the layout
+    "one device": ("untied", (1, 1, 1), "replicated"),
+    "replicated": ("tied", (1, 8, 1), "replicated"),
+    "tp": ("tied", (2, 2, 2), "tp"),
+    "tp, untied": ("untied", (1, 8, 1), "tp"),
+    "fsdp": ("tied", (2, 2, 2), "fsdp"),
+    "maxtext": ("untied", (2, 4, 1), "maxtext"),
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def seed_of(way):
+    return list(WAYS).index(way)
+
+
+def quantised(way):
+    """-> (float32 weights in NumPy, their rollout weights in int8, the layout, the model)"""
+    name, dims, kind = WAYS[way]
+    cfg = CONFIGS[name]
+    on = mesh(*dims)
+    masters = random_weights(cfg, seed_of(way))
+    # Channels of zeros, of all kinds.
+    masters["layers/wq_LDNH"][0, :, 1, 2] = 0
+    masters["layers/wo_LNHD"][1, ..., 3] = 0
+    layout, why = layouts.rollout_layout(kind, cfg, on, "float32", "int8")
+    assert "int8 weights" in why
+    weights = layouts.to_rollout(place(masters, on), layout, "float32", True)
+    return masters, weights, layout, cfg
+
+
+def is_quantised(a):
+    return isinstance(a, model.Quantised)
+
+
+def pairs(weights):
+    """{flat name: array or Quantised}"""
+    layers = {f"layers/{name}": a for name, a in weights["layers"].items()}
+    return {name: a for name, a in weights.items() if name != "layers"} | layers
+
+
+# ---------------------------------------------------------------- the weights
+@each_way
+def test_weights_are_within_half_a_step_of_the_masters(way, record_property):
+    """A step is 1/127 of the largest weight of the channel, over all devices; in float64."""
+    masters, weights, layout, cfg = quantised(way)
+    found = pairs(weights)
+    assert {name for name, a in found.items() if is_quantised(a)} == SUMMED.keys() & found.keys()
+    errors = {}
+    for name, a in found.items():
+        w = masters[name].astype(np.float64)
+        if not is_quantised(a):
+            assert_array_equal(a, masters[name])
+            continue
+        int8 = np.asarray(a.int8)
+        scale = np.asarray(a.scale, np.float64)
+        assert int8.dtype == np.int8 and a.scale.dtype == np.float32
+        largest = abs(w).max(SUMMED[name], keepdims=True)
+        step = np.where(largest > 0, largest / 127, 1)
+        assert scale.shape == step.shape
+        errors[f"{name} scale"] = abs(scale / step - 1)
+        # Of a channel, the largest is 127 steps.
+        is_full = abs(int8.astype(int)).max(SUMMED[name], keepdims=True) == 127
+        assert_array_equal(is_full, largest > 0)
+        half_steps = abs(int8 * scale - w) / (step / 2)
+        assert half_steps.max() < 1 + 1e-4, name
+        # They differ, and from zero to the bound.
+        assert half_steps.max() > 0.9, name
+    check_errors(errors, 1e-6, record_property)
+
+
+@each_way
+def test_no_matrix_is_held_in_more_than_a_byte(way):
+    """And each lies where the layout says, its scales with it."""
+    _, weights, layout, cfg = quantised(way)
+    wanted = 0
+    for name, shape in model.shapes(cfg).items():
+        size = np.prod(shape)
+        if name in SUMMED:
+            channels = size // np.prod([shape[axis] for axis in SUMMED[name]])
+            wanted += size + 4 * channels
+        else:
+            wanted += 4 * size
+    assert sum(a.nbytes for a in jax.tree.leaves(weights)) == wanted
+    for name, a in pairs(weights).items():
+        matrix = a.int8 if is_quantised(a) else a
+        place = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
+        assert matrix.sharding.is_equivalent_to(place, matrix.ndim), (name, matrix.sharding)
+    # What is compiled for devices that are not here is the same.
+    abstract = layouts.abstract_weights(cfg, layout, jnp.dtype("float32"), True)
+    for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(abstract), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
+
+
+@pytest.mark.parametrize("way", ["replicated", "tp"])
+def test_matrices_move_between_devices_as_int8(way):
+    name, dims, kind = WAYS[way]
+    cfg = CONFIGS[name]
+    on = mesh(*dims)
+    layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", "int8")
+    params = place(random_weights(cfg), on)
+    move = layouts.compiled_move(tuple(model.flatten(params)), on, layout, "float32", True)
+    text = move.lower(params).compile().as_text()
+    gathered = re.findall(r" = (\w+)\[([\d,]*)\]\S* all-gather", text)
+    sizes = [(dtype, np.prod([int(n) for n in dims.split(",")])) for dtype, dims in gathered]
+    assert max(size for dtype, size in sizes if dtype == "s8") == cfg.V * cfg.D
+    # Of others, scales at most, one for each output channel.
+    most = max(cfg.N * cfg.H, cfg.F, cfg.V)
+    assert max(size for dtype, size in sizes if dtype != "s8") <= most, sizes
+
+
+def test_bytes_that_a_step_reads_count_a_matrix_as_a_byte():
+    cfg = CONFIGS["untied"]
+    layout, _ = layouts.rollout_layout("tp", cfg, mesh(1, 8, 1), "bfloat16", "int8")
+    weights, slot = layouts.bytes_read(cfg, layout, "bfloat16")
+    quantised_weights, same_slot = layouts.bytes_read(cfg, layout, "bfloat16", True)
+    assert weights == 2 * quantised_weights
+    assert slot == same_slot == 2 * cfg.L * cfg.K // 4 * cfg.H * 2
+
+
+# ---------------------------------------------------------------- rollouts
+def sampled(weights, cfg, layout, prompts, seed):
+    return rollout.generate(
+        weights, cfg, layout, prompts, jax.random.key(seed), Sampling(), max_answer=12
+    )
+
+
+@each_way
+def test_rollouts_equal_those_of_dequantised_weights(way, record_property):
+    """Cached, token by token, and their logprobs those of an uncached forward."""
+    _, weights, layout, cfg = quantised(way)
+    prompts = random_prompts(cfg, (5, 3, 8, 1, 2, 6, 4, 7), seed_of(way))
+    out = sampled(weights, cfg, layout, prompts, seed_of(way))
+    dense = {}
+    for name, a in pairs(weights).items():
+        dense[name] = np.asarray(a.int8) * np.asarray(a.scale) if is_quantised(a) else np.asarray(a)
+
+    cached_weights = layouts.to_rollout(place(dense, mesh(*WAYS[way][1])), layout, "float32")
+    cached = sampled(cached_weights, cfg, layout, prompts, seed_of(way))
+    assert_array_equal(out["tokens_BT"], cached["tokens_BT"])
+    gap = abs(out["logprobs_BT"] - cached["logprobs_BT"]) / (1 + abs(cached["logprobs_BT"]))
+    check_errors({"cached": gap}, 1e-5, record_property, "cached, relative")
+
+    answers = [row[:n].tolist() for row, n in zip(out["tokens_BT"], out["lengths_B"], strict=True)]
+    rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    z_BTV = logits(place(dense, mesh()), cfg, rows).astype(np.float64)
+    errors = {}
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        z_TV = z_BTV[i, len(prompt) - 1 : len(rows[i]) - 1]
+        wanted = special.log_softmax(z_TV, -1)[range(len(answer)), answer]
+        errors[i] = abs(out["logprobs_BT"][i, : len(answer)] - wanted)
+    check_errors(errors, 1e-4, record_property, "uncached")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_and_the_cache_stay_in_the_compute_dtype(dtype, monkeypatch):
+    cfg = CONFIGS["tied"]
+    layout, _ = layouts.rollout_layout("replicated", cfg, mesh(), dtype, "int8")
+    weights = layouts.to_rollout(place(random_weights(cfg), mesh()), layout, dtype, True)
+    decode = mock.Mock(wraps=rollout.decode)
+    monkeypatch.setattr(rollout, "decode", decode)
+    sampled(weights, cfg, layout, random_prompts(cfg, (3, 4)), 0)
+    (_, state, *_), _ = decode.call_args
+    assert {a.dtype for a in state} == {jnp.dtype(dtype)}
+    assert weights["norm_D"].dtype == weights["layers"]["bq_LNH"].dtype == dtype
+
+
+# ---------------------------------------------------------------- the flag
+def test_flags_say_what_is_quantised():
+    on = mesh()
+    # fmt: off
+    cases = [  # dtype, rollout_dtype: the dtype of what is not quantised, whether matrices are
+        ("auto", "auto", "float32", False),
+        ("bfloat16", "auto", "bfloat16", False),
+        ("float32", "bfloat16", "bfloat16", False),
+        ("auto", "int8", "float32", True),
+        ("bfloat16", "int8", "bfloat16", True),
+    ]
+    # fmt: on
+    for dtype, rollout_dtype, rest, is_int8 in cases:
+        cfg = train.resolve(train.Config(dtype=dtype, rollout_dtype=rollout_dtype), on)
+        assert quantise.dtypes(cfg) == (rest, is_int8), (dtype, rollout_dtype)
+
+
+def test_a_run_samples_in_int8_and_evaluates_its_model(tmp_path, monkeypatch):
+    to_rollout = mock.Mock(wraps=layouts.to_rollout)
+    monkeypatch.setattr(layouts, "to_rollout", to_rollout)
+    flags = [TINY_FLAGS, "--rollout_dtype int8 --out", tmp_path / "run"]
+    with restored_signals():
+        train.main(arguments(flags))
+    rows = read_jsonl(tmp_path / "run/metrics.jsonl")
+    # Rollouts at steps 2 and 3, evaluations after 1, 2 and 3.
+    used = [call.args[2:] for call in to_rollout.call_args_list]
+    evaluation, in_int8 = ("float32",), ("float32", True)
+    assert used == [evaluation, in_int8, evaluation, in_int8, evaluation]
+    assert [step for step, _ in evaluations(rows)] == [1, 2, 3]
+    for row in rows:
+        # Far more than rounding in float32, far less than another model.
+        assert 1e-4 < row.get("logprob_gap/mean", 1e-3) < 0.1, row
