@@ -481,20 +481,19 @@ def cached_forward(
     """
     rope = rope_tables(positions_BT, cfg)
 
-    def one_layer(carry, xs):
-        x_BTD, cache = carry
-        w, layer_number = xs
+    def one_layer(carry, w):
+        x_BTD, cache, layer_number = carry
         if layout.kind == "fsdp":
             # All-gather this layer's weights.
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}
         attend_here = partial(attend, layer=layer_number, cache=cache)
         x_BTD, cache = layer(cfg, x_BTD, w, rope, attend_here)
-        return (constrain(x_BTD, layout.mesh, layout.rows), cache), None
+        return (constrain(x_BTD, layout.mesh, layout.rows), cache, layer_number + 1), None
 
     x = jax.tree.map(lambda table: table[tokens_BT], weights["embed_VD"])
     x_BTD = constrain(dequantise(x, weights["norm_D"].dtype), layout.mesh, layout.rows)
     # The cache is carried through the scan and updated in place: as xs and ys it would be copied.
-    layers = weights["layers"], jnp.arange(cfg.L)
-    (x_BTD, cache), _ = jax.lax.scan(one_layer, (x_BTD, cache), layers)
+    carry = x_BTD, cache, 0
+    (x_BTD, cache, _), _ = jax.lax.scan(one_layer, carry, weights["layers"])
     x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], 1)[:, 0]
     return rms_norm(x_BD, weights["norm_D"], cfg.rms_eps), cache

@@ -24,6 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 # Bytes of VMEM that a block of keys takes, and a block of scores.
 BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
+# A block's rows, of which the length of each is read one by one.
+MOST_ROWS = 16
 # Slots of a block that is read, and of one that is written: a tile of bfloat16.
 BLOCK_SLOTS = 512
 TILE_SLOTS = 16
@@ -31,7 +33,7 @@ TILE_SLOTS = 16
 
 def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
     """The most rows, of B in equal blocks, that take no more than so many bytes; at least 1."""
-    most = max(1, most_bytes // row_bytes)
+    most = max(1, min(MOST_ROWS, most_bytes // row_bytes))
     possible = [n for n in range(1, most + 1) if B % n == 0]
     return max(possible)
 
@@ -45,16 +47,12 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
     _, B, K, _, H = keys.shape
     tile_bytes = K * TILE_SLOTS * H * keys.dtype.itemsize
     rows = rows_of_block(B, tile_bytes, BLOCK_BYTES)
-    tile_of_slot = lax.div(slot, TILE_SLOTS)
-    slot_of_tile = lax.rem(slot, TILE_SLOTS)
-    place = jnp.stack([layer, tile_of_slot, slot_of_tile])
 
-    def tile_index(b, place):
-        layer = place[0]
-        tile = place[1]
-        return layer, b, 0, tile, 0
+    def tile_index(b, layer, slot):
+        tile = lax.div(slot[0], TILE_SLOTS)
+        return layer[0], b, 0, tile, 0
 
-    def token_index(b, place):
+    def token_index(b, layer, slot):
         return b, 0, 0, 0
 
     tile = BlockSpec((None, rows, K, TILE_SLOTS, H), tile_index)
@@ -62,14 +60,14 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
     write = pallas_call(
         change_tiles,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(B // rows,),
             in_specs=[token, token, tile, tile],
             out_specs=[tile, tile],
         ),
         out_shape=[jax.typeof(keys), jax.typeof(values)],
-        # Of `place`, two tokens, keys and values, the last two are the results.
-        input_output_aliases={3: 0, 4: 1},
+        # Of the layer, the slot, two tokens, keys and values the last two are the results.
+        input_output_aliases={4: 0, 5: 1},
         # Tiles of keys and values are read and written.
         cost_estimate=CostEstimate(flops=0, bytes_accessed=4 * B * tile_bytes, transcendentals=0),
         name="write_token",
@@ -78,13 +76,18 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
     # A small cache XLA would copy to VMEM and back, for each layer.
     keys = pltpu.with_memory_space_constraint(keys, pltpu.HBM)
     values = pltpu.with_memory_space_constraint(values, pltpu.HBM)
-    return write(place, k_BKTH, v_BKTH, keys, values)
+    return write(in_array(layer), in_array(slot), k_BKTH, v_BKTH, keys, values)
 
 
-def change_tiles(place, k, v, old_keys, old_values, keys, values):
+def in_array(number):
+    """A number as index functions get it."""
+    return jnp.reshape(number, 1)
+
+
+def change_tiles(layer, slot, k, v, old_keys, old_values, keys, values):
     # Other slots of the tile are written as they were.
     slots = lax.broadcasted_iota(jnp.int32, old_keys.shape, 2)
-    slot_of_tile = place[2]
+    slot_of_tile = lax.rem(slot[0], TILE_SLOTS)
     is_written = slots == slot_of_tile
     keys[...] = jnp.where(is_written, k[...], old_keys[...])
     values[...] = jnp.where(is_written, v[...], old_values[...])
@@ -103,32 +106,25 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     key_bytes = slots * H * keys.dtype.itemsize
     score_bytes = slots * M * 4
     rows = min(rows_of_block(B, key_bytes, BLOCK_BYTES), rows_of_block(B, score_bytes, SCORE_BYTES))
-    # The last block of slots that is needed, of each block of rows.
-    length_of_block = length_B.reshape(-1, rows).max(1)
-    last_block = lax.div(length_of_block - 1, slots)
 
-    def cache_index(b, k, s, layer, last_block):
+    def cache_index(b, k, s, layer, lengths):
         # A block that is there already is not read again.
-        needed = jnp.minimum(s, last_block[b])
-        return layer[0], b, k, needed, 0
+        last = last_block(lengths, b, rows, slots)
+        return layer[0], b, k, jnp.minimum(s, last), 0
 
-    def row_index(b, k, s, layer, last_block):
+    def row_index(b, k, s, layer, lengths):
         return b, k, 0, 0
 
-    def length_index(b, k, s, layer, last_block):
-        return b, 0, 0
-
     # Of all blocks of slots the results come to one block, which stays in VMEM until they are done.
-    of_lengths = BlockSpec((rows, 1, 1), length_index)
     of_queries = BlockSpec((rows, None, M, H), row_index)
     of_sums = BlockSpec((rows, None, M, 1), row_index)
     of_cache = BlockSpec((None, rows, None, slots, H), cache_index)
     run = pallas_call(
-        partial(attend_to_block, slots=slots),
+        partial(attend_to_block, rows=rows, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B // rows, K, cdiv(S, slots)),
-            in_specs=[of_lengths, of_queries, of_cache, of_cache, of_queries, of_sums],
+            in_specs=[of_queries, of_cache, of_cache, of_queries, of_sums],
             out_specs=[of_queries, of_sums],
             scratch_shapes=[pltpu.VMEM((rows, M, 1), jnp.float32)],
         ),
@@ -141,10 +137,24 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
         name="decode_attention",
         interpret=interpret,
     )
-    # Index functions get the layer and `last_block`.
-    layer = jnp.reshape(layer, 1)
-    length_B11 = length_B[:, None, None]
-    return run(layer, last_block, length_B11, q_BKMH, keys, values, others_out, others_lse)
+    return run(in_array(layer), length_B, q_BKMH, keys, values, others_out, others_lse)
+
+
+def last_block(lengths, b, rows: int, slots: int):
+    """The last block of slots that a row of block b of the rows has."""
+    longest = 0
+    for i in range(rows):
+        longest = jnp.maximum(longest, lengths[b * rows + i])
+    return lax.div(longest - 1, slots)
+
+
+def lengths_of_block(lengths, b, rows: int):
+    """The lengths of the rows of a block, as a vector [rows, 1, 1]."""
+    row = lax.broadcasted_iota(jnp.int32, (rows, 1, 1), 0)
+    length = jnp.zeros_like(row)
+    for i in range(rows):
+        length = jnp.where(row == i, lengths[b * rows + i], length)
+    return length
 
 
 def cost_of_attention(q_BKMH, keys) -> CostEstimate:
@@ -164,7 +174,7 @@ def product(a, b, axis_of_b):
 
 
 def attend_to_block(
-    layer, last_block, length, q, k, v, others_out, others_lse, out, total, largest, *, slots
+    layer, lengths, q, k, v, others_out, others_lse, out, total, largest, *, rows, slots
 ):
     """out, total: sums over the slots so far, with the weights exp(score - largest); at the end,
     the results."""
@@ -173,7 +183,7 @@ def attend_to_block(
 
     def is_filled(shape, axis):
         slot = s * slots + lax.broadcasted_iota(jnp.int32, shape, axis)
-        return slot < length[...]
+        return slot < lengths_of_block(lengths, b, rows)
 
     # Where nothing came before, the sums are 0, or vanish with the first weight.
     @when(s == 0)
@@ -182,7 +192,7 @@ def attend_to_block(
         total[...] = jnp.ones_like(total)
         largest[...] = others_lse[...]
 
-    @when(s <= last_block[b])
+    @when(s <= last_block(lengths, b, rows, slots))
     def add_block():
         scores = product(q[...], k[...], axis_of_b=2)
         scores = jnp.where(is_filled(scores.shape, 2), scores, -1e30)
