@@ -54,6 +54,7 @@ WAYS = {  # the model, the training mesh, the layout
     "fsdp": ("tied", (2, 2, 2), "fsdp"),
     "maxtext": ("untied", (2, 4, 1), "maxtext"),
 }
+INT8 = layouts.Work(answers=8, group=1, prompt_slots=8, answer_slots=12, quantised=True)
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -70,7 +71,7 @@ def quantised(way):
     # Channels of zeros, of all kinds.
     masters["layers/wq_LDNH"][0, :, 1, 2] = 0
     masters["layers/wo_LNHD"][1, ..., 3] = 0
-    layout, why = layouts.rollout_layout(kind, cfg, on, "float32", "int8")
+    layout, why = layouts.rollout_layout(kind, cfg, on, "float32", INT8)
     assert "int8 weights" in why
     weights = layouts.to_rollout(place(masters, on), layout, "float32", True)
     return masters, weights, layout, cfg
@@ -145,7 +146,7 @@ def test_matrices_move_between_devices_as_int8(way):
     name, dims, kind = WAYS[way]
     cfg = CONFIGS[name]
     on = mesh(*dims)
-    layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", "int8")
+    layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", INT8)
     params = place(random_weights(cfg), on)
     move = layouts.compiled_move(tuple(model.flatten(params)), on, layout, "float32", True)
     text = move.lower(params).compile().as_text()
@@ -159,7 +160,7 @@ def test_matrices_move_between_devices_as_int8(way):
 
 def test_bytes_that_a_step_reads_count_a_matrix_as_a_byte():
     cfg = CONFIGS["untied"]
-    layout, _ = layouts.rollout_layout("tp", cfg, mesh(1, 8, 1), "bfloat16", "int8")
+    layout, _ = layouts.rollout_layout("tp", cfg, mesh(1, 8, 1), "bfloat16", INT8)
     weights, slot = layouts.bytes_read(cfg, layout, "bfloat16")
     quantised_weights, same_slot = layouts.bytes_read(cfg, layout, "bfloat16", True)
     assert weights == 2 * quantised_weights
@@ -203,13 +204,13 @@ def test_rollouts_equal_those_of_dequantised_weights(way, record_property):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_activations_and_the_cache_stay_in_the_compute_dtype(dtype, monkeypatch):
     cfg = CONFIGS["tied"]
-    layout, _ = layouts.rollout_layout("replicated", cfg, mesh(), dtype, "int8")
+    layout, _ = layouts.rollout_layout("replicated", cfg, mesh(), dtype, INT8)
     weights = layouts.to_rollout(place(random_weights(cfg), mesh()), layout, dtype, True)
     decode = mock.Mock(wraps=rollout.decode)
     monkeypatch.setattr(rollout, "decode", decode)
     sampled(weights, cfg, layout, random_prompts(cfg, (3, 4)), 0)
     (_, state, *_), _ = decode.call_args
-    assert {a.dtype for a in state} == {jnp.dtype(dtype)}
+    assert {a.dtype for a in jax.tree.leaves(state)} == {jnp.dtype(dtype)}
     assert weights["norm_D"].dtype == weights["layers"]["bq_LNH"].dtype == dtype
 
 
@@ -233,7 +234,8 @@ def test_flags_say_what_is_quantised():
 def test_a_run_samples_in_int8_and_evaluates_its_model(tmp_path, monkeypatch):
     to_rollout = mock.Mock(wraps=layouts.to_rollout)
     monkeypatch.setattr(layouts, "to_rollout", to_rollout)
-    flags = [TINY_FLAGS, "--rollout_dtype int8 --out", tmp_path / "run"]
+    # With a bonus all answers are computed, of whatever advantage.
+    flags = [TINY_FLAGS, "--rollout_dtype int8 --entropy_bonus 1e-6 --out", tmp_path / "run"]
     with restored_signals():
         train.main(arguments(flags))
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
@@ -242,6 +244,7 @@ def test_a_run_samples_in_int8_and_evaluates_its_model(tmp_path, monkeypatch):
     evaluation, in_int8 = ("float32",), ("float32", True)
     assert used == [evaluation, in_int8, evaluation, in_int8, evaluation]
     assert [step for step, _ in evaluations(rows)] == [1, 2, 3]
-    for row in rows:
-        # Far more than rounding in float32, far less than another model.
-        assert 1e-4 < row.get("logprob_gap/mean", 1e-3) < 0.1, row
+    gaps = [row["logprob_gap/mean"] for row in rows if "logprob_gap/mean" in row]
+    assert len(gaps) == 2
+    # Far more than rounding in float32, far less than another model.
+    assert 1e-4 < min(gaps) and max(gaps) < 0.1, gaps
