@@ -101,12 +101,12 @@ def pad_prompts(prompts: list) -> tuple:
     return tokens_BP, all_gather_hosts(lengths).ravel()
 
 
-def work_of_step(cfg, hosts: int, longest_prompt: int) -> Work:
+def work_of_step(flags, hosts: int, longest_prompt: int) -> Work:
     """What the rollout of a step decodes, where answers have their full length."""
-    sequences = cfg.batch * cfg.npq * hosts
-    quantised = cfg.rollout_dtype == "int8"
+    sequences = flags.batch * flags.npq * hosts
+    quantised = flags.rollout_dtype == "int8"
     prompt_slots = padded_length(longest_prompt)
-    return Work(sequences, cfg.npq, prompt_slots, cfg.max_answer, quantised)
+    return Work(sequences, flags.npq, prompt_slots, flags.max_answer, quantised)
 
 
 def padded_length(n: int) -> int:

@@ -122,11 +122,14 @@ def test_sampled_logprobs_equal_training_forward(cfg, sampling, record_property)
             targets = out["tokens_BT"].ravel()
             logprobs = training_logprobs(h_ND, head, targets, weight, temperature)
             wanted = np.asarray(logprobs).reshape(live.shape)[live]
-        errors[seed] = abs(out["logprobs_BT"][live] - wanted).max()
+        errors[seed] = abs(out["logprobs_BT"][live] - wanted)
         # If tokens follow q, these are uniform.
         upper = q.cumsum(-1)[each, tokens]
         u[seed][live] = upper - rng.random(len(tokens)) * q[each, tokens]
-    check_errors(errors, 1e-4, record_property)
+    # One of these tokens moves by 6e-5 where all weights move by a rounding, most by 3e-6.
+    most = {seed: np.quantile(error, 0.99) for seed, error in errors.items()}
+    check_errors(most, 3e-5, record_property, "error of 99 in 100")
+    check_errors(errors, 3e-4, record_property)
 
     assert stats.kstest(u[~np.isnan(u)], "uniform").pvalue > 1e-3
     neighbours = {
