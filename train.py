@@ -723,8 +723,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
         held_out = data.load_questions(eval_data(cfg), True, tokenizer, cfg)
     check_data(cfg, questions, examples)
 
-    # What fits where: a step's rows on the host, checkpoints on its disk, the rest on the devices.
-    # By the longest prompt of the data, which may be shorter than max_prompt.
+    # What fits the host, its disk and the devices, by the longest prompt that there is.
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
     row_width = packing.row_width(longest_prompt + cfg.max_answer, mesh)
     memory.check_host_memory(cfg, row_width)

@@ -137,6 +137,7 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
         name="decode_attention",
         interpret=interpret,
     )
+    # Index functions get the first two.
     return run(in_array(layer), length_B, q_BKMH, keys, values, others_out, others_lse)
 
 

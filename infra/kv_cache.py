@@ -89,7 +89,8 @@ def over_devices(run, layout, cache, *others):
     by_head = P(layout.rows, "tp")
     of_cache = jax.tree.map(lambda _: layout.cache_spec, cache)
     # What is not one number is of rows.
-    of_others = [P(layout.rows) if jnp.ndim(a) else P() for a in others]
+    by_row = P(layout.rows)
+    of_others = [by_row if jnp.ndim(a) else P() for a in others]
     return jax.shard_map(
         run,
         mesh=layout.mesh,
@@ -125,21 +126,22 @@ def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
     """Keys and values of T tokens go to slots slot.. of rows first.. of a layer, in place."""
     start = (layer, first, 0, slot, 0)
     # For many rows XLA would change the order of dimensions in memory, and copy the cache.
-    in_order = DeviceLayout(tuple(range(5)))
+    order = tuple(range(5))
+    in_order = DeviceLayout(order)
 
     def write(cache, new):
         cache = lax.dynamic_update_slice(cache, new[None], start)
         return with_layout_constraint(cache, in_order)
 
-    keys = write(cache.keys, k_BKTH)
-    values = write(cache.values, v_BKTH)
-    return Cache(keys, values)
+    new = Cache(k_BKTH, v_BKTH)
+    return jax.tree.map(write, cache, new)
 
 
 def nothing(q_BKMH) -> tuple:
     """What `attend_plain` gives for no slot at all."""
     out = jnp.zeros(q_BKMH.shape, jnp.float32)
-    lse = jnp.full_like(out[..., :1], LEAST)
+    one_of_each = out[..., :1]
+    lse = jnp.full_like(one_of_each, LEAST)
     return out, lse
 
 

@@ -106,9 +106,13 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Lay
         return layout_of("fsdp", 1, mesh), f"no other fits {free_gib:.0f} GiB"
     if not memory.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits, as the devices' speed is not known"
-    ms = {layout: 1e3 * seconds_of_step(cfg, layout, dtype, work) for layout in fitting}
+    ms = {}
+    for layout in fitting:
+        ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, work)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
-    return min(fitting, key=ms.get), f"estimated step: {', '.join(estimates)}"
+    # Of two that take as long, the one with fewer collectives comes first.
+    fastest = min(fitting, key=ms.get)
+    return fastest, f"estimated step: {', '.join(estimates)}"
 
 
 def name_of(layout: Layout) -> str:
@@ -171,9 +175,12 @@ def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> 
 @cache
 def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
     """The compiled `to_rollout`, of parameters with these names."""
-    specs = {
-        name: quantise.cast_spec(name, rollout_spec(name, layout), quantised) for name in names
-    }
+    # Where each lies in the rollout, and where it lies once it is cast.
+    specs = {}
+    cast_specs = {}
+    for name in names:
+        specs[name] = quantise.cast_spec(name, rollout_spec(name, layout), quantised)
+        cast_specs[name] = quantise.cast_spec(name, model.spec(name), quantised)
 
     def move_array(a, from_spec, to_spec):
         # Otherwise XLA would move it first, in float32, and cast it there.
@@ -185,25 +192,28 @@ def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quan
 
     def move(name, a):
         # With --offload params they come from the host's memory.
-        a = quantise.cast(name, jax.device_put(a, model.DEVICE), dtype, quantised)
-        here = quantise.cast_spec(name, model.spec(name), quantised)
-        there = specs[name]
+        a = jax.device_put(a, model.DEVICE)
+        a = quantise.cast(name, a, dtype, quantised)
+        here_and_there = cast_specs[name], specs[name]
         if name.startswith("layers/"):
             # In a layer of the stack, weights have lost their dimension L.
-            here, there = jax.tree.map(lambda spec: P(*spec[1:]), (here, there))
-        return jax.tree.map(move_array, a, here, there)
+            here_and_there = jax.tree.map(lambda spec: P(*spec[1:]), here_and_there)
+        return jax.tree.map(move_array, a, *here_and_there)
 
     def move_layer(layer):
         return {name: move(f"layers/{name}", a) for name, a in layer.items()}
 
     def move_all(params):
-        top = {name: move(name, a) for name, a in params.items() if name != "layers"}
+        top = {}
+        for name in sorted(params.keys() - {"layers"}):
+            top[name] = move(name, params[name])
         # A layer at a time, as all at once would take their memory twice.
         layers = jax.lax.map(move_layer, params["layers"])
         return top | {"layers": layers}
 
     # XLA may drop constraints, but not the shardings of what a program returns.
-    places = jax.tree.map(partial(NamedSharding, layout.mesh), model.nest(specs))
+    place = partial(NamedSharding, layout.mesh)
+    places = jax.tree.map(place, model.nest(specs))
     return jax.jit(move_all, out_shardings=places)
 
 
@@ -214,10 +224,12 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
         sharding = NamedSharding(layout.mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
+    # A quantised matrix is two arrays.
     weights = {}
     for name, shape in model.shapes(cfg).items():
         master = jax.ShapeDtypeStruct(shape, jnp.float32)
-        a = jax.eval_shape(partial(quantise.cast, name, dtype=dtype, quantised=quantised), master)
+        cast = partial(quantise.cast, name, dtype=dtype, quantised=quantised)
+        a = jax.eval_shape(cast, master)
         specs = quantise.cast_spec(name, rollout_spec(name, layout), quantised)
         weights[name] = jax.tree.map(abstract, a, specs)
     return model.nest(weights)
@@ -323,7 +335,8 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         if not is_cache:
             return jnp.take(a, index_B, 0)
         L, _, K, _, H = a.shape
-        new = jnp.zeros((L, len(index_B), K, slots, H), a.dtype)
+        shape = L, len(index_B), K, slots, H
+        new = jnp.zeros(shape, a.dtype)
 
         # A layer at a time, as otherwise a copy of the complete cache would come between.
         def copy_layer(i, new):

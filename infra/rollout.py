@@ -60,6 +60,7 @@ def generate(
     steps = min(stage, max_answer)
     static = dict(cfg=cfg, layout=layout, steps=steps, sampling=sampling)
     waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
+    # A step reads fewer bytes of quantised weights, so that rows that leave save more of them.
     quantised = isinstance(model.head(weights), model.Quantised)
     for row_ids in waves:
         # The cache of the last wave goes before the next one is made.
@@ -85,6 +86,7 @@ def generate(
                 break
     # Every process has the answers of all.
     first = jax.process_index() * len(prompts)
+    # This one returns its own.
     return {name: a[first : first + len(prompts)] for name, a in answers.items()}
 
 
@@ -193,6 +195,7 @@ def prefill(
 ) -> State:
     """Run prompts: their keys and values go to prompts first.. of their device, and the hidden
     state after each, `group` times, to its rows."""
+    # Once for each shape: tracing a second time tells of a shape that was not meant to be.
     n, width = prompts_PT.shape
     if jax.process_index() == 0:
         print(f"tracing prefill: {n} prompts of {width} tokens")
