@@ -1,5 +1,6 @@
 """Pods: launch.sh from nothing to results, on a stand-in for gcloud with processes for workers."""
 
+import fcntl
 import json
 import os
 import re
@@ -16,6 +17,17 @@ from safetensors.numpy import load_file
 
 # The fixture.
 cloud = pods.cloud
+
+
+@pytest.fixture(autouse=True)
+def one_at_a_time(tmp_path_factory):
+    """The workers of all pods here are one machine, on which runs of several have the same port."""
+    of_all = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        of_all = of_all.parent
+    with open(of_all / "pods.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 # ---------------------------------------------------------------- a pod whose training only waits
