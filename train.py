@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -265,7 +264,7 @@ class Setup:
     examples: list[dict]  # those whose demonstration is short enough for supervised steps
     held_out: list[dict]  # rows of the evaluation
     row_width: int  # tokens of a packed row
-    rows_at_once: Callable  # of answers to a prompt -> rows that a device decodes together
+    rows_at_once: dict  # rows that a device decodes together, by the number that share a prompt
     micro_batch: int  # rows of a device in one forward and backward
 
 
@@ -311,7 +310,7 @@ def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_
     prompts = [row["prompt"] for row in rows]
     out = rollout.generate(
         weights, setup.model_cfg, setup.layout, prompts, key, sampling, max_answer=cfg.max_answer,
-        group=group, at_once=setup.rows_at_once(group), progress=between_stages)
+        group=group, at_once=setup.rows_at_once[group], progress=between_stages)
     texts = [setup.tokenizer.decode(tokens) for tokens in answer_tokens(out)]
     return out, texts
 
@@ -732,7 +731,8 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     work = rollout.work_of_step(cfg, jax.process_count(), longest_prompt)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     resting = memory.device_bytes(state)
-    rows_at_once = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, work, resting)
+    fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, work, resting)
+    rows_at_once = {group: fit(group) for group in (1, cfg.npq)}
     weights = hf.ModelFiles(data.model_directory(cfg, "*.safetensors"), model_cfg)
     wandb = log.start_wandb(cfg.wandb, cfg.out, config)
     run_dir.write_config(cfg.out, config)

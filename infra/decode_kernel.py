@@ -24,8 +24,9 @@ from jax.experimental.pallas import tpu as pltpu
 # Bytes of VMEM that a block of keys takes, and a block of scores.
 BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
-# A block's rows, of which the length of each is read one by one.
+# A block's rows, of which the length of each is read one by one; and its queries of a row.
 MOST_ROWS = 16
+MOST_QUERIES = 1024
 # Slots of a block that is read, and of one that is written: a tile of bfloat16.
 BLOCK_SLOTS = 512
 TILE_SLOTS = 16
@@ -38,6 +39,12 @@ def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
     most = max(1, min(MOST_ROWS, most_bytes // row_bytes))
     possible = [n for n in range(1, most + 1) if B % n == 0]
     return max(possible)
+
+
+def queries_of_block(M: int) -> int:
+    """The most queries, of M in equal blocks of complete tiles; all where there are no such."""
+    possible = [n for n in range(8, MOST_QUERIES + 1, 8) if M % n == 0]
+    return M if M <= MOST_QUERIES else max(possible, default=M)
 
 
 # ---------------------------------------------------------------- writing a token
@@ -75,13 +82,15 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
         name="write_token",
         interpret=interpret,
     )
-    # XLA would copy all layers to VMEM and back, for each layer.
-    keys = in_hbm(keys)
-    values = in_hbm(values)
-    return write(in_array(layer), in_array(slot), k_BKTH, v_BKTH, keys, values)
+    cache = in_hbm(keys), in_hbm(values)
+    return write(in_array(layer), in_array(slot), k_BKTH, v_BKTH, *cache)
 
 
 def in_hbm(a):
+    """A cache where it is to lie. A small one XLA may hold in VMEM while all layers run, which is
+    faster; a larger one it would copy there, all layers, for each layer."""
+    if a.nbytes <= SMALL_CACHE:
+        return a
     return pltpu.with_memory_space_constraint(a, pltpu.HBM)
 
 
@@ -109,47 +118,45 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     _, B, K, S, H = keys.shape
     M = q_BKMH.shape[2]
     slots = min(S, BLOCK_SLOTS)
+    queries = queries_of_block(M)
     key_bytes = slots * H * keys.dtype.itemsize
-    score_bytes = slots * M * 4
+    # Scores are float32.
+    score_bytes = slots * queries * 4
     rows = min(rows_of_block(B, key_bytes, BLOCK_BYTES), rows_of_block(B, score_bytes, SCORE_BYTES))
 
-    def cache_index(b, k, s, layer, lengths):
+    def cache_index(b, k, m, s, layer, lengths):
         # A block that is there already is not read again.
         last = last_block(lengths, b, rows, slots)
         return layer[0], b, k, jnp.minimum(s, last), 0
 
-    def row_index(b, k, s, layer, lengths):
-        return b, k, 0, 0
+    # Of queries and of results the same block stays for all blocks of slots.
+    def query_index(b, k, m, s, layer, lengths):
+        return b, k, m, 0
 
-    # Of all blocks of slots the results come to one block, which stays in VMEM until they are done.
-    of_queries = BlockSpec((rows, None, M, H), row_index)
-    of_sums = BlockSpec((rows, None, M, 1), row_index)
+    of_queries = BlockSpec((rows, None, queries, H), query_index)
+    of_sums = BlockSpec((rows, None, queries, 1), query_index)
     of_cache = BlockSpec((None, rows, None, slots, H), cache_index)
     run = pallas_call(
         partial(attend_to_block, rows=rows, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B // rows, K, cdiv(S, slots)),
+            grid=(B // rows, K, M // queries, cdiv(S, slots)),
             in_specs=[of_queries, of_cache, of_cache, of_queries, of_sums],
             out_specs=[of_queries, of_sums],
-            scratch_shapes=[pltpu.VMEM((rows, M, 1), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((rows, queries, 1), jnp.float32)],
         ),
         out_shape=[jax.typeof(others_out), jax.typeof(others_lse)],
         # Blocks of slots come one after another.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
         cost_estimate=cost_of_attention(q_BKMH, keys),
         name="decode_attention",
         interpret=interpret,
     )
-    # Of the prompts, which are only read, it would copy all layers to VMEM for each layer, where
-    # they do not fit there for good. Where they do, that is faster.
-    if keys.nbytes > SMALL_CACHE:
-        keys = in_hbm(keys)
-        values = in_hbm(values)
     # Index functions get the first two.
-    return run(in_array(layer), length_B, q_BKMH, keys, values, others_out, others_lse)
+    cache = in_hbm(keys), in_hbm(values)
+    return run(in_array(layer), length_B, q_BKMH, *cache, others_out, others_lse)
 
 
 def last_block(lengths, b, rows: int, slots: int):
@@ -191,7 +198,7 @@ def attend_to_block(
     """out, total: sums over the slots so far, with the weights exp(score - largest); at the end,
     the results."""
     b = program_id(0)
-    s = program_id(2)
+    s = program_id(3)
 
     def is_filled(shape, axis):
         slot = s * slots + lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -221,7 +228,7 @@ def attend_to_block(
         total[...] = shrink * total[...] + weights.sum(-1, keepdims=True)
         largest[...] = now
 
-    @when(s == num_programs(2) - 1)
+    @when(s == num_programs(3) - 1)
     def end():
         out[...] = out[...] / total[...]
         total[...] = largest[...] + jnp.log(total[...])

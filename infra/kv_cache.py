@@ -1,8 +1,9 @@
 """The KV cache of a rollout: writing to it, and attention to it.
 
 Keys and values are [L, B, K, S, H], where B is answers, or prompts: a prompt's are there once for
-all of its answers. They are read and written where they lie, as a layer taken out of them would be
-a copy. Letters as in model.py; M is the queries that attend to the same keys: G for each answer.
+all of its answers. On TPUs they are read and written where they lie, as a layer taken out of them
+would be a copy. Letters as in model.py; M is the queries that attend to the same keys: G for each
+answer.
 """
 
 from typing import NamedTuple

@@ -105,7 +105,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Lay
     if not fitting:
         return layout_of("fsdp", 1, mesh), f"no other fits {free_gib:.0f} GiB"
     if not memory.chip(mesh.devices.flat[0]).link:
-        return fitting[0], "the first that fits, as the devices' speed is not known"
+        return fitting[0], "the first that fits; how long a sum takes is known of TPUs only"
     ms = {}
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, work)

@@ -37,10 +37,10 @@ class Chip:
     bandwidth: float = 0  # bytes a second of that memory
     flops: float = 0  # bfloat16 operations a second
     clock: float = 0  # of a TPU, cycles a second
-    link: float = 0  # bytes a second that it sends: of a TPU, along one axis of the torus
+    link: float = 0  # of a TPU, bytes a second that it sends along one axis of the torus
 
 
-# For a message to reach the next chip ("How to Scale Your Model", "Sharded Matrices").
+# For a message to reach a TPU's next chip ("How to Scale Your Model", "Sharded Matrices").
 HOP_SECONDS = 1e-6
 
 
@@ -53,9 +53,9 @@ CHIPS = {
     "TPU v5 lite": Chip(15.7, 8.2e11, 197e12, 1.5e9, 1e11),
     "TPU v5": Chip(95, 2.77e12, 459e12, 1.75e9, 2e11),
     "TPU v6 lite": Chip(31.24, 1.64e12, 918e12, 1.75e9, 2e11),
-    "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12, link=3e11),
-    "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12, link=4.5e11),
-    "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12, link=4.5e11),
+    "NVIDIA A100": Chip(math.inf, 2.0e12, 312e12),
+    "NVIDIA H100": Chip(math.inf, 3.35e12, 990e12),
+    "NVIDIA H200": Chip(math.inf, 4.8e12, 990e12),
 }
 
 
@@ -142,12 +142,6 @@ def tpu_devices(slice_type: str) -> list:
     """The devices of a slice such as v6e-8, to compile for. Raises ValueError for no such type."""
     from jax.experimental import topologies
 
-    # Otherwise libtpu looks for a TPU, and waits for it.
-    os.environ |= {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-    }
     # The sizes that Google has and that were compiled for.
     sizes = "1|4|8|16|32|64|128|256"
     known = re.fullmatch(rf"(v4|v5p|v5litepod|v6e)-({sizes})", slice_type)
@@ -155,6 +149,13 @@ def tpu_devices(slice_type: str) -> list:
         raise ValueError(
             f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256"
         )
+    # Otherwise libtpu looks for a TPU, and waits for it, and warns that it knows no type.
+    os.environ |= {
+        "TPU_ACCELERATOR_TYPE": slice_type,
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
     kind, size = known.groups()
     # v4 and v5p count cores, two a chip, and their chips lie in three dimensions.
     dimensions = 3 if kind in ("v4", "v5p") else 2

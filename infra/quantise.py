@@ -47,8 +47,8 @@ def cast(name: str, a, dtype, quantised: bool):
     a = a.astype(jnp.float32)
     # Where these dimensions are sharded, the maximum is over all devices.
     largest = jnp.max(jnp.abs(a), axes, keepdims=True)
-    # A channel of zeros stays one.
-    scale = jnp.where(largest > 0, largest / 127, 1)
+    # A channel of zeros stays one. NaN is in the scale, as int8 has none.
+    scale = jnp.where(largest == 0, 1, largest / 127)
     return Quantised(jnp.round(a / scale).astype(jnp.int8), scale)
 
 

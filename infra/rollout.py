@@ -64,7 +64,7 @@ def generate(
     quantised = isinstance(model.head(weights), model.Quantised)
     for row_ids in waves:
         # The cache of the last wave goes before the next one is made.
-        wave = None
+        wave = state = None
         slots = slots_for(steps, max_answer)
         wave = prefill_wave(weights, cfg, layout, prompts_BP, length_B, row_ids, group, slots)
         progress(*totals(answers))

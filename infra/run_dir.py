@@ -51,6 +51,8 @@ WRITTEN = r"step_\d{6}|final|(metrics|samples)\.jsonl"
 def comparable(flags: dict) -> dict:
     """Of a run's flags those that may not differ when it resumes. Questions count per step, so that
     it may resume on another number of processes."""
+    # Runs from before this flag sampled in `dtype`.
+    flags = {"rollout_dtype": flags.get("dtype")} | flags
     kept = {name: v for name, v in flags.items() if name not in FREE_ON_RESUME | {"batch"}}
     questions = flags.get("batch", 0) * flags.get("require_processes", 0)
     return kept | {"batch * processes": questions}

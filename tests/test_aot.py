@@ -238,6 +238,16 @@ def test_decoding_compiles_for_every_chip_and_head_size(record_property):
     record_property("ms by the compiler's clock", [loop["clock_ms"] for loop in loops])
 
 
+def test_a_small_cache_is_not_copied_in_each_layer(record_property):
+    """As it is in the first stage of a rollout; XLA may hold it in VMEM."""
+    bench = ROOT / "tools/bench_rollout.py"
+    flags = "--model 0.5B --aot v6e-8 --batch 64 --prompt 256 --answer 128"
+    printed = compile_elsewhere(bench, flags)
+    (share,) = re.findall(r" ms, ([\d.]+) of that;", printed)
+    assert float(share) <= 1.1, printed
+    record_property("bytes / those of weights and cache", share)
+
+
 def write_config_with_repeated_heads(directory):
     """The 3B with a cache of 16 heads, as if it held the keys and values of 2 for each query."""
     V, D, F, N, _, _, L, tied = bench_rollout.SIZES["3B"]

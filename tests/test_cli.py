@@ -202,6 +202,13 @@ def test_every_flag_is_read_and_only_flags_are(record_property):
     record_property("flags", len(FLAGS))
 
 
+def test_a_run_from_before_rollout_dtype_resumes():
+    new = dict(dtype="bfloat16", rollout_dtype="bfloat16", batch=8)
+    old = dict(dtype="bfloat16", batch=8)
+    assert run_dir.comparable(old) == run_dir.comparable(new)
+    assert run_dir.comparable(old) != run_dir.comparable(new | {"rollout_dtype": "int8"})
+
+
 def test_every_number_has_one_range():
     ranged = [name for _, _, names in RANGES for name in names.split()]
     assert sorted(ranged) == sorted(name for name, kind in FLAGS.items() if kind in (int, float))

@@ -91,6 +91,7 @@ def test_attention_goes_on_from_cache_to_cache(how, size, monkeypatch):
     """Over blocks of slots and of rows, some of which no row needs; unwritten slots are NaN."""
     monkeypatch.setattr(decode_kernel, "BLOCK_SLOTS", 16)
     monkeypatch.setattr(decode_kernel, "BLOCK_BYTES", 2**14)
+    monkeypatch.setattr(decode_kernel, "MOST_QUERIES", 16)
     B, K, M, H, *slots = SIZES[size]
     rng = np.random.default_rng(0)
     q_BKMH = random_queries(rng, B, K, M, H)

@@ -158,6 +158,16 @@ def test_matrices_move_between_devices_as_int8(way):
     assert max(size for dtype, size in sizes if dtype != "s8") <= most, sizes
 
 
+def test_weights_that_are_not_finite_stay_so():
+    """Or a run that has diverged would go on."""
+    w = np.ones((2, 4, 3, 2), np.float32)
+    w[1, 2, 0, 1] = np.nan
+    cast = quantise.cast("layers/wq_LDNH", jnp.array(w), "float32", True)
+    is_nan = np.isnan(model.dequantise(cast, "float32"))
+    assert is_nan[1, :, 0, 1].all()
+    assert is_nan.sum() == w.shape[1]
+
+
 def test_bytes_that_a_step_reads_count_a_matrix_as_a_byte():
     cfg = CONFIGS["untied"]
     layout, _ = layouts.rollout_layout("tp", cfg, mesh(1, 8, 1), "bfloat16", INT8)

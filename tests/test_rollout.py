@@ -253,6 +253,21 @@ def test_decode_works_in_place_and_ends(monkeypatch):
     assert_array_equal(is_written, np.arange(16) < 1)
 
 
+def test_the_cache_of_a_wave_goes_before_the_next_one_is_made(monkeypatch):
+    params = random_params(TIED, mesh())
+    empty_state = layouts.empty_state
+    held = []
+
+    def watched(**sizes):
+        held.append(sum(a.ndim == 5 for a in jax.live_arrays()))
+        return empty_state(**sizes)
+
+    monkeypatch.setattr(layouts, "empty_state", watched)
+    generate(params, TIED, random_prompts(TIED, (4, 4, 4)), 8, at_once=1)
+    assert len(held) == 3
+    assert held[1:] == held[:1] * 2, held
+
+
 def largest_collective(program):
     """Bytes of the largest array that a compiled program's collectives give."""
     kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"

@@ -183,7 +183,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, work: Work, args
     step_s = decode_s / args.answer
 
     # On average half of the answer is in the KV cache.
-    half = replace(work, answer_slots=args.answer / 2)
+    half = replace(work, answer_slots=args.answer // 2)
     least = sum(layouts.bytes_of_step(cfg, layout, dtype, half))
     bandwidth = memory_speed()
     text = (

@@ -111,7 +111,7 @@ def print_time(
         say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
         return
     # Each token reads the weights once a wave, and of each row the cache, which grows.
-    half = replace(work, answer_slots=cfg.max_answer / 2)
+    half = replace(work, answer_slots=cfg.max_answer // 2)
     dtype, _ = quantise.dtypes(cfg)
     weights, cached = layouts.bytes_of_step(model_cfg, layout, dtype, half)
     bytes_per_token = planned.waves * weights + cached
