@@ -24,6 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 # Bytes of VMEM that a block of keys takes, and a block of scores.
 BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
+# The score of a slot that is not attended to.
+LEAST = -1e30
 # A block's rows, of which the length of each is read one by one; and its queries of a row.
 MOST_ROWS = 16
 MOST_QUERIES = 1024
@@ -214,7 +216,7 @@ def attend_to_block(
     @when(s <= last_block(lengths, b, rows, slots))
     def add_block():
         scores = product(q[...], k[...], axis_of_b=2)
-        scores = jnp.where(is_filled(scores.shape, 2), scores, -1e30)
+        scores = jnp.where(is_filled(scores.shape, 2), scores, LEAST)
         before = largest[...]
         now = jnp.maximum(before, scores.max(-1, keepdims=True))
         weights = jnp.exp(scores - now)

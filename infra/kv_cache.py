@@ -17,9 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from infra import decode_kernel
-
-# The score of a slot that is not attended to.
-LEAST = -1e30
+from infra.decode_kernel import LEAST
 
 
 class Cache(NamedTuple):

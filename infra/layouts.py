@@ -43,7 +43,7 @@ class Work:
 
     answers: int  # of all processes
     group: int  # answers of a prompt
-    prompt_slots: int  # tokens of the longest prompt
+    prompt_slots: int  # of the KV cache for a prompt: the longest one, padded
     answer_slots: int  # tokens of an answer, at most
     quantised: bool = False  # whether matrices are in int8
 
@@ -88,22 +88,22 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> floa
     return seconds + 2 * cfg.L * hops * memory.HOP_SECONDS
 
 
-def fits(cfg: ModelConfig, layout: Layout, dtype, free_gib: float) -> bool:
+def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     """Whether the weights leave room for a KV cache. With tp they may take half of the memory, as
     what lies around them is split, too."""
-    most = free_gib / 4 if layout.kind == "replicated" else free_gib / 2
+    most = device_gib / 4 if layout.kind == "replicated" else device_gib / 2
     gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
     return gib / layout.mesh.shape["tp"] <= most
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Layout, str]:
     """-> (of the layouts that fit, that with the least estimated step; the estimates, in words)"""
-    free_gib = memory.least_memory(mesh)
+    device_gib = memory.least_memory(mesh)
     candidates = [layout_of("replicated", 1, mesh)]
     candidates += [layout_of("tp", tp, mesh) for tp in tp_sizes(cfg, mesh)]
-    fitting = [layout for layout in candidates if fits(cfg, layout, dtype, free_gib)]
+    fitting = [layout for layout in candidates if fits(cfg, layout, dtype, device_gib)]
     if not fitting:
-        return layout_of("fsdp", 1, mesh), f"no other fits {free_gib:.0f} GiB"
+        return layout_of("fsdp", 1, mesh), f"no other fits {device_gib:.0f} GiB"
     if not memory.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits; how long a sum takes is known of TPUs only"
     ms = {}

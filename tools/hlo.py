@@ -1,4 +1,4 @@
-"""What a compiled decode loop reads, writes and moves, from the text of its program."""
+"""What a compiled program reads, writes and moves, from its text; above all a decode loop."""
 
 import math
 import re
