@@ -6,7 +6,8 @@ inside the scan over layers a weight keeps its name and has lost its L.
 
 Parameters are a nested dict of arrays, layers stacked on L. Master weights are float32, sharded
 over the mesh axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumulates
-in float32, as it takes norms and softmax. Architecture: Qwen2 technical report, arXiv 2407.10671.
+in float32, and takes norms and softmax in float32.
+Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
 import dataclasses
@@ -116,10 +117,12 @@ def refuse_unsupported(config: dict) -> None:
     rope_types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
     scaled = [kind for kind in rope_types if kind != "default"]
     rope = {**ropes[0], **ropes[1]}
+    scaling = ", ".join(scaled) or rope
     is_scaled = scaled or rope.keys() - {"rope_type", "type", "rope_theta"}
     thetas = rope_thetas(config)
     model_type = config.get("model_type")
     architectures = config.get("architectures")
+    tied = config.get("tie_word_embeddings")
     activation = config.get("hidden_act", "silu")
     layer_types = {*(config.get("layer_types") or [])}
 
@@ -129,13 +132,13 @@ def refuse_unsupported(config: dict) -> None:
         (model_type != "qwen2", f"model_type {model_type!r}", "'qwen2' is"),
         (architectures not in (None, ["Qwen2ForCausalLM"]),
          f"architectures {architectures}", "Qwen2ForCausalLM is"),
-        (is_scaled, f"rope scaling {', '.join(scaled) or rope}", "plain rotary embedding is"),
+        (is_scaled, f"rope scaling {scaling}", "plain rotary embedding is"),
         (any(theta != thetas[0] for theta in thetas), f"rope_theta {thetas}", "one is"),
         (config.get("use_sliding_window"), "use_sliding_window = true", "full attention is"),
         (layer_types - {"full_attention"}, "sliding layers", "full ones are"),
         ("quantization_config" in config, "quantised weights", "float32, bfloat16 and float16 are"),
         (activation != "silu", f"hidden_act {activation!r}", "silu is"),
-        (not isinstance(config.get("tie_word_embeddings"), bool | None),
+        (not isinstance(tied, bool | None),
          "no true or false for tie_word_embeddings", "these are"),
     ]
     # fmt: on
@@ -193,7 +196,8 @@ def spec(name: str) -> P:
 def nest(flat: dict) -> dict:
     """{"layers/wq_LDNH": a} -> {"layers": {"wq_LDNH": a}}"""
     layers = {name.removeprefix("layers/"): a for name, a in flat.items() if "/" in name}
-    return {name: a for name, a in flat.items() if "/" not in name} | {"layers": layers}
+    others = {name: a for name, a in flat.items() if "/" not in name}
+    return others | {"layers": layers}
 
 
 def flatten(tree) -> dict:
@@ -226,7 +230,9 @@ class Quantised(NamedTuple):
 
 def dequantise(w, dtype) -> jax.Array:
     """A matrix, quantised or not, in dtype."""
-    return (w.int8 * w.scale if isinstance(w, Quantised) else w).astype(dtype)
+    if isinstance(w, Quantised):
+        w = w.int8 * w.scale
+    return w.astype(dtype)
 
 
 def matmul(equation: str, x, w) -> jax.Array:
@@ -336,14 +342,20 @@ class How:
 
 
 # From here to `forward` all runs in a shard_map: on a device's rows, with its shards of weights.
+def fsdp_axis(name):
+    """The dimension of a layer's weight that fsdp splits, or None."""
+    axes = spec(f"layers/{name}")[1:]
+    return axes.index("fsdp") if "fsdp" in axes else None
+
+
 def gather_layer(shards):
     """A layer's weights, all-gathered over fsdp; gradients are reduce-scattered."""
 
     def gather(name, shard):
-        axes = spec(f"layers/{name}")[1:]
-        if "fsdp" not in axes:
+        axis = fsdp_axis(name)
+        if axis is None:
             return shard
-        return jax.lax.all_gather(shard, "fsdp", axis=axes.index("fsdp"), tiled=True)
+        return jax.lax.all_gather(shard, "fsdp", axis=axis, tiled=True)
 
     return {name: gather(name, shard) for name, shard in shards.items()}
 
@@ -379,7 +391,8 @@ def rows_at_once(B, T):
 
 def split_rows(a, chunk):
     """[B, ...] -> [chunks, chunk, ...], the last one padded with zeros."""
-    padding = [(0, -len(a) % chunk)] + [(0, 0)] * (a.ndim - 1)
+    padding = [(0, -len(a) % chunk)]
+    padding += [(0, 0)] * (a.ndim - 1)
     return jnp.pad(a, padding).reshape(-1, chunk, *a.shape[1:])
 
 
@@ -397,9 +410,12 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
         x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, sum_parts)
         return x_BTD, masters
 
+    def leave_out(x_BTD, masters):
+        return x_BTD, masters
+
     # The devices along tp have the same rows, so that all of them meet in the sum, or none.
     has_tokens = jnp.any(segments_BT > 0)
-    return jax.lax.cond(has_tokens, run, lambda *same: same, x_BTD, masters)
+    return jax.lax.cond(has_tokens, run, leave_out, x_BTD, masters)
 
 
 def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, how):
@@ -433,7 +449,8 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     with jax.named_scope("embed"):
         x_BTD = look_up(params["embed_VD"], tokens_BT, how.dtype)
     with jax.named_scope("layers"):
-        x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), (params["layers"], at_rest))
+        layers = params["layers"], at_rest
+        x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), layers)
     x_BTD = x.reshape(-1, T, cfg.D)[:B]
     # Under remat, as its backward pass would keep hidden states in float32.
     norm = jax.checkpoint(rms_norm, static_argnums=2)

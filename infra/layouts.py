@@ -155,12 +155,14 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work) ->
     return layout
 
 
-def rollout_spec(name: str, layout: Layout) -> P:
-    """PartitionSpec of a parameter in a rollout."""
+def rollout_spec(name: str, layout: Layout, quantised: bool = False):
+    """PartitionSpec of a parameter in a rollout; of a quantised one, that of each array."""
     if layout.kind in ("fsdp", "maxtext"):
-        return model.spec(name)
-    axes = ["tp" if letter in "NKFV" else None for letter in model.letters(name)]
-    return P(*axes)
+        spec = model.spec(name)
+    else:
+        axes = ["tp" if letter in "NKFV" else None for letter in model.letters(name)]
+        spec = P(*axes)
+    return quantise.cast_spec(name, spec, quantised)
 
 
 # ---------------------------------------------------------------- moving the weights
@@ -179,7 +181,7 @@ def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quan
     specs = {}
     cast_specs = {}
     for name in names:
-        specs[name] = quantise.cast_spec(name, rollout_spec(name, layout), quantised)
+        specs[name] = rollout_spec(name, layout, quantised)
         cast_specs[name] = quantise.cast_spec(name, model.spec(name), quantised)
 
     def move_array(a, from_spec, to_spec):
@@ -230,7 +232,7 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
         master = jax.ShapeDtypeStruct(shape, jnp.float32)
         cast = partial(quantise.cast, name, dtype=dtype, quantised=quantised)
         a = jax.eval_shape(cast, master)
-        specs = quantise.cast_spec(name, rollout_spec(name, layout), quantised)
+        specs = rollout_spec(name, layout, quantised)
         weights[name] = jax.tree.map(abstract, a, specs)
     return model.nest(weights)
 

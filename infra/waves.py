@@ -109,6 +109,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     # it has fewer of them than another device or prompt, it keeps some that have ended, too.
     has_ended_RP = ~is_live_RPG.any(2)
     kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, : size[0]]
+    # In their order: where none leaves, the cache of prompts stays as it is.
     kept_RP = np.sort(kept_RP)
     is_live_RPG = np.take_along_axis(is_live_RPG, kept_RP[:, :, None], 1)
     kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, : size[1]]

@@ -343,11 +343,15 @@ LIFE_FLAGS = (
 )
 
 
+def shared_temp(tmp_path_factory):
+    """The directory that all processes of a test run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 def made_once(tmp_path_factory, name, make):
     """A directory that make(directory) fills for the first test that asks, in any process."""
-    top = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        top = top.parent  # which the processes share
+    top = shared_temp(tmp_path_factory)
     directory = top / name
     with open(top / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pods
 import pytest
-from conftest import ROOT, read_jsonl, run, without_times
+from conftest import ROOT, read_jsonl, run, shared_temp, without_times
 from pods import ENDS, OFFLINE, POD_FLAGS, UNAVAILABLE, says, until_it_works, when, write
 from safetensors.numpy import load_file
 
@@ -22,10 +22,7 @@ cloud = pods.cloud
 @pytest.fixture(autouse=True)
 def one_at_a_time(tmp_path_factory):
     """The workers of all pods here are one machine, on which runs of several have the same port."""
-    of_all = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        of_all = of_all.parent
-    with open(of_all / "pods.lock", "w") as lock:
+    with open(shared_temp(tmp_path_factory) / "pods.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

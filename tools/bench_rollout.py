@@ -92,7 +92,7 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
 
     weights = {}
     for name, shape in model.shapes(cfg).items():
-        specs = quantise.cast_spec(name, layouts.rollout_spec(name, layout), quantised)
+        specs = layouts.rollout_spec(name, layout, quantised)
         places = jax.tree.map(partial(NamedSharding, layout.mesh), specs)
         weights[name] = jax.jit(partial(values, name, shape), out_shardings=places)()
     return model.nest(weights)
@@ -116,7 +116,8 @@ def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tu
             group=args.npq,
             progress=lambda *_, times=times: times.append(time.perf_counter()),
         )
-        runs.append((times[1] - times[0], times[-1] - times[1]))
+        began, prefilled, *_, ended = times
+        runs.append((prefilled - began, ended - prefilled))
     return min(runs[1:], key=sum)
 
 
@@ -225,9 +226,8 @@ def main(argv=None) -> None:
                 f"{devices.size} devices must divide --batch {args.batch}"
             )
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
-        is_cpu = devices[0].platform == "cpu"
-        # Of what is not quantised.
-        dtype = args.dtype.replace("int8", "float32" if is_cpu else "bfloat16")
+        default = "float32" if devices[0].platform == "cpu" else "bfloat16"
+        dtype = args.dtype.replace("int8", default)
         work = Work(args.batch, args.npq, args.prompt, args.answer, args.dtype == "int8")
         layout, why = layouts.rollout_layout(kind, cfg, mesh, dtype, work)
         print(f"{name} on {absent or devices[0].device_kind}: {why}", flush=True)

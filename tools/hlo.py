@@ -217,4 +217,5 @@ def is_collective(op: str) -> bool:
 def stated_costs(instruction: Instruction) -> dict:
     """{flops, bytes_accessed, ..} of a Pallas kernel, as its author states them; or {}."""
     stated = re.search(r'"cost_estimate":\{(.*?)\}', instruction.attributes)
-    return {key: int(n) for key, n in re.findall(r'"(\w+)":"(\d+)"', stated[1])} if stated else {}
+    costs = re.findall(r'"(\w+)":"(\d+)"', stated[1]) if stated else []
+    return {name: int(number) for name, number in costs}
