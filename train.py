@@ -38,8 +38,8 @@ from infra.cluster import all_gather_hosts
 from infra.layouts import LAYOUTS
 from infra.log import check, exit_on, progress, say
 from infra.sampling import Sampling
-from infra.state import abstract_state, initial_state, reference
-from model import DEVICE, HOST, REMAT
+from infra.state import abstract_state, initial_state, is_vector, memory_of, reference
+from model import DEVICE, REMAT
 
 # Start reading at the bottom: `train` is the algorithm.
 # Names of arrays end in their shapes: B answers of a host, T tokens of an answer; G groups of Q
@@ -437,8 +437,8 @@ def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
         "sgd": optax.identity(),
     }[cfg.optimizer]
     # Norms and biases do not decay.
-    is_vector = re.search("norm|/b[qkv]_", name)
-    return optax.chain(scale, optax.add_decayed_weights(0.0 if is_vector else cfg.weight_decay))
+    decay = 0.0 if is_vector(name) else cfg.weight_decay
+    return optax.chain(scale, optax.add_decayed_weights(decay))
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -546,11 +546,9 @@ def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
     keep_old = partial(jnp.where, jnp.isnan(factor))
     old, new = (param, state), (new_param, new_state)
     param, state = jax.tree.map(keep_old, old, new)
-    if cfg.offload == "params":
-        param = jax.device_put(param, HOST)
-    if cfg.offload != "none":
-        state = jax.tree.map(lambda a: jax.device_put(a, HOST) if a.ndim else a, state)
-    return param, state
+    params_rest, state_rests = memory_of(name, cfg.offload)
+    state = jax.tree.map(lambda a: jax.device_put(a, state_rests) if a.ndim else a, state)
+    return jax.device_put(param, params_rest), state
 
 
 def update(state, batch, lr, *, cfg, model_cfg, mesh):

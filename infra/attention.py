@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import model
+from infra.log import check
 
 ATTENTION = "splash", "cudnn", "blockwise"
 
@@ -44,15 +45,22 @@ def blockwise(q_BNTH, k_BKTH, v_BKTH, segments_BT):
 
 
 def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
-    """By cuDNN's kernel, which never holds scores in memory, but a mask."""
+    """By cuDNN's kernel, which never holds scores in memory."""
+    H = q_BNTH.shape[3]
+    check(
+        H <= 128,
+        f"attention = cudnn is for heads of at most 128, and the model's are of {H}; try "
+        "--attention blockwise",
+    )
     # JAX's function wants [B, T, N, H].
-    T = q_BNTH.shape[2]
     q = q_BNTH.transpose(0, 2, 1, 3)
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
-    mask = segment_mask(segments_BT, 0, T)[:, None]
-    attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
-    out = attend(q, k, v, mask=mask, scale=1.0)
+    # The kernel leaves out later keys without reading a mask. For segments it reads one, of [T, T]
+    # in bfloat16: to give it each segment as a row of its own, by lengths, would move more bytes.
+    in_segment = segments_BT[:, :, None] == segments_BT[:, None]
+    attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
+    out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)
     return out.transpose(0, 2, 1, 3)
 
 

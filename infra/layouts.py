@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import memory, quantise
+from infra import chips, quantise
 from infra.kv_cache import Cache
 from infra.log import check, say
 from model import ModelConfig
@@ -80,12 +80,12 @@ def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
 def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> float:
     """An estimate of a decode step with complete weights or tp: what is read at the memory's
     bandwidth, and the latency of the collectives, which move little."""
-    chip = memory.chip(layout.mesh.devices.flat[0])
+    chip = chips.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, work)
     seconds = (weights + cache) / chip.bandwidth
     # Two sums over tp in each layer, which go around a ring twice, both ways.
     hops = 2 * (layout.mesh.shape["tp"] // 2)
-    return seconds + 2 * cfg.L * hops * memory.HOP_SECONDS
+    return seconds + 2 * cfg.L * hops * chips.HOP_SECONDS
 
 
 def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
@@ -98,13 +98,13 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Layout, str]:
     """-> (of the layouts that fit, that with the least estimated step; the estimates, in words)"""
-    device_gib = memory.least_memory(mesh)
+    device_gib = chips.least_memory(mesh)
     candidates = [layout_of("replicated", 1, mesh)]
     candidates += [layout_of("tp", tp, mesh) for tp in tp_sizes(cfg, mesh)]
     fitting = [layout for layout in candidates if fits(cfg, layout, dtype, device_gib)]
     if not fitting:
         return layout_of("fsdp", 1, mesh), f"no other fits {device_gib:.0f} GiB"
-    if not memory.chip(mesh.devices.flat[0]).link:
+    if not chips.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits; how long a sum takes is known of TPUs only"
     ms = {}
     for layout in fitting:
@@ -276,7 +276,7 @@ def rows_that_fit(
     # Computed from sizes alone, so that a run that resumes decodes the same rows together.
     shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
     weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
-    device_bytes = memory.least_memory(layout.mesh) * 2**30
+    device_bytes = chips.least_memory(layout.mesh) * 2**30
     free_bytes = device_bytes - resting - weight_bytes
     work = replace(work, group=group)
     answers, _ = work.of_device(layout)

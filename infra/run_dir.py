@@ -21,11 +21,11 @@ import numpy as np
 import optax
 
 from infra import bucket, checkpoint, cluster, files, log
+from infra.chips import GIB
 from infra.claim import InUse, claimed
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say, warn
-from infra.memory import GIB
 
 # Flags that may change when a run resumes: none of them changes what is computed.
 FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {

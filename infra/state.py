@@ -14,8 +14,22 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import hf
+from infra import chips, hf
 from infra.log import progress
+from model import DEVICE, HOST
+
+
+def is_vector(name: str) -> bool:
+    """Whether a parameter is the scale of a norm or a bias, and no matrix."""
+    return model.letters(name) in ("D", "LD", "LNH", "LKH")
+
+
+def memory_of(name: str, offload: str) -> tuple:
+    """-> (the memory that a parameter rests in, that of its optimizer state)"""
+    # Norms and biases are few, and XLA does not slice small arrays in the host's memory for TPUs.
+    if offload == "none" or is_vector(name):
+        return DEVICE, DEVICE
+    return (HOST if offload == "params" else DEVICE), HOST
 
 
 def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
@@ -25,12 +39,13 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
     ref = {}
     for name, shape in model.shapes(model_cfg).items():
         on_device = NamedSharding(mesh, model.spec(name))
-        on_host = on_device.with_memory_kind("pinned_host")
+        places = {DEVICE: on_device, HOST: chips.in_host_memory(on_device)}
+        param_rests, opt_rests = memory_of(name, cfg.offload)
         param = jax.ShapeDtypeStruct(shape, jnp.float32)
         # What the optimizer keeps has the parameter's shape, and so its sharding.
         opt_state = jax.eval_shape(optimizer(cfg, name).init, param)
-        params[name] = placed(param, on_host if cfg.offload == "params" else on_device)
-        opt[name] = placed(opt_state, on_device if cfg.offload == "none" else on_host)
+        params[name] = placed(param, places[param_rests])
+        opt[name] = placed(opt_state, places[opt_rests])
         # The reference is only computed with, and never updated.
         compute = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
         ref[name] = placed(compute, on_device)

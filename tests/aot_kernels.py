@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import kernel
-from infra import memory
+from infra import chips
 
 HIDDEN = 2048
 
@@ -33,7 +33,7 @@ def compile_kernel(name, sharding, function, *inputs, donate=()):
 
 
 def main(tiles):
-    device = memory.tpu_devices("v6e-1")[0]
+    device = chips.absent_devices("v6e-1")[0]
     array = jax.ShapeDtypeStruct
     blocks = kernel.block_sizes(device.device_kind, HIDDEN)
     tokens = blocks.tokens

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from infra.memory import Chip
+from infra.chips import Chip
 from tools import clock, hlo, step_time
 
 # Bytes, operations, cycles and sent bytes a second, of which none is a multiple of another.

@@ -21,7 +21,7 @@ from conftest import SMALL, arguments, read_jsonl, restored_signals
 from numpy.testing import assert_allclose
 
 import train
-from infra import checkpoint, data, layouts, memory
+from infra import checkpoint, chips, data, layouts, memory
 from test_kernel import mesh
 from tools import plan
 
@@ -93,7 +93,7 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 
     def with_memory(gib):
         memory.update_gib.cache_clear()
-        monkeypatch.setattr(memory, "device_memory", lambda device: gib)
+        monkeypatch.setattr(chips, "device_memory", lambda device: gib)
 
     one = needed(1)[0]
     three = needed(3)[0]
@@ -180,7 +180,7 @@ def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     eight, sixteen = [row["gib"] for row in swept.rows]
     per_row = (sixteen - eight) / 8
     # Memory for ten rows, and not for eleven.
-    monkeypatch.setattr(memory, "device_memory", lambda device: eight + 2.5 * per_row)
+    monkeypatch.setattr(chips, "device_memory", lambda device: eight + 2.5 * per_row)
     text = printed_plan("--max_answer 40 --sweep loss_impl=jax")
     # Fewer than 8 do not fill a minibatch, so that these lie on another line.
     assert re.search(r"^ +~ +16 .* GiB too much$", text, re.M), text

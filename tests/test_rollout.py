@@ -26,7 +26,7 @@ from test_model import by_tier, hf_model
 from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
-from infra import attention, hf, layouts, memory, rollout, waves
+from infra import attention, chips, hf, layouts, rollout, waves
 from test_kernel import mesh
 from tools import bench_rollout
 
@@ -300,7 +300,7 @@ def sizes(name):
 
 
 def set_memory(monkeypatch, gib):
-    monkeypatch.setattr(memory, "device_memory", lambda device: gib)
+    monkeypatch.setattr(chips, "device_memory", lambda device: gib)
 
 
 def test_layout_is_chosen_by_size_and_memory(monkeypatch):
@@ -337,7 +337,7 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
     ]
     # fmt: on
     for cfg, chip, kind, tp in cases:
-        monkeypatch.setattr(memory, "chip", lambda device, chip=chip: memory.CHIPS[chip])
+        monkeypatch.setattr(chips, "chip", lambda device, chip=chip: chips.CHIPS[chip])
         layout, why = layouts.rollout_layout("auto", cfg, on, "bfloat16", WORK)
         assert (layout.kind, layout.mesh.shape["tp"]) == (kind, tp), why
         times = [float(ms) for ms in re.findall(r"([\d.]+) ms", why)]

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernel
-from infra import memory
+from infra import chips
 
 # Sizes are those of a device; 0 is what suits it.
 FLAGS = dict(
@@ -186,7 +186,7 @@ def benchmark(argv=None):
     parser, args = parse(argv)
     for slice_type in args.aot.split(","):
         try:
-            devices = memory.tpu_devices(slice_type) if slice_type else jax.devices()[:1]
+            devices = chips.absent_devices(slice_type) if slice_type else jax.devices()[:1]
         # Of re for the name, of jax for what libtpu lacks, or because libtpu is missing.
         except Exception as e:
             parser.error(

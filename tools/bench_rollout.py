@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import model
-from infra import hf, layouts, memory, quantise, rollout
+from infra import chips, hf, layouts, quantise, rollout
 from infra.layouts import Layout, Work
 from infra.sampling import Sampling
 from model import ModelConfig
@@ -42,11 +42,18 @@ SIZES = {
 }
 # fmt: on
 
-# Several models, layouts or TPU types can be given: a,b,c
+
+def model_of_size(name: str) -> ModelConfig:
+    """The shape of one of SIZES."""
+    *sizes, tied = SIZES[name]
+    return ModelConfig(*sizes, 1e6, 1e-6, bool(tied), 32768, ())
+
+
+# Several models, layouts or types of devices can be given: a,b,c
 FLAGS = dict(
     model="3B",  # of SIZES, or a directory
     layout="auto",
-    aot="",  # a TPU type to compile for, such as v6e-8
+    aot="",  # a type of devices to compile for, such as v6e-8 or h100-8
     batch=128,  # rows of all devices
     npq=8,  # rows per prompt
     prompt=256,  # tokens
@@ -59,7 +66,7 @@ FLAGS = dict(
 # ---------------------------------------------------------------- compiled for absent TPUs
 def check_loop(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> str:
     """What a step of the last stage of decoding moves and takes, as compiled, in words."""
-    chip = memory.chip(layout.mesh.devices.flat[0])
+    chip = chips.chip(layout.mesh.devices.flat[0])
     program = rollout.lower_decode(cfg, layout, dtype, work).compile()
     text = program.as_text()
     traffic = hlo.loop_traffic(text, cfg.L)
@@ -71,14 +78,17 @@ def check_loop(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> str:
     compiled_ms = traffic.device_memory / chip.bandwidth * 1e3
     copied = traffic.largest_copy / cache_bytes
     peak = program.memory_analysis().peak_memory_in_bytes
-    return (
+    words = (
         f"a step reads at least {least / 1e9:.3f} GB in {least_ms:.2f} ms; as compiled "
         f"{traffic.device_memory / 1e9:.3f} GB in {compiled_ms:.2f} ms, "
         f"{traffic.device_memory / least:.3f} of that; collectives move "
         f"{traffic.moved / 1e9:.3f} GB; the largest copy is {copied:.3f} of the KV cache; "
-        f"peak {peak / 1e9:.2f} GB\n  "
-        f"by the compiler's clock, not measured, a step takes {clock.step_clock(text, cfg.L, chip)}"
+        f"peak {peak / 1e9:.2f} GB"
     )
+    if chip.clock:
+        step = clock.step_clock(text, cfg.L, chip)
+        words += f"\n  by the compiler's clock, not measured, a step takes {step}"
+    return words
 
 
 # ---------------------------------------------------------------- timed on the devices here
@@ -211,14 +221,10 @@ def main(argv=None) -> None:
         parser.error("--transformers 1 compares equal weights: not --dtype int8")
     models, absent_types, kinds = (x.split(",") for x in (args.model, args.aot, args.layout))
     for name, absent, kind in itertools.product(models, absent_types, kinds):
-        if name in SIZES:
-            *sizes, tied = SIZES[name]
-            cfg = ModelConfig(*sizes, 1e6, 1e-6, bool(tied), 32768, ())
-        else:
-            cfg = hf.read_config(name)
+        cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
         # No row ends before its last token.
         cfg = replace(cfg, stop_ids=())
-        devices = np.array(memory.tpu_devices(absent) if absent else jax.devices())
+        devices = np.array(chips.absent_devices(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)
         if not is_kind or args.batch % args.npq or args.batch % devices.size:
             parser.error(

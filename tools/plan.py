@@ -1,48 +1,49 @@
-"""What fits the devices of a TPU slice, or of this machine, and how long a step takes there:
-`python tools/plan.py v6e-8 --model DIR`; without a type, of this machine.
+"""What fits the devices of a TPU slice, of GPUs, or of this machine, and how long a step takes:
+`python tools/plan.py v6e-8 --model DIR`, or h100-8; without a type, of this machine.
 
 Programs are compiled and not run: the devices need not be here, and of the model a config.json is
 enough. The other flags are train.py's. The last line names the largest micro-batch that fits.
+`--table` plans all Qwen2.5 models on ten types of devices, and prints a table.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
-import jax.numpy as jnp
 
 import model
 import train
-from infra import cluster, data, flags, hf, layouts, log, memory, packing, rollout
+from infra import chips, cluster, data, flags, hf, layouts, log, memory, packing, rollout
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say
-from tools import step_time
+from tools import remembered, step_time, what_fits
 
 # What --sweep can try several values of.
 SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
 
 
 # ---------------------------------------------------------------- the command line
-def split_arguments(argv: list[str]) -> tuple[str, str, list[str]]:
-    """Command line -> (type of devices, --sweep, the words that are for train.py)."""
+def split_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
+    """Command line -> (type of devices, this command's flags, the words that are for train.py)."""
     device_type = "here"
     if argv and not argv[0].startswith("-"):
         device_type, *argv = argv
-    usage = "python tools/plan.py [v6e-8 or such | here] [--sweep name=a,b] [--flag value ...]"
+    usage = "python tools/plan.py [v6e-8, h100-8 or such | here] [--sweep name=a,b] [--flag ...]"
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, allow_abbrev=False)
     # One line and exit code 2, as for every mistake.
     parser.error = lambda message: check(False, f"{message}; see --help")
     parser.add_argument("--sweep", default="", help=f"values of one of {', '.join(SWEPT)}")
+    parser.add_argument("--table", action="store_true", help="all models on all types of devices")
     args, train_flags = parser.parse_known_args(argv)
-    return device_type, args.sweep, train_flags
+    return device_type, args, train_flags
 
 
 def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
@@ -74,29 +75,29 @@ def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict, dict]:
     that it takes of a device, does it fit)}; {each: the compiler's estimates of its time})
     """
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
-    say(
-        f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat {cfg.remat}, "
-        f"offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
-    )
-
     clocks = {}
 
     def need(micro_batch):
         say(f"compiling the update with micro_batch {micro_batch} ...")
-        clocks[micro_batch] = {}
-        use = partial(step_time.keep_clock, clocks[micro_batch], micro_batch, cfg, model_cfg, mesh)
-        return memory.update_gib(micro_batch, width, cfg, model_cfg, mesh, train.UPDATE, use=use)
+        clock_of = step_time.clock_of_program(micro_batch, cfg, model_cfg, mesh)
+        clocks[micro_batch] = []
+
+        def compile(lowered, mesh):
+            found = remembered.compile_or_recall(lowered, mesh, clock_of)
+            clocks[micro_batch].append(found.clock)
+            return found.gib, found.fits
+
+        update = micro_batch, width, cfg, model_cfg, mesh, train.UPDATE
+        return memory.update_gib(*update, compile=compile)
 
     if cfg.micro_batch:
         gib, fits = need(cfg.micro_batch)
         return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}, clocks
-    # Of each row at least the inputs of all layers are kept.
-    row_gib = model_cfg.L * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / memory.GIB
-    most = int(min(1024, 1 + limit // row_gib))
-    return *memory.largest_that_fits(need, limit, most), clocks
+    first, row_gib = memory.first_guess(cfg, model_cfg, mesh, width, train.UPDATE, limit)
+    return *memory.largest_that_fits(need, limit, 1024, first, row_gib), clocks
 
 
-def print_update(largest: int, compiled: dict, limit: float, filled: int) -> None:
+def table_of_update(largest: int, compiled: dict, limit: float, filled: int) -> str:
     """A line for each micro-batch that was compiled, and with ~ for powers of two."""
     estimated = {}
     # From `filled` rows on a minibatch is one micro-batch, and gradients are held once.
@@ -109,19 +110,20 @@ def print_update(largest: int, compiled: dict, limit: float, filled: int) -> Non
             gib = compiled[n0][0] + (n - n0) * slope
             if (n < filled) == (largest < filled):
                 estimated[n] = gib, gib <= limit
-    say(f"{'micro_batch':>12} {'peak GiB':>10}")
+    lines = [f"{'micro_batch':>12} {'peak GiB':>10}"]
     for n, (gib, fits) in sorted((estimated | compiled).items()):
         mark = "" if n in compiled else "~"
         # What the compiler refuses may seem to fit.
         verdict = "fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"
-        say(f"{mark:>5}{n:7} {gib:10.2f}  {verdict}")
+        lines.append(f"{mark:>5}{n:7} {gib:10.2f}  {verdict}")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- the plan
-def print_setup(device_type, cfg, model_cfg, mesh) -> None:
+def setup_in_words(device_type, cfg, model_cfg, mesh) -> str:
     hosts = cluster.host_count(mesh)
     kind = mesh.devices.flat[0].device_kind
-    say(
+    return (
         f"{device_type}: {hosts} x {mesh.size // hosts} {kind}, mesh {dict(mesh.shape)}; "
         f"{model_cfg.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} answers = "
         f"{cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
@@ -129,31 +131,37 @@ def print_setup(device_type, cfg, model_cfg, mesh) -> None:
     )
 
 
-@exit_on(CheckpointError, "these files cannot be used")
-def main(argv: list[str]) -> None:
-    device_type, sweep, train_flags = split_arguments(argv)
-    cfg = train.parse(train_flags)
-    takes = "that takes a type such as v6e-8 and libtpu, which is for x86-64 Linux"
+def devices_of(device_type: str) -> list:
+    """The devices of a type, or of this machine. Exits 2 where they cannot be compiled for."""
+    takes = "that takes a type such as v6e-8 or h100-8, and what `bash launch.sh plan` installs"
     with exit_on(Exception, f"{device_type} cannot be compiled for here: {takes}"):
-        devices = jax.devices() if device_type == "here" else memory.tpu_devices(device_type)
-    settings = swept_settings(sweep, cfg)
-    if cfg.model == "tiny":
-        model_cfg = model.config_from_hf(data.TINY_MODEL, {})
-    else:
-        model_cfg = hf.read_config(data.model_directory(cfg, "*.json"))
-    mesh = train.make_mesh(cfg.mesh, devices)
-    print_setup(device_type, cfg, model_cfg, mesh)
-    table = []
-    limit = memory.device_memory(mesh.devices.flat[0])
+        return jax.devices() if device_type == "here" else chips.absent_devices(device_type)
+
+
+def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
+    """Find what fits, and print it -> of each setting {its flag, micro_batch, gib, limit_gib}; the
+    last one has the layout of the rollout too."""
+    mesh = train.make_mesh(cfg.mesh, devices_of(device_type))
+    say(setup_in_words(device_type, cfg, model_cfg, mesh))
+    rows = []
+    limit = chips.device_memory(mesh.devices.flat[0])
     for setting in settings:
         cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
         # Of any micro-batch it can be asked what it takes, also of more than a step has rows for.
         train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
+        width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
+        say(
+            f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
+            f"{cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
+        )
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, limit)
-        print_update(largest, compiled, limit, memory.rows_to_fill(cfg, mesh))
+        say(table_of_update(largest, compiled, limit, memory.rows_to_fill(cfg, mesh)))
         gib, _ = compiled[largest or min(compiled)]
-        table.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
+        rows.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
+    if not largest:
+        # Nor is there a rollout without an update.
+        return rows
     # Of the last setting.
     work = rollout.work_of_step(cfg, cluster.host_count(mesh), cfg.max_prompt)
     layout, why = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
@@ -164,15 +172,40 @@ def main(argv: list[str]) -> None:
         f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} in parameters and optimizer{verdict}"
     )
     update = step_time.clock_of_update(clocks, min(largest, memory.rows_to_fill(cfg, mesh)))
-    step_time.print_time(cfg, model_cfg, layout, mesh, work, planned, update)
-    if sweep:
-        # The flag may be micro_batch itself.
-        columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
-        for cells in [columns, *[[row[column] for column in columns] for row in table]]:
-            say("".join(f"{cell!s:>14.14}" for cell in cells))
-        with open(f"plan-{device_type}.jsonl", "a", encoding="utf-8") as f:
-            f.writelines(json.dumps(row) + "\n" for row in table)
-    say(f"largest that fits: micro_batch {max(row['micro_batch'] for row in table)}")
+    say(step_time.time_of_step(cfg, model_cfg, layout, mesh, work, planned, update))
+    rows[-1] |= {"layout": layouts.name_of(layout)}
+    return rows
+
+
+def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> None:
+    """A table of what was swept, which plan-TYPE.jsonl keeps."""
+    # The flag may be micro_batch itself.
+    columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
+    for cells in [columns, *[[row[column] for column in columns] for row in rows]]:
+        say("".join(f"{cell!s:>14.14}" for cell in cells))
+    with open(f"plan-{device_type}.jsonl", "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@exit_on(CheckpointError, "these files cannot be used")
+def main(argv: list[str]) -> None:
+    device_type, args, train_flags = split_arguments(argv)
+    cfg = train.parse(train_flags)
+    if args.table:
+        # What is compiled is told on stderr, so that the table can go to a file.
+        with contextlib.redirect_stdout(sys.stderr):
+            table = what_fits.table(cfg, plan)
+        say(table)
+        return
+    settings = swept_settings(args.sweep, cfg)
+    if cfg.model == "tiny":
+        model_cfg = model.config_from_hf(data.TINY_MODEL, {})
+    else:
+        model_cfg = hf.read_config(data.model_directory(cfg, "*.json"))
+    rows = plan(device_type, cfg, model_cfg, settings)
+    if args.sweep:
+        print_sweep(device_type, settings, rows)
+    say(f"largest that fits: micro_batch {max(row['micro_batch'] for row in rows)}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """How a step's answers are decoded, and how long a step takes: for `tools/plan.py`."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import kernel
 import model
 import train
-from infra import layouts, memory, quantise, rollout
+from infra import chips, layouts, memory, quantise, rollout
 from infra.layouts import Work
-from infra.log import say
 from infra.state import abstract_state
 from infra.waves import plan_waves
+from tools import remembered
 from tools.clock import Clock, program_clock, step_clock
 
 # Of the update. MaxText reaches 0.45 with an 8B model on v6e.
@@ -42,21 +43,18 @@ def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
     wave = replace(work, answers=at_once * shards, group=group)
     dtype, _ = quantise.dtypes(cfg)
     decode = rollout.lower_decode(model_cfg, layout, dtype, wave)
-    chip = memory.chip(mesh.devices.flat[0])
-    clocks = []
+    chip = chips.chip(mesh.devices.flat[0])
 
-    def use(compiled):
-        if chip.clock:
-            clocks.append(step_clock(compiled.as_text(), model_cfg.L, chip))
+    def clock_of(hlo):
+        return step_clock(hlo, model_cfg.L, chip) if chip.clock else None
 
-    gib, fits = memory.compiled_gib(decode, mesh, use)
-    resting_gib = resting / memory.GIB
+    found = remembered.compile_or_recall(decode, mesh, clock_of)
+    resting_gib = resting / chips.GIB
     # The compiler does not know of what rests on the device.
-    gib += resting_gib
-    fits = fits and gib <= memory.device_memory(mesh.devices.flat[0])
+    gib = found.gib + resting_gib
+    fits = found.fits and gib <= chips.device_memory(mesh.devices.flat[0])
     rows = work.answers // shards
-    clock = clocks[0] if clocks else None
-    return RolloutPlan(work.answers, rows, at_once, len(waves), gib, resting_gib, fits, clock)
+    return RolloutPlan(work.answers, rows, at_once, len(waves), gib, resting_gib, fits, found.clock)
 
 
 # ---------------------------------------------------------------- the update, by the compiler
@@ -69,27 +67,26 @@ class UpdateClock:
     apply: Clock  # of an optimizer step of the largest parameter
 
 
-def keep_clock(clocks: dict, micro_batch, cfg, model_cfg, mesh, name: str, compiled) -> None:
-    """Put a compiled program's clock into `clocks`, by the program's name; only TPUs have one."""
+def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
+    """-> (compiled text of one of the update's programs) -> its clock; None, as only TPUs have
+    one."""
     device = mesh.devices.flat[0]
-    chip = memory.chip(device)
-    if not chip.clock:
-        return
+    chip = chips.chip(device)
     # The loss leaves out what is not of an answer, so the program does not say how many chunks of
     # tokens it runs over.
     blocks = kernel.block_sizes(device.device_kind, model_cfg.D, cfg.loss_impl)
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
     chunks = -(-micro_batch * cfg.max_answer * shards // blocks.tokens)
-    clocks[name] = program_clock(compiled.as_text(), chunks, chip)
+    return lambda hlo: program_clock(hlo, chunks, chip) if chip.clock else None
 
 
 def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
     """Of the compiled micro-batches, that which is closest to the one that a step takes."""
-    complete = [n for n in clocks if len(clocks[n]) == 2]
+    complete = [n for n in clocks if all(clocks[n]) and clocks[n]]
     if not complete:
         return None
     closest = min(complete, key=lambda n: abs(n - micro_batch))
-    return UpdateClock(closest, **clocks[closest])
+    return UpdateClock(closest, *clocks[closest])
 
 
 # ---------------------------------------------------------------- the time
@@ -100,16 +97,15 @@ def passes(cfg) -> float:
     return cfg.ppo_epochs + scoring
 
 
-def print_time(
+def time_of_step(
     cfg, model_cfg, layout, mesh, work: Work, planned: RolloutPlan, update: UpdateClock | None
-) -> None:
-    """How long a step takes where prompts and answers have their full length, with the arithmetic:
-    memory traffic bounds the rollout, and matrix products the update."""
+) -> str:
+    """How long a step takes where prompts and answers have their full length, in words, with the
+    arithmetic: memory traffic bounds the rollout, and matrix products the update."""
     device = mesh.devices.flat[0]
-    chip = memory.chip(device)
+    chip = chips.chip(device)
     if not chip.flops:
-        say(f"no estimate of the time: the peak of a {device.device_kind} is not known")
-        return
+        return f"no estimate of the time: the peak of a {device.device_kind} is not known"
     # Each token reads the weights once a wave, and of each row the cache, which grows.
     half = replace(work, answer_slots=cfg.max_answer // 2)
     dtype, _ = quantise.dtypes(cfg)
@@ -119,7 +115,7 @@ def print_time(
     length = cfg.max_prompt + cfg.max_answer
     flops = memory.flops(model_cfg, [length]) * planned.sequences * passes(cfg)
     update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
-    say(
+    words = (
         f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
         f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x ({planned.waves} x "
         f"{weights / 1e9:.2f} GB of weights + {cached / 1e9:.2f} GB of cache of {planned.rows} "
@@ -128,10 +124,11 @@ def print_time(
         f"tokens / ({ASSUMED_MFU} x {chip.flops / 1e12:.0f} TFLOP/s x {mesh.size} devices)"
     )
     if planned.clock and update:
-        print_clock(cfg, model_cfg, mesh, planned, update)
+        words += "\n" + time_by_clock(cfg, model_cfg, mesh, planned, update)
+    return words
 
 
-def print_clock(cfg, model_cfg, mesh, planned: RolloutPlan, update: UpdateClock) -> None:
+def time_by_clock(cfg, model_cfg, mesh, planned: RolloutPlan, update: UpdateClock) -> str:
     """The same by the TPU compiler's estimates of what it compiled, with the arithmetic."""
     rollout_s = cfg.max_answer * planned.waves * planned.clock.ms / 1e3
     # Each sequence of full length has a row of its own.
@@ -142,7 +139,7 @@ def print_clock(cfg, model_cfg, mesh, planned: RolloutPlan, update: UpdateClock)
     apply_ms = update.apply.ms * model_cfg.n_params / max(sizes)
     micro_batches = rows / update.micro_batch
     update_s = (passes(cfg) * micro_batches * update.gradients.ms + steps * apply_ms) / 1e3
-    say(
+    return (
         f"the same by the TPU compiler's clock, not measured: {rollout_s + update_s:.1f} s\n"
         f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x {planned.waves} x a step of "
         f"{planned.at_once} rows with a full cache, {planned.clock}\n"
