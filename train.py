@@ -36,7 +36,7 @@ from infra import quantise, rewards, rollout, run_dir
 from infra.attention import ATTENTION, segment_attention
 from infra.cluster import all_gather_hosts
 from infra.layouts import LAYOUTS
-from infra.log import check, exit_on, progress, say
+from infra.log import check, exit_on, say
 from infra.sampling import Sampling
 from infra.state import abstract_state, initial_state, is_vector, memory_of, reference
 from model import DEVICE, REMAT
@@ -280,12 +280,13 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Where a run leaves what it finds, and what may end it early."""
+    """Where a run leaves what it finds, what shows how far it is, and what may end it early."""
 
     saver: checkpoint.Saver
     metrics: log.JsonLines
     samples: log.JsonLines
     wandb: Any  # a run of wandb, or None
+    terminal: log.Terminal
     stop_signal: cluster.StopSignal
 
     def write(self, row: dict) -> None:
@@ -296,15 +297,14 @@ class Outputs:
 
 
 # ---------------------------------------------------------------- rollout and advantages
-def sample_answers(weights, rows, group, key, label, sampling, cfg, setup, stop_signal):
+def sample_answers(weights, rows, group, key, sampling, cfg, setup, outputs):
     """Sample an answer to each of this host's rows of the data, of which each `group` in succession
     are the same -> (what rollout.generate returns, the answers' texts)."""
-    print_progress = log.RolloutProgress(label)
 
     def between_stages(answers, tokens):
         # A rollout is long: a signal may end it here.
-        cluster.check_for_stop(stop_signal)
-        print_progress(answers, tokens)
+        cluster.check_for_stop(outputs.stop_signal)
+        outputs.terminal.decoded(answers, tokens)
 
     # Token ids: prompts were encoded when the data was loaded.
     prompts = [row["prompt"] for row in rows]
@@ -610,16 +610,14 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
         places = range(first, first + per_host)
         rows = [setup.held_out[i % n] for i in places]
         key = jax.random.fold_in(eval_key, start)
-        label = f"evaluating {start}/{n}"
-        out, texts = sample_answers(
-            weights, rows, 1, key, label, sampling, cfg, setup, outputs.stop_signal)
+        outputs.terminal.begin("evaluating", step, start, n)
+        out, texts = sample_answers(weights, rows, 1, key, sampling, cfg, setup, outputs)
         scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
             samples = [log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
                        for i in range(min(3, n, per_host))]
-        progress("evaluating", min(start + per_round, n), n)
     fraction = float(all_gather_hosts(solved).sum()) / n
     # At the end, which a signal may prevent: then the evaluation is made again.
     outputs.samples.append(*samples)
@@ -743,7 +741,9 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     saver = checkpoint.Saver(cfg.out, cfg.keep, done)
     metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
     samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
-    return cfg, setup, start, Outputs(saver, metrics, samples, wandb, cluster.watch_signals())
+    terminal = log.Terminal(cfg.sft_steps, total_steps, done)
+    outputs = Outputs(saver, metrics, samples, wandb, terminal, cluster.watch_signals())
+    return cfg, setup, start, outputs
 
 
 # ---------------------------------------------------------------- main: the loop
@@ -795,12 +795,12 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             sampler_logprobs = None
         else:
             # -------------------------------------------- rollout: npq answers to each question
+            outputs.terminal.begin("rollout", step)
             weights = layouts.to_rollout(state["params"], setup.layout, *quantise.dtypes(cfg))
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-            label = f"step {step}/{total_steps}"
+            sampling = Sampling(cfg.temperature)
             out, texts = sample_answers(
-                weights, rows, cfg.npq, key, label, Sampling(cfg.temperature), cfg, setup,
-                outputs.stop_signal)
+                weights, rows, cfg.npq, key, sampling, cfg, setup, outputs)
             del weights  # the update wants the memory
             answers = answer_tokens(out)
             sampler_logprobs = out["logprobs_BT"]
@@ -835,7 +835,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
 
         # ------------------------------------------------ update: one per minibatch
         lr = learning_rate(cfg, step)
-        progress(f"step {step}/{total_steps}: {cfg.minibatches * cfg.ppo_epochs} updates")
+        outputs.terminal.begin("update", step)
         parts, norms = [], []
         for batch in batches * cfg.ppo_epochs:
             state, parts_of_update, norm = update(state, batch, lr, **static)
@@ -857,7 +857,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
             "time/train/step_avg_last10_s": sum(step_seconds) / len(step_seconds),
             "throughput/train/valid_tokens_per_s": counts["valid"] / (t_end - t_start),
         }
-        say(log.step_line(metrics, total_steps))
+        outputs.terminal.end_step(metrics)
         skipped = checkpoint.count_skipped(step, norms, skipped)
         outputs.saver.remember(step, state, skipped)
         outputs.write(metrics)

@@ -25,7 +25,7 @@ import model
 from infra import bucket, cluster, files, hf, memory
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
-from infra.log import first_line, say, warn
+from infra.log import first_line, say, show_status, warn
 
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # NumPy's names of types, and those of safetensors.
@@ -292,6 +292,7 @@ class Saver:
             return
         step, future = self.pending
         self.pending = None
+        show_status(f"saving step {step}")
         if not all_gather_hosts(future.result()).all():
             return
         self.newest = step

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from infra.log import check, exit_on, first_line
+from infra.log import check, erase_status, exit_on, first_line
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Flags that may differ between the processes of a run.
@@ -337,6 +337,8 @@ def leave(error: BaseException) -> None:
 
     At an orderly exit JAX would wait for the other processes, which wait for this one.
     """
+    # A status line would show through what is printed next, a traceback or the shell's prompt.
+    erase_status()
     code = error.code if isinstance(error, SystemExit) else 1
     if not jax.distributed.is_initialized() or code == 0:
         raise error

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 import time
 
@@ -23,49 +24,141 @@ GRPO_LINE = (
 
 
 # ---------------------------------------------------------------- the terminal
+# Back to the start of the terminal's line, and erase it: a status line may stand there.
+ERASE = "\r\033[K"
+# Where there is no terminal, a status is printed after so many seconds without a line.
+QUIET_SECONDS = 30
+# Of supervised steps, which are many and short, one in so many is printed.
+SFT_STEPS_PER_LINE = 10
+
+
 def warn(text: str) -> None:
     """Print a line on stderr, from whichever process it comes."""
-    print(f"train.py: {text}", file=sys.stderr, flush=True)
+    erase = ERASE if sys.stderr.isatty() else ""
+    print(f"{erase}train.py: {text}", file=sys.stderr, flush=True)
 
 
 def say(text: str, end: str = "\n") -> None:
     """Print on stdout, from process 0."""
     if jax.process_index() == 0:
-        # On a terminal this erases the line of progress that may stand there.
-        erase = "\r\033[K" if sys.stdout.isatty() else ""
+        erase = ERASE if sys.stdout.isatty() else ""
         print(erase + text, end=end, flush=True)
 
 
+def show_status(text: str) -> None:
+    """Print a line that the next one replaces, on a terminal only."""
+    if sys.stdout.isatty():
+        # What does not fit would go on in a second line, which nothing erases.
+        columns = shutil.get_terminal_size().columns
+        say(text[: columns - 1], end="\r")
+
+
+def erase_status() -> None:
+    """Clear the line for what others print, at whatever moment a run ends."""
+    # Not by `say`, since JAX may not know of its processes yet.
+    if streams_are_open() and sys.stdout.isatty():
+        print(ERASE, end="", flush=True)
+
+
 def progress(what: str, done: int = 0, total: int = 0) -> None:
-    """Print how far something is: on a terminal a line that the next one replaces, else a line
-    at each quarter of the total."""
+    """Print how far something is: on a terminal a status, else a line at each quarter of the
+    total."""
     if total > 0:
         what += f" {done}/{total}"
-    if sys.stdout.isatty():
-        say(what, end="\r")
-    elif total > 1:
+    show_status(what)
+    if not sys.stdout.isatty() and total > 1:
         quarter = done * 4 // total
         quarter_before = (done - 1) * 4 // total
         if quarter > quarter_before:
             say(what)
 
 
-class RolloutProgress:
-    """Prints how far a rollout is: on a terminal after each stage, else every half minute."""
+class Terminal:
+    """What a run prints while it trains: a line for a step, and below it, on a terminal, a status.
 
-    def __init__(self, label: str):
-        self.label = label
+    The status has the phase, the step, tokens a second and the time left, and the next one replaces
+    it. Where there is no terminal it is a line of its own after half a minute without a line.
+    """
+
+    def __init__(self, sft_steps: int, total_steps: int, done: int):
+        self.sft_steps = sft_steps
+        self.total_steps = total_steps
+        self.first_step = done + 1
+        # What runs now, and how far it is.
+        self.place = ""
+        self.asked = ""
         self.began = time.time()
-        self.printed = self.began
+        # Steps of one kind that have ended, supervised or GRPO: their number, the last one, and
+        # when the first and the last of them ended.
+        self.ended = 0
+        self.last_step = done
+        self.first_end = self.last_end = time.time()
+        # Tokens a second, of what runs now or of the last step.
+        self.rate = 0.0
+        self.printed = time.time()
 
-    def __call__(self, answers: int, tokens: int) -> None:
-        # Tokens of all rows that are decoded together.
-        rate = tokens / (time.time() - self.began)
-        line = f"{self.label}: {answers} answers done, {tokens} tokens, {rate:.0f} tok/s"
-        progress(line)
-        if not sys.stdout.isatty() and time.time() - self.printed > 30:
-            self.printed = time.time()
-            say(line)
+    def begin(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
+        """A phase of a step begins, or its next round, after `done` of `total` questions."""
+        # As the lines of steps have it.
+        kind = "sft" if step <= self.sft_steps else "step"
+        self.place = f"{phase} | {kind} {step}/{self.total_steps}"
+        self.asked = f" | {done}/{total} questions" if total else ""
+        self.began = time.time()
+        self.show()
+
+    def decoded(self, answers: int, tokens: int) -> None:
+        """So many answers of the rollout that runs have ended; tokens: of all that it decodes."""
+        # None yet once the prompts have run.
+        if tokens:
+            self.rate = tokens / (time.time() - self.began)
+        self.show(f" | {answers} answers")
+
+    def show(self, detail: str = "") -> None:
+        # What matters most stands first, as a narrow terminal shows no more.
+        text = self.place + self.time_left() + self.asked + detail
+        if self.rate:
+            text += f" | {self.rate:.0f} tok/s"
+        show_status(text)
+        if not sys.stdout.isatty() and time.time() - self.printed > QUIET_SECONDS:
+            self.print(text)
+
+    def time_left(self) -> str:
+        """At the mean pace since the first step, which compiles; "" before a second one ends."""
+        if self.ended < 2:
+            return ""
+        is_supervised = self.last_step < self.sft_steps
+        # How long GRPO's steps take is not known before they run.
+        end = self.sft_steps if is_supervised else self.total_steps
+        # Evaluations and checkpoints between steps count.
+        pace = (self.last_end - self.first_end) / (self.ended - 1)
+        seconds = pace * (end - self.last_step) - (time.time() - self.last_end)
+        minutes, seconds = divmod(max(0, round(seconds)), 60)
+        hours, minutes = divmod(minutes, 60)
+        goal = " to GRPO" if is_supervised and end < self.total_steps else ""
+        return f" | ETA {hours}:{minutes:02}:{seconds:02}{goal}"
+
+    def end_step(self, metrics: dict) -> None:
+        """Print the line of a step that has ended; of supervised steps the first, every tenth and
+        the last."""
+        step = metrics["step"]
+        is_supervised = step <= self.sft_steps
+        self.ended += 1
+        self.last_step = step
+        self.last_end = time.time()
+        if self.ended == 1:
+            self.first_end = self.last_end
+        of_step = metrics["throughput/train/valid_tokens_per_s"]
+        self.rate = metrics.get("rollout/tokens_per_s", of_step)
+        is_tenth = step % SFT_STEPS_PER_LINE == 0
+        if not is_supervised or is_tenth or step in (self.first_step, self.sft_steps):
+            self.print(step_line(metrics, self.total_steps))
+        if step == self.sft_steps:
+            # GRPO's steps have a pace of their own.
+            self.ended = 0
+
+    def print(self, line: str) -> None:
+        self.printed = time.time()
+        say(line)
 
 
 def step_line(metrics: dict, total: int) -> str:

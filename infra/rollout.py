@@ -19,6 +19,7 @@ import model
 from infra import decode_kernel, kv_cache, layouts
 from infra.cluster import all_gather_hosts
 from infra.layouts import Layout, State, Work
+from infra.log import say
 from infra.sampling import Sampling, sample_token
 from infra.waves import Rows, Wave, plan_waves, resize_wave, rows_of
 from model import ModelConfig
@@ -197,8 +198,7 @@ def prefill(
     state after each, `group` times, to its rows."""
     # Once for each shape: tracing a second time tells of a shape that was not meant to be.
     n, width = prompts_PT.shape
-    if jax.process_index() == 0:
-        print(f"tracing prefill: {n} prompts of {width} tokens")
+    say(f"tracing prefill: {n} prompts of {width} tokens")
     # Pads come last, so that all prompts begin at position 0.
     positions = jnp.broadcast_to(jnp.arange(width), prompts_PT.shape)
     attend = partial(kv_cache.prefill_attention, first=first, layout=layout)
@@ -239,8 +239,7 @@ def decode(
     B = len(rows.id_B)
     slots = state.answers.keys.shape[3]
     stop_ids = jnp.array(cfg.stop_ids, jnp.int32)
-    if jax.process_index() == 0:
-        print(f"tracing decode: {B} rows, {slots} slots, temperature {sampling.temperature}")
+    say(f"tracing decode: {B} rows, {slots} slots, temperature {sampling.temperature}")
 
     # Token t + i, of which rows that have ended make none.
     def step(carry):

@@ -342,7 +342,7 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
     monkeypatch.setattr(train, "sample_answers", lambda *_: two_answers)
     rows = [{"question": "1 + 1?", "answer": "2"}] * 3
     setup = SimpleNamespace(held_out=rows, layout=None)
-    outputs = mock.Mock()
+    outputs = mock.Mock(terminal=SimpleNamespace(begin=lambda *_: None))
     train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, outputs)
     assert [name for name, _, _ in outputs.method_calls] == ["samples.append", "write"]
     (_, samples, _), (_, (row,), _) = outputs.method_calls

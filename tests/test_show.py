@@ -1,0 +1,427 @@
+"""What a person looks at: the terminal, learning curves, and a run's answers side by side."""
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+import threading
+
+import numpy as np
+import pytest
+from conftest import ROOT, read_jsonl
+from numpy.testing import assert_allclose
+
+from infra import cluster, log
+from tools import plot, samples
+
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib"
+)
+
+
+# ---------------------------------------------------------------- terminals
+@contextlib.contextmanager
+def terminal(columns):
+    """(a file that writes to a new terminal, what was written: complete once the file is closed)"""
+    ours, theirs = os.openpty()
+    size = struct.pack("HHHH", 24, columns, 0, 0)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    written = bytearray()
+
+    def read():
+        # The other end gone is an error of its own on Linux.
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 1000):
+                written.extend(data)
+
+    # Beside, as a terminal that nobody reads stops who writes.
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        with open(theirs, "w") as file:
+            yield file, written
+    finally:
+        reader.join(60)
+        os.close(ours)
+
+
+def as_seen(written):
+    """-> (lines that stay on a terminal, those that others replaced)"""
+    stay = []
+    replaced = []
+    for line in written.decode().replace("\r\n", "\n").split("\n"):
+        *before, last = line.split(log.ERASE)
+        replaced += [text.rstrip("\r") for text in before if text]
+        stay.append(last)
+    return stay, replaced
+
+
+def metrics_of(rng, step, sft_steps):
+    """A row with all that the line of a step needs."""
+    line = log.SFT_LINE if step <= sft_steps else log.GRPO_LINE
+    names = {*re.findall(r"{([\w/]+)", line)} - {"step", "total", "thousands"}
+    row = {"step": step} | {name: rng.uniform(0, 9) for name in names}
+    if step > sft_steps:
+        row["rollout/tokens_per_s"] = rng.uniform(1e3, 1e5)
+    return row | {"throughput/train/valid_tokens_per_s": rng.uniform(1e3, 1e5)}
+
+
+def play(sft_steps, total_steps, done=0):
+    """All that a run shows, of steps that take no time."""
+    rng = np.random.default_rng()
+    show = log.Terminal(sft_steps, total_steps, done)
+    for step in range(done + 1, total_steps + 1):
+        if step > sft_steps:
+            show.begin("rollout", step)
+            show.decoded(3, 1200)
+        show.begin("update", step)
+        show.end_step(metrics_of(rng, step, sft_steps))
+    show.begin("evaluating", total_steps, 256, 1000)
+    log.say("the end")
+
+
+def steps_of(lines):
+    """["sft 1", "step 2"] of lines of steps"""
+    found = [re.match(r"(sft|step) \d+(?=/)", line) for line in lines]
+    return [match[0] for match in found if match]
+
+
+def test_supervised_steps_print_every_tenth(capsys):
+    play(27, 29)
+    lines = capsys.readouterr().out.split("\n")
+    wanted = ["sft 1", "sft 10", "sft 20", "sft 27", "step 28", "step 29"]
+    assert steps_of(lines) == wanted
+    # One line a step, and nothing beside.
+    assert len(lines) == len(wanted) + 2 and lines[-2] == "the end"
+    # A run that resumes says that it goes on.
+    play(27, 28, done=12)
+    lines = capsys.readouterr().out.split("\n")
+    assert steps_of(lines) == ["sft 13", "sft 20", "sft 27", "step 28"]
+
+
+def test_a_status_is_replaced_and_fits_the_terminal(monkeypatch):
+    columns = int(np.random.default_rng().integers(50, 70))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with terminal(columns) as (file, written):
+        monkeypatch.setattr(sys, "stdout", file)
+        play(12, 15)
+        monkeypatch.undo()
+    stay, replaced = as_seen(written)
+    wanted = ["sft 1", "sft 10", "sft 12", "step 13", "step 14", "step 15"]
+    assert steps_of(stay) == wanted
+    assert stay[len(wanted) :] == ["the end", ""], "a status stays behind a run"
+    assert all(len(line) < columns for line in replaced)
+    phases = [line.partition(" |")[0] for line in replaced]
+    assert phases.count("update") == 15 and phases.count("rollout") == 6, phases
+    wanted = "evaluating | step 15/15 | ETA 0:00:00 | 256/1000 questions"
+    assert replaced[-1].startswith(wanted[: columns - 1]), replaced
+    decoding = [line for line in replaced if "answers" in line]
+    wanted = r"rollout \| step 15/15 \| ETA 0:00:00 \| 3 answers \| \d+"
+    assert re.match(wanted, decoding[-1]), decoding
+
+
+def test_a_run_on_a_terminal(tmp_path, monkeypatch):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "What is 2 + 3?", "answer": 5}\n')
+    flags = "--sft_steps 1 --steps 1 --batch 1 --npq 8 --minibatches 1 --max_answer 8 --system="
+    command = [sys.executable, ROOT / "train.py", *flags.split(), "--optimizer", "sgd"]
+    command += ["--data", data, "--eval_data", data, "--out", tmp_path / "run"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    env.pop("COLUMNS", None)
+    with terminal(200) as (file, written):
+        done = subprocess.run(command, env=env, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+    stay, replaced = as_seen(written)
+    assert done.returncode == 0, stay
+    assert steps_of(stay) == ["sft 1", "step 2"]
+    assert not [line for line in stay if line.startswith(("rollout |", "update |", "evaluating |"))]
+    for phase in ("loading weights", "evaluating | sft 1/2", "rollout | step 2/2 | 0 answers"):
+        assert any(line.startswith(phase) for line in replaced), (phase, replaced)
+    assert {"update | sft 1/2", "update | step 2/2"} <= {
+        " | ".join(line.split(" | ")[:2]) for line in replaced
+    }
+    assert {row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")} == {1, 2}
+
+
+def test_what_interrupts_a_status_erases_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    with terminal(60) as (file, written):
+        monkeypatch.setattr(sys, "stdout", file)
+        monkeypatch.setattr(sys, "stderr", file)
+        show = log.Terminal(0, 5, 0)
+        show.begin("rollout", 1)
+        log.warn("mind this")
+        show.begin("update", 1)
+        with pytest.raises(SystemExit):
+            cluster.leave(SystemExit(143))
+        monkeypatch.undo()
+    stay, replaced = as_seen(written)
+    assert stay == ["train.py: mind this", ""]
+    assert replaced == ["rollout | step 1/5", "update | step 1/5"]
+
+
+class Clock:
+    """Stands in for time in infra/log.py."""
+
+    def __init__(self):
+        self.now = 1e9
+
+    def time(self):
+        return self.now
+
+
+def test_time_left_is_by_the_pace_since_the_first_step(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(log, "time", clock)
+    rng = np.random.default_rng()
+    show = log.Terminal(4, 4 + 100, 0)
+    for kind, steps, end in (("sft", range(1, 5), 4), ("step", range(5, 30), 104)):
+        clock.now += 1000  # the first step compiles
+        ends = []
+        for step in steps:
+            show.end_step(metrics_of(rng, step, 4))
+            ends.append(clock.now)
+            clock.now += rng.uniform(0.01, 100)
+            if len(ends) < 2 or step == 4:
+                assert show.time_left() == "", "guessed"
+                continue
+            left = (ends[-1] - ends[0]) / (len(ends) - 1) * (end - step) - (clock.now - ends[-1])
+            text = show.time_left()
+            hours, minutes, seconds = re.search(r"ETA (\d+):(\d\d):(\d\d)", text).groups()
+            shown = int(hours) * 3600 + int(minutes) * 60 + int(seconds)
+            assert abs(shown - max(0, left)) < 0.51, (text, left)
+            assert text.endswith(" to GRPO") == (kind == "sft")
+
+
+def test_elsewhere_a_long_rollout_prints_each_half_minute(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr(log, "time", clock)
+    show = log.Terminal(0, 5, 0)
+    show.begin("rollout", 1)
+    printed = []
+    for second in range(1, 101):
+        clock.now += 1
+        show.decoded(second, 500 * second)
+        if text := capsys.readouterr().out:
+            assert text == f"rollout | step 1/5 | {second} answers | 500 tok/s\n"
+            printed.append(second)
+    assert printed == [31, 62, 93]
+
+
+# ---------------------------------------------------------------- curves
+PANELS = plot.PANELS.split()
+
+
+def write_run(directory, rng, steps=12, sft_steps=3):
+    """A run's metrics.jsonl of random numbers -> its rows"""
+    directory.mkdir()
+    rows = []
+    for step in range(1, steps + 1):
+        names = PANELS if step > sft_steps else ["entropy", "kl", "grad_norm", "time/step_s"]
+        rows.append({"step": step} | {name: rng.uniform() for name in names} | {"mfu": None})
+        if step % 3 == 0:
+            rows.append({"step": step, "eval/solved": rng.uniform()})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (directory / "metrics.jsonl").write_text(text)
+    return rows
+
+
+def column(rows, name):
+    """-> (steps, values) where a row has it"""
+    having = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in having], [row[name] for row in having]
+
+
+def refusal(capsys, tool, *words):
+    """The one line with which a tool refuses."""
+    with pytest.raises(SystemExit) as end:
+        tool.main([str(word) for word in words])
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and text.count("\n") == 1 and text.endswith("\n"), text
+    return text
+
+
+def test_a_curve_is_the_mean_and_range_of_the_runs_that_came_so_far(tmp_path):
+    rng = np.random.default_rng()
+    runs = [write_run(tmp_path / f"{n}", rng, steps=n) for n in (12, 9, 10)]
+    series = plot.Series("three", runs)
+    curve = plot.curve_of(series, "entropy", "step")
+    values = np.full((3, 12), np.nan)
+    for i, rows in enumerate(runs):
+        steps, entropies = column(rows, "entropy")
+        values[i, np.array(steps) - 1] = entropies
+    assert curve.x == [*range(1, 13)]
+    assert_allclose(curve.mean, np.nanmean(values, 0))
+    assert_allclose(curve.least, np.nanmin(values, 0))
+    assert_allclose(curve.most, np.nanmax(values, 0))
+    # An evaluation is where its step ended.
+    minutes = [np.cumsum(column(rows, "time/step_s")[1]) / 60 for rows in runs]
+    over_minutes = plot.curve_of(series, "eval/solved", "minutes")
+    assert len(over_minutes.x) == 4
+    assert_allclose(over_minutes.x[:3], [np.mean([m[s - 1] for m in minutes]) for s in (3, 6, 9)])
+    assert_allclose(over_minutes.x[3], minutes[0][11])
+
+
+def test_arguments_name_runs_and_groups(tmp_path):
+    assert plot.split_label("rloo=out/a,out/b.jsonl") == ("rloo", ["out/a", "out/b.jsonl"])
+    assert plot.split_label("out/b.jsonl") == ("b", ["out/b.jsonl"])
+    assert plot.split_label("out/run/metrics.jsonl") == ("run", ["out/run/metrics.jsonl"])
+    # A path may have an equals sign.
+    odd = tmp_path / "lr=1"
+    odd.mkdir()
+    assert plot.split_label(f"{odd}") == ("lr=1", [f"{odd}"])
+
+
+def texts_in(svg):
+    return re.findall(r"<text[^>]*>([^<]+)</text>", svg)
+
+
+@needs_matplotlib
+def test_a_picture_has_a_panel_of_each_metric_and_a_line_of_each_run(tmp_path):
+    from matplotlib.figure import Figure
+
+    rng = np.random.default_rng()
+    rows = {name: write_run(tmp_path / name, rng) for name in ("first", "second")}
+    to = tmp_path / "curves.svg"
+    words = [str(tmp_path / name) for name in rows] + ["--to", str(to)]
+    plot.main(words)
+    svg = to.read_text()
+    wanted = [*PANELS, *rows]
+    wanted[1] = "solved (dots: eval/solved)"
+    assert not {*wanted} - {*texts_in(svg)}, texts_in(svg)
+    plot.main(words)
+    assert to.read_text() == svg, "a picture drawn again is another file"
+    png = tmp_path / "curves.png"
+    plot.main([*words, "--panels", "kl,eval/solved", "--over", "minutes", "--to", str(png)])
+    assert png.read_bytes().startswith(b"\x89PNG")
+    # What is in a panel.
+    axes = Figure().add_subplot()
+    plot.draw_panel(axes, [plot.Series(name, [rows[name]]) for name in rows], "solved", "step")
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert drawn == [
+        column(rows[name], metric) for name in rows for metric in ("solved", "eval/solved")
+    ]
+
+
+@needs_matplotlib
+def test_copied_metrics_are_small_and_draw_the_same(tmp_path):
+    rows = write_run(tmp_path / "run", np.random.default_rng())
+    to = tmp_path / "all.svg"
+    words = ["--panels", "solved,kl"]
+    plot.main([str(tmp_path / "run"), *words, "--to", str(to), "--copy", str(tmp_path / "few")])
+    copied = read_jsonl(tmp_path / "few/run.jsonl")
+    assert len(copied) == len(rows)
+    for row, few in zip(rows, copied, strict=True):
+        assert few.keys() == row.keys() - {"mfu"}
+        assert_allclose([few[name] for name in few], [row[name] for name in few], rtol=1e-5)
+    # Positions have fewer digits than numbers.
+    again = tmp_path / "again.svg"
+    plot.main([str(tmp_path / "few/run.jsonl"), *words, "--to", str(again)])
+    assert texts_in(again.read_text()) == texts_in(to.read_text())
+
+
+def test_plots_refuse_in_one_line(tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    write_run(run, np.random.default_rng())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "it has no metrics.jsonl" in refusal(capsys, plot, empty)
+    assert "it has no metrics.jsonl" in refusal(capsys, plot, f"a={run},{tmp_path}/absent")
+    (empty / "metrics.jsonl").write_text("")
+    assert "has no rows yet" in refusal(capsys, plot, run, empty)
+    assert "neither .svg nor .png" in refusal(capsys, plot, run, "--to", "plot.gif")
+    text = refusal(capsys, plot, run, "--panels", "kl,reward")
+    assert "no run has the metric reward" in text and "reward/mean" in text
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in refusal(capsys, plot, run, "--to", tmp_path / "a.svg")
+    assert not (tmp_path / "a.svg").exists()
+
+
+@needs_matplotlib
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path, capsys):
+    write_run(tmp_path / "run", np.random.default_rng())
+    to = tmp_path / "absent/a.svg"
+    assert "cannot be written" in refusal(capsys, plot, tmp_path / "run", "--to", to)
+
+
+@needs_matplotlib
+def test_the_picture_of_readme_comes_from_its_command(tmp_path, monkeypatch):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"python tools/plot.py (.* --to assets/reward.svg)", readme)
+    monkeypatch.chdir(ROOT)
+    to = tmp_path / "reward.svg"
+    plot.main([*shlex.split(command)[:-1], str(to)])
+    committed = (ROOT / "assets/reward.svg").read_text()
+    assert texts_in(to.read_text()) == texts_in(committed)
+
+
+# ---------------------------------------------------------------- answers
+def write_samples(directory):
+    """A run with three evaluations of two questions, and two answers in each of two steps."""
+    rows = []
+    for step in (0, 5, 10):
+        for i in range(2):
+            row = {"question": f"What is {i} + 1?", "answer": f"e{step}q{i} " + "because " * 9}
+            rows.append({"step": step} | row | {"eval": True, "solved": float(step > 5 * i)})
+    for step in (1, 6):
+        for i in range(2):
+            row = {"question": f"What is {step} + 7?", "answer": f"t{step}a{i}\nthen\x1b[31m"}
+            rows.append({"step": step} | row | {"reward": step + i / 4, "truncated": i == 1})
+    directory.mkdir()
+    text = "".join(json.dumps(row | {"reference": "1"}) + "\n" for row in rows)
+    (directory / "samples.jsonl").write_text(text)
+
+
+def shown(capsys, monkeypatch, columns, *words):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    samples.main([str(word) for word in words])
+    return capsys.readouterr().out
+
+
+def test_answers_to_a_question_stand_side_by_side(tmp_path, capsys, monkeypatch):
+    write_samples(tmp_path / "run")
+    text = shown(capsys, monkeypatch, 100, tmp_path / "run")
+    heads = [re.split(" {2,}", line) for line in text.split("\n") if line.startswith("step ")]
+    assert heads == [
+        ["step 0: wrong", "step 5: right", "step 10: right"],
+        ["step 0: wrong", "step 5: wrong", "step 10: right"],
+        ["step 1: reward 1.00", "step 1: reward 1.25, truncated"],
+        ["step 6: reward 6.00", "step 6: reward 6.25, truncated"],
+    ]
+    # The answers begin in the columns of their heads.
+    lines = text.split("\n")
+    head = next(i for i, line in enumerate(lines) if line.startswith("step 0"))
+    for step in (0, 5, 10):
+        place = lines[head].index(f"step {step}:")
+        assert lines[head + 1].index(f"e{step}q0") == place
+    assert text.count("because") == 6 * 9, "an answer is not complete"
+    # What would colour or move is shown, and not obeyed.
+    assert "\x1b" not in text and text.count("then\N{REPLACEMENT CHARACTER}[31m") == 4
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_narrow_terminal_shows_the_first_and_the_last(tmp_path, capsys, monkeypatch):
+    write_samples(tmp_path / "run")
+    text = shown(capsys, monkeypatch, 60, tmp_path / "run")
+    assert "e0q1" in text and "e10q1" in text and "e5" not in text
+    assert max(map(len, text.split("\n"))) <= 60
+    # Steps that were asked for are all shown, below one another.
+    text = shown(capsys, monkeypatch, 60, tmp_path / "run", "--steps", "0,5,10,6")
+    places = [text.index(f"e{step}q1") for step in (0, 5, 10)]
+    assert places == sorted(places) and "t6a0" in text and "t1a0" not in text
+    assert text.count("because") == 6 * 9
+
+
+def test_samples_refuse_in_one_line(tmp_path, capsys):
+    write_samples(tmp_path / "run")
+    assert "it has no samples.jsonl" in refusal(capsys, samples, tmp_path)
+    text = refusal(capsys, samples, tmp_path / "run", "--steps", "3")
+    assert "steps = 3" in text and "[0, 5, 10]" in text
+    write_run(tmp_path / "other", np.random.default_rng())
+    assert "has no answers" in refusal(capsys, samples, tmp_path / "other/metrics.jsonl")

@@ -1,0 +1,130 @@
+"""A run's answers over its steps, side by side, of its samples.jsonl.
+
+python tools/samples.py out/arith-tiny
+python tools/samples.py out/arith-tiny --steps 80,160
+
+First the held-out questions, with the answers of several evaluations, each right or wrong; then
+questions of training, with the answers that were sampled and their rewards.
+"""
+
+import argparse
+import shutil
+import sys
+import textwrap
+from itertools import zip_longest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from infra.log import open_streams
+from tools.plot import read_rows, refuse
+
+# Of a column, in letters; a terminal has room for two.
+LEAST_WIDTH = 26
+GAP = "  "
+
+
+# ---------------------------------------------------------------- what to show
+def spread_out(steps: list[int], n: int) -> list[int]:
+    """Up to n of the steps, evenly, with the first and the last."""
+    if len(steps) <= n:
+        return steps
+    return [steps[i * (len(steps) - 1) // (n - 1)] for i in range(n)]
+
+
+def choose_steps(rows: list[dict], asked: str, n: int) -> list[int]:
+    """The steps to show: those that were asked for, as far as rows have them, else up to n."""
+    having = sorted({row["step"] for row in rows})
+    if asked:
+        return [step for step in having if str(step) in asked.split(",")]
+    return spread_out(having, n)
+
+
+def verdict(row: dict) -> str:
+    """right or wrong in an evaluation, the reward in training."""
+    if row.get("eval"):
+        return "right" if row["solved"] else "wrong"
+    text = f"reward {row['reward']:.2f}"
+    return text + ", truncated" if row.get("truncated") else text
+
+
+# ---------------------------------------------------------------- as text
+def readable(text: str) -> str:
+    """What a terminal may be given: a model may answer in control characters."""
+    text = text.expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """A text's own lines, each in as many as it takes."""
+    lines = []
+    for line in readable(text).split("\n"):
+        lines += textwrap.wrap(line, width) or [""]
+    return lines
+
+
+def columns_in(width: int) -> int:
+    """Answers that fit side by side."""
+    return (width + len(GAP)) // (LEAST_WIDTH + len(GAP))
+
+
+def print_question(rows: list[dict], width: int) -> None:
+    """A question, its reference, and below it each row's answer, in columns."""
+    asked = f"{rows[0]['question']}\nreference: {rows[0]['reference']}"
+    print("\n".join(wrapped(asked, width)))
+    # What does not fit beside the others stands below them.
+    n = min(len(rows), columns_in(width))
+    column_width = (width - len(GAP) * (n - 1)) // n
+    for first in range(0, len(rows), n):
+        columns = []
+        for row in rows[first : first + n]:
+            head = f"step {row['step']}: {verdict(row)}"
+            columns.append(wrapped(f"{head}\n{row['answer']}", column_width))
+        for cells in zip_longest(*columns, fillvalue=""):
+            print(GAP.join(cell.ljust(column_width) for cell in cells).rstrip())
+        print()
+
+
+def print_rows(title: str, rows: list[dict], steps: list[int], width: int) -> None:
+    """Of these steps each question, with its answers of all of them."""
+    if not steps:
+        return
+    print(f"{title}\n")
+    by_question = {}
+    for row in rows:
+        if row["step"] in steps:
+            by_question.setdefault(row["question"], []).append(row)
+    for answers in by_question.values():
+        print_question(answers, width)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("out", metavar="OUT", help="a run's directory, or its samples.jsonl")
+    parser.add_argument("--steps", default="", help="as 80,160; else as many as fit side by side")
+    args = parser.parse_args(argv)
+    rows = [row for row in read_rows(args.out, "samples.jsonl") if "question" in row]
+    # A pipe has 80 columns.
+    width = max(2 * LEAST_WIDTH + len(GAP), shutil.get_terminal_size().columns)
+    evaluated = [row for row in rows if row.get("eval")]
+    trained = [row for row in rows if not row.get("eval")]
+    eval_steps = choose_steps(evaluated, args.steps, columns_in(width))
+    train_steps = choose_steps(trained, args.steps, columns_in(width))
+    if not rows:
+        refuse(f"{args.out} has no answers")
+    if not eval_steps and not train_steps:
+        having = sorted({row["step"] for row in evaluated or rows})
+        refuse(f"steps = {args.steps}: no answers of these steps; try some of {having}")
+    # An evaluation asks the same each time, a step of training what no other did in its epoch.
+    print_rows("held-out questions", evaluated, eval_steps, width)
+    print_rows("questions of training", trained, train_steps, width)
+
+
+if __name__ == "__main__":
+    # A reader that has seen enough, as head has, is no error.
+    open_streams()
+    main(sys.argv[1:])
