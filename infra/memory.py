@@ -199,7 +199,11 @@ def largest_that_fits(
             # Of the smallest two where there is none on either side of the limit.
             n0, n1 = (fits, too_many) if fits and too_many in tried else sorted(tried)[:2]
             guess = where_line_meets(limit, n0, tried[n0][0], n1, tried[n1][0])
-            if fits and guess <= fits:
+        if fits and guess <= fits:
+            # What was too much may take less than its compiler says: what fits tells better.
+            gib, _ = tried[fits]
+            guess = where_line_meets(limit, fits, gib, fits + 1, gib + row_gib)
+            if guess <= fits:
                 break
         guess = min(max(guess, fits + 1), too_many - 1)
     return fits, tried

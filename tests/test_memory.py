@@ -35,9 +35,11 @@ def bent(n):
     return 7.2 + 0.28 * n + 0.0002 * n * n + 0.1 * (n % 3)
 
 
-def search(gib, most, limit=30.1, estimated=True):
+def search(gib, most, limit=30.1, first=82, estimated=True):
     """-> (the micro-batch found, those that were compiled on the way). estimated: a program that
     does not fit tells how much it would take, as compilers for TPUs do."""
+    # Less than in either of the above, as it is computed from sizes.
+    row_gib = 0.27
     asked = []
 
     def need(n):
@@ -45,7 +47,7 @@ def search(gib, most, limit=30.1, estimated=True):
         fits = gib(n) <= limit
         return (gib(n) if fits or estimated else 99.0), fits
 
-    return memory.largest_that_fits(need, limit, most)[0], asked
+    return memory.largest_that_fits(need, limit, most, first, row_gib)[0], asked
 
 
 def test_micro_batch_is_found_by_few_compilations():
@@ -53,14 +55,19 @@ def test_micro_batch_is_found_by_few_compilations():
         found, asked = search(linear, most)
         assert (found, len(asked)) == (wanted, compilations), (most, asked)
     assert search(linear, 300, estimated=False)[0] == 76
+    # Also from a first guess that is far off.
+    for first in 1, 2, 40, 76, 77, 300, 2000:
+        found, asked = search(linear, 1024, first=first)
+        assert found == 76 and len(asked) <= 4, (first, asked)
     # By more where memory is not linear, and one may be missed.
     for limit in 8.0, 9.9, 17.3, 44.0:
         best = max(n for n in range(1, 999) if bent(n) <= limit)
         for most in 1000, 500, best, best + 1:
-            found, asked = search(bent, most, limit)
+            found, asked = search(bent, most, limit, first=int(limit / 0.27))
             assert bent(found) <= limit and found >= best - 2, (limit, found, best, asked)
             assert len(asked) <= 12, (limit, most, asked)
     assert search(lambda n: 40.0 + n, 64)[0] == 0, "none fits"
+    assert search(lambda n: 40.0, 64, first=1) == (0, [1]), "nor do those that rest"
 
 
 @pytest.fixture
