@@ -488,13 +488,14 @@ def forward(params, cfg, mesh, rows, how, at_rest=None):
 
 # ---------------------------------------------------------------- the cached forward
 def cached_forward(
-    weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, last_B, attend: Callable, cache
+    weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, last_B, attend: Callable, caches
 ) -> tuple:
     """Forward of T new tokens, with attention to a KV cache.
 
-    -> (hidden state of each row's token number last_B after the last norm [B, D], cache).
+    -> (hidden state of each row's token number last_B after the last norm [B, D], caches).
     attend(q, k, v, layer number, cache) -> ([B, N, T, H], cache): of infra/kv_cache.py; it also
-    writes keys and values of the new tokens. layout: of infra/layouts.py.
+    writes keys and values of the new tokens. caches: one for each stack of layers in
+    weights["layers"]. layout: of infra/layouts.py.
     """
     rope = rope_tables(positions_BT, cfg)
 
@@ -510,7 +511,10 @@ def cached_forward(
     x = jax.tree.map(lambda table: table[tokens_BT], weights["embed_VD"])
     x_BTD = constrain(dequantise(x, weights["norm_D"].dtype), layout.mesh, layout.rows)
     # The cache is carried through the scan and updated in place: as xs and ys it would be copied.
-    carry = x_BTD, cache, 0
-    (x_BTD, cache, _), _ = jax.lax.scan(one_layer, carry, weights["layers"])
+    new_caches = []
+    for stack, cache in zip(weights["layers"], caches, strict=True):
+        carry = x_BTD, cache, 0
+        (x_BTD, cache, _), _ = jax.lax.scan(one_layer, carry, stack)
+        new_caches.append(cache)
     x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], 1)[:, 0]
-    return rms_norm(x_BD, weights["norm_D"], cfg.rms_eps), cache
+    return rms_norm(x_BD, weights["norm_D"], cfg.rms_eps), tuple(new_caches)

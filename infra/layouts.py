@@ -30,6 +30,13 @@ class Layout:
     kind: str  # one of LAYOUTS
     mesh: Mesh  # the training mesh's devices, regrouped
     rows: tuple  # the mesh axes that share out the rows
+    # Whether each layer has arrays of its own, its weights and its KV cache; else all layers are in
+    # one stack. On GPUs XLA copies what it slices out of a stack before a product reads it.
+    by_layer: bool = False
+
+    def stack_sizes(self, L: int) -> list[int]:
+        """The layers of each stack, of L in all."""
+        return [1] * L if self.by_layer else [L]
 
     @property
     def cache_spec(self) -> P:
@@ -74,7 +81,8 @@ def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
     # The devices of the training mesh, in the same order.
     rollout_mesh = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
     rows = ("dp",) if kind == "maxtext" else model.ROWS
-    return Layout(kind, rollout_mesh, rows)
+    by_layer = mesh.devices.flat[0].platform == "gpu"
+    return Layout(kind, rollout_mesh, rows, by_layer)
 
 
 def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> float:
@@ -167,16 +175,20 @@ def rollout_spec(name: str, layout: Layout, quantised: bool = False):
 
 # ---------------------------------------------------------------- moving the weights
 def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> dict:
-    """The weights of a rollout: cast or quantised where they lie, then moved to its layout."""
+    """The weights of a rollout: cast or quantised where they lie, then moved to its layout. In
+    place of `layers` they have a tuple of stacks of them."""
     names = tuple(model.flatten(params))
     training_mesh = params["norm_D"].sharding.mesh
-    move = compiled_move(names, training_mesh, layout, dtype, quantised)
+    sizes = layout.stack_sizes(len(params["layers"]["attn_norm_LD"]))
+    move = compiled_move(names, training_mesh, layout, tuple(sizes), dtype, quantised)
     return move(params)
 
 
 @cache
-def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
-    """The compiled `to_rollout`, of parameters with these names."""
+def compiled_move(
+    names: tuple, training_mesh: Mesh, layout: Layout, sizes: tuple, dtype, quantised: bool
+):
+    """The compiled `to_rollout`, of parameters with these names, into stacks of these sizes."""
     # Where each lies in the rollout, and where it lies once it is cast.
     specs = {}
     cast_specs = {}
@@ -210,13 +222,25 @@ def compiled_move(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quan
         for name in sorted(params.keys() - {"layers"}):
             top[name] = move(name, params[name])
         # A layer at a time, as all at once would take their memory twice.
-        layers = jax.lax.map(move_layer, params["layers"])
-        return top | {"layers": layers}
+        stacks = [jax.lax.map(move_layer, stack) for stack in split_layers(params["layers"], sizes)]
+        return top | {"layers": tuple(stacks)}
 
     # XLA may drop constraints, but not the shardings of what a program returns.
     place = partial(NamedSharding, layout.mesh)
     places = jax.tree.map(place, model.nest(specs))
-    return jax.jit(move_all, out_shardings=places)
+    of_stacks = (places["layers"],) * len(sizes)
+    return jax.jit(move_all, out_shardings=places | {"layers": of_stacks})
+
+
+def split_layers(layers, sizes) -> list:
+    """A tree of arrays with all layers -> trees with so many of them each."""
+    stacks = []
+    first = 0
+    for n in sizes:
+        take = partial(jax.lax.slice_in_dim, start_index=first, limit_index=first + n)
+        stacks.append(jax.tree.map(take, layers))
+        first += n
+    return stacks
 
 
 def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
@@ -234,7 +258,16 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
         a = jax.eval_shape(cast, master)
         specs = rollout_spec(name, layout, quantised)
         weights[name] = jax.tree.map(abstract, a, specs)
-    return model.nest(weights)
+    weights = model.nest(weights)
+
+    def abstract_stack(n):
+        def cut(a):
+            return jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype, sharding=a.sharding)
+
+        return jax.tree.map(cut, weights["layers"])
+
+    stacks = [abstract_stack(n) for n in layout.stack_sizes(cfg.L)]
+    return weights | {"layers": tuple(stacks)}
 
 
 # ---------------------------------------------------------------- rows and bytes
@@ -289,8 +322,8 @@ def rows_that_fit(
 class State(NamedTuple):
     """What decoding carries from token to token, over all devices."""
 
-    prompts: Cache  # the KV cache of prompts; those of a device are in the order of its answers
-    answers: Cache
+    prompts: tuple[Cache, ...]  # of each stack of layers; a device's are in the order of answers
+    answers: tuple[Cache, ...]
     hidden_BD: jax.Array  # of the last token, after the last norm
 
 
@@ -300,10 +333,9 @@ def shard_rows(a: np.ndarray, layout: Layout) -> jax.Array:
     return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
 
 
-def state_specs(layout: Layout) -> State:
-    """PartitionSpecs of a state's arrays."""
-    of_cache = Cache(layout.cache_spec, layout.cache_spec)
-    return State(of_cache, of_cache, P(layout.rows))
+def spec_in_state(a, layout: Layout) -> P:
+    """PartitionSpec of an array of a state: of the cache, or the hidden states."""
+    return layout.cache_spec if a.ndim > 2 else P(layout.rows)
 
 
 @partial(jax.jit, static_argnames=("B", "n_prompts", "width", "cfg", "layout", "slots", "dtype"))
@@ -313,16 +345,16 @@ def empty_state(
     """The state of B answers to so many prompts of this width, with empty caches."""
 
     def empty_cache(rows, slots):
-        cache = jnp.zeros((cfg.L, rows, cfg.K, slots, cfg.H), dtype)
-        return Cache(cache, cache)
+        shapes = [(L, rows, cfg.K, slots, cfg.H) for L in layout.stack_sizes(cfg.L)]
+        return tuple(Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
 
     hidden_BD = jnp.zeros((B, cfg.D), dtype)
     state = State(empty_cache(n_prompts, width), empty_cache(B, slots), hidden_BD)
 
-    def place(a, spec):
-        return model.constrain(a, layout.mesh, *spec)
+    def place(a):
+        return model.constrain(a, layout.mesh, *spec_in_state(a, layout))
 
-    return jax.tree.map(place, state, state_specs(layout))
+    return jax.tree.map(place, state)
 
 
 @partial(jax.jit, static_argnames=("layout", "slots"))
@@ -349,7 +381,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         return jax.lax.fori_loop(0, L, copy_layer, new)
 
     # Rows move within a device only.
-    array_spec = layout.cache_spec if is_cache else P(layout.rows)
+    array_spec = spec_in_state(a, layout)
     resize_shards = jax.shard_map(
         resize,
         mesh=layout.mesh,

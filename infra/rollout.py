@@ -237,7 +237,7 @@ def decode(
     lengths_B: tokens made, live_B})
     """
     B = len(rows.id_B)
-    slots = state.answers.keys.shape[3]
+    slots = state.answers[0].keys.shape[3]
     stop_ids = jnp.array(cfg.stop_ids, jnp.int32)
     say(f"tracing decode: {B} rows, {slots} slots, temperature {sampling.temperature}")
 
@@ -299,9 +299,10 @@ def run_token(weights, state: State, rows: Rows, token_B, t, cfg, layout) -> Sta
     # Its prompt is before it.
     position_B = rows.length_B + t
     new_tokens = token_B[:, None], position_B[:, None], jnp.zeros_like(token_B)
-    cache = state.prompts, state.answers
+    cache = zip(state.prompts, state.answers, strict=True)
     hidden_BD, cache = model.cached_forward(weights, cfg, layout, *new_tokens, attend, cache)
-    return State(*cache, hidden_BD)
+    prompts, answers = zip(*cache, strict=True)
+    return State(prompts, answers, hidden_BD)
 
 
 def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
@@ -312,17 +313,16 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
         sharding = NamedSharding(layout.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
+    def abstract_in_state(a):
+        return abstract(a.shape, a.dtype, layouts.spec_in_state(a, layout))
+
     weights = layouts.abstract_weights(cfg, layout, dtype, work.quantised)
     B = work.answers
     _, group = work.of_device(layout)
     slots = slots_for(work.answer_slots, work.answer_slots)
     sizes = dict(B=B, n_prompts=B // group, width=work.prompt_slots, slots=slots)
     make_state = partial(layouts.empty_state, **sizes, cfg=cfg, layout=layout, dtype=dtype)
-    state = jax.tree.map(
-        lambda a, spec: abstract(a.shape, a.dtype, spec),
-        jax.eval_shape(make_state),
-        layouts.state_specs(layout),
-    )
+    state = jax.tree.map(abstract_in_state, jax.eval_shape(make_state))
     by_rows = P(layout.rows)
     rows = Rows(
         length_B=abstract((B,), jnp.int32, by_rows),

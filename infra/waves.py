@@ -97,7 +97,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     The arrays of the old state that are not in the new one are deleted.
     """
     prompts, answers, hidden_BD = wave.state
-    width = prompts.keys.shape[3]
+    width = prompts[0].keys.shape[3]
     weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, hidden_BD.dtype, quantised)
     by_prompt = len(wave.row_ids), -1, wave.group
     is_live_RPG = wave.is_live.reshape(by_prompt)

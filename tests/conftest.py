@@ -231,11 +231,22 @@ def textbook_hidden(params, cfg, tokens, positions, segments):
 
 
 def generate(
-    params, cfg, prompts, max_answer, on=None, kind="replicated", seed=0, sampling=None, **options
+    params,
+    cfg,
+    prompts,
+    max_answer,
+    on=None,
+    kind="replicated",
+    seed=0,
+    sampling=None,
+    by_layer=False,
+    **options,
 ):
-    """rollout.generate in float32, with the weights in the layout that it wants."""
+    """rollout.generate in float32, with the weights in the layout that it wants. by_layer: with
+    arrays of its own for each layer, as on GPUs."""
     work = layouts.Work(len(prompts), options.get("group", 1), 8, max_answer)
     layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32", work)
+    layout = dataclasses.replace(layout, by_layer=by_layer)
     weights = layouts.to_rollout(params, layout, "float32")
     for name, a in model.flatten(weights).items():
         wanted = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))

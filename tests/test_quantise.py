@@ -83,7 +83,8 @@ def is_quantised(a):
 
 def pairs(weights):
     """{flat name: array or Quantised}"""
-    layers = {f"layers/{name}": a for name, a in weights["layers"].items()}
+    (stack,) = weights["layers"]
+    layers = {f"layers/{name}": a for name, a in stack.items()}
     return {name: a for name, a in weights.items() if name != "layers"} | layers
 
 
@@ -221,7 +222,7 @@ def test_activations_and_the_cache_stay_in_the_compute_dtype(dtype, monkeypatch)
     sampled(weights, cfg, layout, random_prompts(cfg, (3, 4)), 0)
     (_, state, *_), _ = decode.call_args
     assert {a.dtype for a in jax.tree.leaves(state)} == {jnp.dtype(dtype)}
-    assert weights["norm_D"].dtype == weights["layers"]["bq_LNH"].dtype == dtype
+    assert weights["norm_D"].dtype == weights["layers"][0]["bq_LNH"].dtype == dtype
 
 
 # ---------------------------------------------------------------- the flag

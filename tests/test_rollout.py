@@ -166,6 +166,7 @@ WAYS = {
     "one device": Way((1, 1, 1), "replicated", dict(stage=8), 4, 0, GROWING),
     "fsdp": Way((2, 2, 2), "fsdp", {}, 2),
     "tp, waves": Way((2, 2, 2), "tp", dict(at_once=4), 4),
+    "by layer, stages": Way((2, 2, 2), "tp", dict(stage=8, by_layer=True), 4, 0, GROWING),
     "maxtext, stages, waves": Way((2, 4, 1), "maxtext", dict(stage=8, at_once=9), 8, 1, GROWING),
 }
 SLOW_WAYS = {
@@ -248,7 +249,7 @@ def test_decode_works_in_place_and_ends(monkeypatch):
     assert all(a.is_deleted() for a in taken), "a copy is made"
     assert (out["lengths_B"] == 1).all()
     assert not out["truncated_B"].any()
-    keys_LBKSH = np.asarray(left[-1].answers.keys)
+    keys_LBKSH = np.asarray(left[-1].answers[0].keys)
     is_written = abs(keys_LBKSH).max((0, 1, 2, 4)) > 0
     assert_array_equal(is_written, np.arange(16) < 1)
 

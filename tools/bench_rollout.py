@@ -105,7 +105,9 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
         specs = layouts.rollout_spec(name, layout, quantised)
         places = jax.tree.map(partial(NamedSharding, layout.mesh), specs)
         weights[name] = jax.jit(partial(values, name, shape), out_shardings=places)()
-    return model.nest(weights)
+    weights = model.nest(weights)
+    stacks = layouts.split_layers(weights["layers"], layout.stack_sizes(cfg.L))
+    return weights | {"layers": tuple(stacks)}
 
 
 def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tuple:
@@ -159,7 +161,9 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
         rms_norm_eps=cfg.rms_eps,
     )
     with tempfile.TemporaryDirectory() as directory:
-        hf.save(directory, weights, cfg, mesh, args.dtype)
+        # On CPUs and TPUs all layers are in one stack.
+        (layers,) = weights["layers"]
+        hf.save(directory, weights | {"layers": layers}, cfg, mesh, args.dtype)
         config.save_pretrained(directory)
         load = transformers.AutoModelForCausalLM.from_pretrained
         theirs = load(directory, dtype=args.dtype).to(device)
