@@ -18,6 +18,7 @@
 #     --create "FLAGS" (whatever else gcloud's create takes)  --down (delete after a run that has finished)
 #     --yes (to down)
 #   bash launch.sh plan [TYPE] [flags]          what fits there, or here, how fast; takes no TPU; --sweep micro_batch=8,16
+#     TYPE is a TPU's, or a100-N, h100-N, h200-N: N GPUs, 8 of them a host
 #   bash launch.sh test [pytest arguments]      the tests, in minutes; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
 # With --dry-run anywhere the commands are printed, and nothing is run.
@@ -31,6 +32,8 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relat
 venv="$here/.venv"
 dry_run=''
 exec 3>&1 # for dry runs, also where the output of a command is taken
+# JAX's platforms where GPUs are meant: without them it fails, in place of training on the CPU.
+gpus=cuda,cpu
 # What gpu, slurm and TPU slices train unless flags say otherwise; of two equal flags the later counts.
 job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --eval_data gsm8k --max_prompt 1024 --max_answer 1024)
 
@@ -42,6 +45,8 @@ shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n
 run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3; fi; }
 # shellcheck source=infra/gcloud.sh
 . "$here/infra/gcloud.sh" # the commands of a TPU type
+# shellcheck source=infra/cuda.sh
+. "$here/infra/cuda.sh" # which CUDA is installed
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
@@ -52,6 +57,7 @@ setup() {
   if ! grep -qxF "$mark" "$venv/installed" 2>/dev/null; then
     # There is none, or one that was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
+    drop_other_cuda "$extra"
     pip_install -r "$here/requirements.txt" ${extra:+"jax[$extra]"} || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed"
   fi
@@ -88,17 +94,6 @@ make_venv_with_uv() {
     run "$uv/uv" "${make[@]}"
   fi
   run rm -rf "$uv"
-}
-
-# jax's extra for the CUDA that this machine's driver knows: 13 from 580 on
-cuda() {
-  local driver
-  if [ -z "${CUDA:-}" ]; then
-    # A line for each GPU, all the same: what stands before the first dot counts.
-    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || driver=''
-    case "${driver%%.*}" in '' | *[!0-9]*) ;; *) [ "${driver%%.*}" -ge 580 ] || CUDA=12 ;; esac
-  fi
-  printf 'cuda%s' "${CUDA:-13}"
 }
 
 # program $1 of this tree on $2, a platform of JAX or nothing; .env in its environment, where no ps and no log shows it
@@ -138,30 +133,47 @@ cmd_cpu() { # PROCESSES FLAGS...
 }
 
 cmd_gpu() {
-  [ -n "$dry_run" ] || command -v nvidia-smi >/dev/null || die 'no NVIDIA GPU is here; try cpu'
-  setup "$(cuda)" "$@"
-  (train '' "${job[@]}" "$@")
+  local extra
+  [ -n "$dry_run" ] || [ -n "$(driver)" ] || die 'nvidia-smi finds no NVIDIA GPU here; try cpu'
+  extra="$(cuda)"
+  setup "$extra" "$@"
+  (train "$gpus" "${job[@]}" "$@")
 }
 
 cmd_plan() {
   case "${1:--}" in
-    -*) # of what is here
-      if command -v nvidia-smi >/dev/null; then
-        setup "$(cuda)"
-        (plan '' "${job[@]}" "$@")
-      else
-        setup
-        (plan '' "$@")
-      fi
-      exit
+    -*) plan_here "$@" ;;
+    a100-* | h100-* | h200-*)
+      check_gpus "$1"
+      setup
+      setup_absent_gpus "$1"
+      # On the CPU: JAX would look for GPUs, and print pages where there are none.
+      (plan cpu "$1" "${job[@]}" "${@:2}")
       ;;
+    v[0-9]*)
+      check_type "$1"
+      [ "$(uname -sm)" = 'Linux x86_64' ] || die "libtpu, which compiles for $1, is for x86-64 Linux only"
+      setup
+      "$venv/bin/python" -c 'import libtpu' 2>/dev/null || pip_install 'jax[tpu]'
+      # On the CPU: with libtpu, JAX would look for a TPU.
+      (plan cpu "$type" "${job[@]}" "${@:2}")
+      ;;
+    *) die "plan knows no $1: a100-N, h100-N, h200-N, and TPU types such as v6e-8" ;;
   esac
-  check_type "$1"
-  [ "$(uname -sm)" = 'Linux x86_64' ] || die "libtpu, which compiles for $1, is for x86-64 Linux only"
+}
+
+plan_here() { # FLAGS...
+  local extra platform=cpu
+  if [ -n "$(driver)" ]; then
+    extra="$(cuda)"
+    setup "$extra"
+    (plan "$gpus" "${job[@]}" "$@")
+    exit
+  fi
+  # On a TPU VM JAX finds its TPUs; elsewhere it must not look for what .venv has only to compile for.
+  if compgen -G '/dev/accel*' >/dev/null || compgen -G '/dev/vfio/[0-9]*' >/dev/null; then platform=''; fi
   setup
-  "$venv/bin/python" -c 'import libtpu' 2>/dev/null || pip_install 'jax[tpu]'
-  # On the CPU: with libtpu, JAX would look for a TPU.
-  (plan cpu "$type" "${job[@]}" "${@:2}")
+  (plan "$platform" "$@")
 }
 
 cmd_test() {
@@ -203,9 +215,11 @@ cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
 # submits a job and prints its log; sbatch --wait exits with the job's code, and looks ever more seldom
 cmd_slurm() {
-  local id='' log sbatch code=0
-  if [ "${JAX_PLATFORMS:-}" = cpu ]; then setup '' "$@"; else setup "$(cuda)" "$@"; fi
-  set -- --wrap "exec bash $(printf '%q ' "$here/launch.sh" slurm_job "${job[@]}" "$@")"
+  local id='' log sbatch code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
+  [ "$platforms" = cpu ] || extra="$(cuda)"
+  setup "$extra" "$@"
+  set -- "JAX_PLATFORMS=$platforms" bash "$here/launch.sh" slurm_job "${job[@]}" "$@"
+  set -- --wrap "exec env $(printf '%q ' "$@")"
   set -- --export=ALL --requeue --open-mode=append --output=slurm-%j.log ${options[@]+"${options[@]}"} "$@"
   set -- sbatch --wait --parsable --job-name=podgrpo "$@"
   if [ -n "$dry_run" ]; then run "$@" && exit; fi
@@ -264,6 +278,7 @@ case "$command" in
     command=tpu
     case "${1:-}" in up | setup | run | logs | status | stop | fetch | down | test) action="$1" && shift ;; esac
     ;;
+  a100-* | h100-* | h200-*) die "$command is no place to train: plan $command plans for it, gpu and slurm train" ;;
 esac
 
 # This launcher's options are taken out; what remains is train.py's.

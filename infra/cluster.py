@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from infra import nvidia
 from infra.log import check, erase_status, exit_on, first_line
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -108,7 +109,14 @@ def slurm_processes() -> Processes:
     # Two jobs on one node must not choose the same port.
     port = 12000 + int(env["SLURM_JOB_ID"]) % 20000
     # Where all tasks of a node find all its GPUs, each takes one.
-    gpus_are_shared = tasks_per_node > 1 and "," in env.get("CUDA_VISIBLE_DEVICES", ",")
+    gpus = env.get("CUDA_VISIBLE_DEVICES", ",").split(",")
+    gpus_are_shared = tasks_per_node > 1 and len(gpus) > 1
+    # Else a task would have none, or a GPU nobody. Without the variable they cannot be counted.
+    check(
+        not gpus_are_shared or len(gpus) == tasks_per_node or not any(gpus),
+        f"{tasks_per_node} tasks share the {len(gpus)} GPUs of a node; "
+        f"give --ntasks-per-node {len(gpus)}, one a GPU, or 1, which takes all",
+    )
     return Processes(
         address=f"{nodes[0]}:{port}",
         hosts=[node for node in nodes for _ in range(tasks_per_node)],
@@ -237,14 +245,9 @@ def connect(cfg) -> None:
 
 
 def check_devices(require_processes: int, require_devices: int) -> None:
-    # JAX looks for devices when it is first asked for them.
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    with exit_on(
-        Exception,
-        f"JAX finds no devices, with JAX_PLATFORMS = {platforms!r}; try JAX_PLATFORMS=cpu",
-    ):
-        processes = jax.process_count()
-        devices = jax.device_count()
+    nvidia.find_devices()
+    processes = jax.process_count()
+    devices = jax.device_count()
     # 0 requires nothing.
     wanted_processes = require_processes or processes
     wanted_devices = require_devices or devices
@@ -345,7 +348,12 @@ def leave(error: BaseException) -> None:
     if code == 1:
         traceback.print_exception(error)
     sys.stdout.flush()
+    try:
+        index = jax.process_index()
+    # JAX, which found no devices, does not say: this may be process 0.
+    except Exception:
+        index = 0
     # Process 0 goes last, since the others abort when it is gone.
-    if jax.process_index() == 0:
+    if index == 0:
         time.sleep(3)
     os._exit(code)

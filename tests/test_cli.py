@@ -235,7 +235,8 @@ def test_readme_names_flags_that_exist():
         source = (ROOT / f"tools/{tool}.py").read_text(encoding="utf-8")
         ours |= set(re.findall(r'add_argument\("--(\w+)"', source))
     launchers = flags_in((ROOT / "launch.sh").read_text(encoding="utf-8"))
-    others = "location recursive role member reserved network mem constraint"  # gcloud's, Slurm's
+    # gcloud's, Slurm's
+    others = "location recursive role member reserved network mem constraint format"
     named = flags_in(text)
     assert named
     unknown = named - ours - launchers - {*others.split()}

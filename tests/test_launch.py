@@ -19,7 +19,7 @@ cloud = pods.cloud
 # ---------------------------------------------------------------- dry runs, and mistakes
 def test_launcher_is_bash_3_2():
     """macOS has no newer bash."""
-    scripts = [ROOT / "launch.sh", ROOT / "infra/gcloud.sh"]
+    scripts = [ROOT / "launch.sh", ROOT / "infra/gcloud.sh", ROOT / "infra/cuda.sh"]
     source = "".join(script.read_text() for script in scripts)
     newer = ["mapfile", "readarray", "declare -A", ",,}", "^^}", "wait -n", "&>>", "|&", "coproc"]
     found = [word for word in newer if word in source]
@@ -123,23 +123,6 @@ def test_setup_brings_a_python_where_none_is_fit(cloud, tmp_path):
     assert "is not Python 3.11 or newer with ensurepip" in text, text
 
 
-def test_cuda_is_what_the_driver_knows(cloud, tmp_path):
-    tools = tmp_path / "tools"
-    for driver, extra in {
-        "580.65.06": "cuda13",
-        "575.57": "cuda12",
-        "535.183.01": "cuda12",
-    }.items():
-        # A line for each GPU, of which the second comes when the first has been read.
-        two_gpus = f"#!/bin/sh\necho {driver}\n/bin/sleep 0.2\necho {driver}\n"
-        write(tools / "nvidia-smi", two_gpus, 0o755)
-        text = cloud.launch("--dry-run gpu", PATH=f"{tools}:{os.environ['PATH']}")
-        assert f"jax\\[{extra}\\]" in text, text
-    anywhere = {"JAX_PLATFORMS": ""}
-    assert "jax\\[cuda13\\]" in cloud.launch("--dry-run slurm", **anywhere)
-    assert "jax\\[cuda12\\]" in cloud.launch("--dry-run slurm", CUDA="12", **anywhere)
-
-
 def test_wandb_is_installed_where_it_is_asked_for(cloud):
     """Here, and on workers."""
     assert " wandb \n" in cloud.launch("--dry-run cpu --wandb project")
@@ -215,6 +198,11 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v4-192": "or a multiple of 128",
         "v6e-384": "there is no v6e-384; after v6e- comes one of 1 4 8",
         "plan v5e-2": "there is no v5e-2",
+        "plan h100-12": "there is no h100-12; after h100- comes 1, 2, 4, 8 or a multiple of 8",
+        "plan a100-": "there is no a100-",
+        "plan h200-016": "there is no h200-016",
+        "plan b200-8": "plan knows no b200-8: a100-N, h100-N, h200-N, and TPU types such as",
+        "h100-8 --lr 1": "h100-8 is no place to train: plan h100-8 plans for it, gpu and slurm",
         "tpu": "unknown command tpu",
         "v6e-8 --zone": "needs a value",
         "v6e-8 --spot down": "down is no flag",

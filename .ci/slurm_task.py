@@ -1,0 +1,22 @@
+"""In place of train.py under .ci/slurm_job: prints what a task of launch.sh's finds, and ends."""
+
+import os
+import re
+import subprocess
+from types import SimpleNamespace
+
+from infra import cluster
+
+found = cluster.find_processes(SimpleNamespace(coordinator=""))
+step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+# A variable for the CPUs would be there also where srun did not hear of them.
+text = subprocess.check_output(["scontrol", "show", "step", step], text=True)
+cpus = re.search(r" CPUs=(\d+)", text)[1]
+gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+# One write, so that the lines of two tasks do not mix.
+print(
+    f"task {found.index} of {len(found.hosts)}: GPUs {gpus}, takes {found.local_gpu}, "
+    f"CPUs of all {cpus}\n",
+    end="",
+    flush=True,
+)

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# NVIDIA's GPUs, for launch.sh, which reads this file: the CUDA that is installed, and what compiles for absent GPUs.
+#
+#   $venv    where it is installed
+
+# the version of this machine's driver up to its first dot; nothing where nvidia-smi finds no GPU
+driver() {
+  local found
+  # A line for each GPU, all the same.
+  found="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || found=''
+  case "${found%%.*}" in '' | *[!0-9]*) ;; *) printf '%s' "${found%%.*}" ;; esac
+}
+
+# does a GPU of this machine have a compute capability below 7.5, as a V100 has?
+has_old_gpu() {
+  nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
+    awk '$1 > 0 && $1 < 7.5 { found = 1 } END { exit !found }'
+}
+
+# jax's extra for the CUDA that this machine takes: 13 from driver 580 and compute capability 7.5 on, 12 from driver
+# 525 on (docs.jax.dev/en/latest/installation.html, docs.nvidia.com/deploy/cuda-compatibility)
+cuda() {
+  local driver
+  driver="$(driver)"
+  if [ -z "${CUDA:-}" ] && [ -n "$driver" ]; then
+    [ "$driver" -ge 525 ] || die "the NVIDIA driver here is $driver, CUDA 12 takes 525 or newer, CUDA 13 580: update it"
+    if [ "$driver" -lt 580 ] || has_old_gpu; then CUDA=12; fi
+  fi
+  case "${CUDA:-13}" in 12 | 13) ;; *) die "CUDA=$CUDA is neither 12 nor 13" ;; esac
+  printf 'cuda%s' "${CUDA:-13}"
+}
+
+# is JAX's plugin for CUDA $1 in .venv?
+has_plugin() { compgen -G "$venv/lib/python3*/site-packages/jax_plugins/xla_cuda$1" >/dev/null; }
+
+# Where .venv is to get extra $1, the plugin for the other CUDA goes, for JAX takes only one, and so does its cuDNN,
+# whose files have the same names.
+drop_other_cuda() {
+  local other
+  case "$1" in cuda12) other=13 ;; cuda13) other=12 ;; *) return 0 ;; esac
+  if has_plugin "$other"; then
+    run "$venv/bin/python" -m pip uninstall -q -y "jax-cuda$other-plugin" "jax-cuda$other-pjrt" "nvidia-cudnn-cu$other"
+  fi
+}
+
+# there is $1 to plan for: h100-8
+check_gpus() {
+  local count="${1#*-}"
+  case "$count" in
+    1 | 2 | 4 | 8) return ;;
+    '' | 0* | *[!0-9]*) ;;
+    *) if [ $((count % 8)) = 0 ]; then return; fi ;;
+  esac
+  die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
+}
+
+# what compiles for $1, without a driver: JAX's plugin, and cuDNN, which JAX asks for its version. What a training has
+# installed serves as it is; jax's own extra pins the plugin to jax's version.
+setup_absent_gpus() {
+  local cuda=13
+  case "$(uname -sm)" in
+    'Linux x86_64' | 'Linux aarch64') ;;
+    *) die "JAX's CUDA plugin, which compiles for $1, is for Linux only" ;;
+  esac
+  if has_plugin 12; then cuda=12; fi
+  local ready="from importlib.metadata import version as v; import nvidia.cudnn"
+  ready="$ready; assert v('jax') == v('jax-cuda$cuda-plugin') == v('jax-cuda$cuda-pjrt')"
+  if "$venv/bin/python" -c "$ready" 2>/dev/null; then return; fi
+  say "installing what compiles for $1, JAX's CUDA $cuda plugin and cuDNN, into .venv: 0.7 GB to load, 1.3 GB there"
+  pip_install "jax[cuda$cuda-local]" || exit
+  # cuBLAS, which it depends on, is not needed to compile.
+  pip_install --no-deps "nvidia-cudnn-cu$cuda" || exit
+}

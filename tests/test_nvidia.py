@@ -1,0 +1,215 @@
+"""NVIDIA's GPUs, which need not be here: the CUDA that launch.sh installs, to train or to plan, and
+that no run which is meant for GPUs trains on the CPU, or with a cuDNN that is too old.
+
+Stand-ins: nvidia-smi is a script that answers with a driver's version; JAX's CUDA plugin is a
+module whose `initialize` fails, or that knows only versions.
+"""
+
+import os
+import random
+import shlex
+import sys
+from types import SimpleNamespace
+
+import jax
+import pods
+import pytest
+from conftest import run_train
+from pods import write
+
+from infra import cluster, nvidia
+
+# The fixture.
+cloud = pods.cloud
+
+
+# ---------------------------------------------------------------- launch.sh
+def with_driver(tools, driver, capability="9.0"):
+    """PATH with a stand-in for nvidia-smi, of a machine with two GPUs."""
+    # A line for each GPU, of which the second comes when the first has been read.
+    answer = f"case $* in *compute_cap*) echo {capability} ;; *) echo {driver} ;; esac\n"
+    write(tools / "nvidia-smi", f"#!/bin/sh\n{answer}/bin/sleep 0.2\n{answer}", 0o755)
+    return f"{tools}:{os.environ['PATH']}"
+
+
+def test_cuda_is_what_the_driver_and_the_gpus_take(cloud, tmp_path):
+    """By the tables of NVIDIA and JAX, which has no CUDA 13 for GPUs like the V100."""
+    drivers = {"580.65.06": "cuda13", "575.57": "cuda12", "525.60.13": "cuda12"}
+    for driver, extra in drivers.items():
+        path = with_driver(tmp_path, driver)
+        text = cloud.launch("--dry-run gpu", PATH=path)
+        assert f"jax\\[{extra}\\]" in text, text
+        # Without a GPU JAX is to fail, and not to train on the CPU.
+        assert "JAX_PLATFORMS=cuda\\,cpu" in text, text
+    v100 = with_driver(tmp_path, "580.65.06", capability="7.0")
+    assert "jax\\[cuda12\\]" in cloud.launch("--dry-run gpu", PATH=v100)
+    anywhere = {"JAX_PLATFORMS": ""}
+    assert "jax\\[cuda13\\]" in cloud.launch("--dry-run slurm", **anywhere)
+    text = cloud.launch("--dry-run slurm", CUDA="12", **anywhere)
+    assert "jax\\[cuda12\\]" in text, text
+    job = shlex.split(text.splitlines()[-1])[-1]
+    assert job.startswith("exec env JAX_PLATFORMS=cuda\\,cpu bash "), job
+
+
+def test_a_driver_that_is_too_old_is_told_with_what_is_needed(cloud, tmp_path):
+    path = with_driver(tmp_path, "520.61.05")
+    for command in "gpu", "slurm", "plan":
+        text = cloud.launch(command, code=2, PATH=path, JAX_PLATFORMS="")
+        wanted = "the NVIDIA driver here is 520, CUDA 12 takes 525 or newer, CUDA 13 580"
+        assert wanted in text and text.count("\n") == 1, text
+    # What nvidia-smi says where it finds none.
+    path = with_driver(tmp_path, "No devices were found")
+    text = cloud.launch("gpu", code=2, PATH=path)
+    assert text == "launch.sh: nvidia-smi finds no NVIDIA GPU here; try cpu\n"
+    text = cloud.launch("--dry-run gpu", code=2, CUDA="11")
+    assert "CUDA=11 is neither 12 nor 13" in text, text
+
+
+def plugin(clone, cuda):
+    """Where pip installs JAX's plugin for this CUDA."""
+    return clone / f".venv/lib/python3.12/site-packages/jax_plugins/xla_cuda{cuda}/__init__.py"
+
+
+def test_plan_installs_what_compiles_for_absent_gpus(cloud):
+    """With stand-ins for .venv's python and its packages."""
+    for name in ("a100-1", "h100-8", "h100-16", "h200-4"):
+        text = cloud.launch("--dry-run plan", name, "--lr 1")
+        assert "0.7 GB to load, 1.3 GB there" in text, text
+        plugin_at = text.index(" jax\\[cuda13-local\\]")
+        cudnn_at = text.index(" --no-deps nvidia-cudnn-cu13")
+        plan_at = text.index(f"env JAX_PLATFORMS=cpu {cloud.clone}/.venv/bin/python -u ")
+        assert plugin_at < cudnn_at < plan_at, text
+        assert f"tools/plan.py {name} --model Qwen/" in text and "1024 --lr 1" in text, text
+    # A training's CUDA serves as it is, were it CUDA 12.
+    write(cloud.clone / ".venv/bin/python", '#!/bin/sh\necho "$*" >> asked\n', 0o755)
+    for cuda in "13", "12":
+        write(plugin(cloud.clone, cuda), "")
+        text = cloud.launch("--dry-run plan h100-8")
+        assert "cuda13-local" not in text and "cudnn" not in text, text
+        asked = (cloud.clone / "asked").read_text()
+        assert f"v('jax') == v('jax-cuda{cuda}-plugin')" in asked.splitlines()[-1], asked
+
+
+def test_jax_gets_one_cuda_plugin(cloud, tmp_path):
+    """Two of them, as after a new driver, would be refused by JAX with pages."""
+    write(cloud.clone / ".venv/bin/python", "#!/bin/sh\n", 0o755)
+    write(plugin(cloud.clone, "13"), "")
+    text = cloud.launch("--dry-run gpu", PATH=with_driver(tmp_path, "550.54"))
+    gone = "-m pip uninstall -q -y jax-cuda13-plugin jax-cuda13-pjrt nvidia-cudnn-cu13"
+    assert text.index(gone) < text.index("jax\\[cuda12\\]"), text
+    text = cloud.launch("--dry-run gpu", PATH=with_driver(tmp_path, "580.65"))
+    assert "uninstall" not in text, text
+
+
+def test_without_gpus_jax_does_not_look_for_them(cloud, tmp_path):
+    """.venv may have CUDA, to compile, or libtpu: JAX would print pages."""
+    for call in "plan", "cpu", "test", "plan h100-8", "plan v6e-8":
+        text = cloud.launch("--dry-run", call, JAX_PLATFORMS="")
+        assert "\nenv JAX_PLATFORMS=cpu " in text, text
+    text = cloud.launch("--dry-run plan", PATH=with_driver(tmp_path, "580.65"))
+    assert "JAX_PLATFORMS=cuda\\,cpu" in text and "Qwen" in text, text
+
+
+# ---------------------------------------------------------------- train.py
+FAILING_PLUGIN = """
+def initialize():
+    raise RuntimeError("Unable to load cuDNN. Is it installed?\\n" + "more\\n" * 50)
+"""
+
+
+@pytest.mark.parametrize("platforms", ["cuda,cpu", ""])
+def test_a_run_never_goes_on_without_the_gpus_that_are_here(tmp_path, platforms):
+    """JAX would print a traceback, and train on the CPU where JAX_PLATFORMS is not set."""
+    write(tmp_path / "jax_plugins/xla_cuda13/__init__.py", FAILING_PLUGIN)
+    for driver, advice in {
+        "580.65.06": "unset LD_LIBRARY_PATH, which is /site/cudnn",
+        "550.54": "CUDA 13 takes driver 580 or newer, here is 550.54",
+    }.items():
+        text = run_train(
+            *["--out", tmp_path / "run"],
+            code=2,
+            JAX_PLATFORMS=platforms,
+            PATH=with_driver(tmp_path / "tools", driver),
+            PYTHONPATH=tmp_path,
+            LD_LIBRARY_PATH="/site/cudnn",
+        )
+        # libtpu, where it is installed, has lines of its own.
+        (line,) = [line for line in text.splitlines() if line.startswith("train.py: ")]
+        assert "(RuntimeError: Unable to load cuDNN. Is it installed?)" in line, text
+        assert advice in line and "JAX_PLATFORMS=cpu" in line, text
+        assert "Traceback" not in text and "more" not in text, text
+
+
+def told(capsys, call):
+    """The one line with which this ends, by exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        call()
+    assert end.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1, text
+    return text
+
+
+def test_gpus_that_slurm_did_not_give_are_asked_for(tmp_path, monkeypatch, capsys):
+    """JAX, of which a stand-in answers here, passes over CUDA where no device file is."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setenv("PATH", with_driver(tmp_path, "No devices were found"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    text = told(capsys, nvidia.find_devices)
+    assert "JAX_PLATFORMS = 'cuda,cpu', but JAX finds no GPU; nor does nvidia-smi" in text, text
+    assert "on Slurm give --gpus-per-node" in text, text
+    # Without a GPU, or with a word for the CPU, the CPU is meant.
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    nvidia.find_devices()
+    monkeypatch.setenv("PATH", with_driver(tmp_path, "580.65.06"))
+    text = told(capsys, nvidia.find_devices)
+    assert "JAX has no CUDA here, `bash launch.sh gpu` installs it" in text, text
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    nvidia.find_devices()
+
+
+def test_a_cudnn_that_jax_was_not_compiled_for_is_refused(monkeypatch, capsys):
+    """XLA wants the same major version, and at least its minor one; the last part may be any."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/site/cudnn")
+    versions = SimpleNamespace(cudnn_build_version=lambda: 91203)
+    monkeypatch.setitem(sys.modules, "jax_plugins.xla_cuda13", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "jax_cuda13_plugin._versions", versions)
+    patch = random.randrange(100)
+    for fits in (91200 + patch, 91300 + patch, 92801):
+        versions.cudnn_get_version = lambda fits=fits: fits
+        nvidia.find_devices()
+    for minor, shown in {901: "9.1", 911: "9.11", 1000: "10.0", 1013: "10.13"}.items():
+        versions.cudnn_get_version = lambda minor=minor: minor * 100 + patch
+        text = told(capsys, nvidia.find_devices)
+        wanted = (
+            f"cuDNN {shown}.{patch} is loaded, but jax {jax.__version__} is compiled for 9.12.3"
+        )
+        assert wanted in text, text
+        assert "unset LD_LIBRARY_PATH, which is /site/cudnn" in text, text
+        assert "pip install -U 'nvidia-cudnn-cu13'" in text, text
+
+
+# ---------------------------------------------------------------- Slurm
+def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
+    """A stand-in answers for scontrol, which names the nodes."""
+    monkeypatch.setattr(cluster.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
+    for tasks, visible, local_gpu in [(1, "0,1,2,3", None), (4, "0,1,2,3", 3), (4, "2", None)]:
+        found = of_task(monkeypatch, tasks, visible)
+        assert found.local_gpu == local_gpu, (tasks, visible)
+        assert found.hosts == ["n1"] * tasks + ["n2"] * tasks
+    text = told(capsys, lambda: of_task(monkeypatch, 2, "0,1,2,3"))
+    assert "2 tasks share the 4 GPUs of a node; give --ntasks-per-node 4, one a GPU, or 1" in text
+    # Slurm does not set it everywhere.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert cluster.slurm_processes().local_gpu == 1
+
+
+def of_task(monkeypatch, tasks, visible):
+    """What the last task of two nodes finds, with so many tasks and these GPUs on each."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(2 * tasks))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_PROCID", str(2 * tasks - 1))
+    monkeypatch.setenv("SLURM_LOCALID", str(tasks - 1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return cluster.slurm_processes()
