@@ -179,16 +179,21 @@ def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> 
     place of `layers` they have a tuple of stacks of them."""
     names = tuple(model.flatten(params))
     training_mesh = params["norm_D"].sharding.mesh
-    sizes = layout.stack_sizes(len(params["layers"]["attn_norm_LD"]))
-    move = compiled_move(names, training_mesh, layout, tuple(sizes), dtype, quantised)
-    return move(params)
+    move_top, move_stack = compiled_moves(names, training_mesh, layout, dtype, quantised)
+    layers = params["layers"]
+    weights = move_top({name: a for name, a in params.items() if name != "layers"})
+    stacks = []
+    first = 0
+    for size in layout.stack_sizes(len(layers["attn_norm_LD"])):
+        stacks.append(move_stack(layers, first, size=size))
+        first += size
+    return weights | {"layers": tuple(stacks)}
 
 
 @cache
-def compiled_move(
-    names: tuple, training_mesh: Mesh, layout: Layout, sizes: tuple, dtype, quantised: bool
-):
-    """The compiled `to_rollout`, of parameters with these names, into stacks of these sizes."""
+def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
+    """-> (what moves the parameters outside of layers; what moves a stack of layers), compiled for
+    parameters with these names."""
     # Where each lies in the rollout, and where it lies once it is cast.
     specs = {}
     cast_specs = {}
@@ -217,30 +222,22 @@ def compiled_move(
     def move_layer(layer):
         return {name: move(f"layers/{name}", a) for name, a in layer.items()}
 
-    def move_all(params):
-        top = {}
-        for name in sorted(params.keys() - {"layers"}):
-            top[name] = move(name, params[name])
+    def move_top(params):
+        return {name: move(name, params[name]) for name in sorted(params)}
+
+    def move_stack(layers, first, size):
+        take = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)
         # A layer at a time, as all at once would take their memory twice.
-        stacks = [jax.lax.map(move_layer, stack) for stack in split_layers(params["layers"], sizes)]
-        return top | {"layers": tuple(stacks)}
+        return jax.lax.map(move_layer, jax.tree.map(take, layers))
 
     # XLA may drop constraints, but not the shardings of what a program returns.
     place = partial(NamedSharding, layout.mesh)
     places = jax.tree.map(place, model.nest(specs))
-    of_stacks = (places["layers"],) * len(sizes)
-    return jax.jit(move_all, out_shardings=places | {"layers": of_stacks})
-
-
-def split_layers(layers, sizes) -> list:
-    """A tree of arrays with all layers -> trees with so many of them each."""
-    stacks = []
-    first = 0
-    for n in sizes:
-        take = partial(jax.lax.slice_in_dim, start_index=first, limit_index=first + n)
-        stacks.append(jax.tree.map(take, layers))
-        first += n
-    return stacks
+    of_layers = places.pop("layers")
+    return (
+        jax.jit(move_top, out_shardings=places),
+        jax.jit(move_stack, static_argnames="size", out_shardings=of_layers),
+    )
 
 
 def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:

@@ -149,8 +149,11 @@ def test_matrices_move_between_devices_as_int8(way):
     on = mesh(*dims)
     layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", INT8)
     params = place(random_weights(cfg), on)
-    move = layouts.compiled_move(tuple(model.flatten(params)), on, layout, "float32", True)
-    text = move.lower(params).compile().as_text()
+    names = tuple(model.flatten(params))
+    move_top, move_stack = layouts.compiled_moves(names, on, layout, "float32", True)
+    top = move_top.lower({name: a for name, a in params.items() if name != "layers"})
+    layers = move_stack.lower(params["layers"], 0, size=cfg.L)
+    text = top.compile().as_text() + layers.compile().as_text()
     gathered = re.findall(r" = (\w+)\[([\d,]*)\]\S* all-gather", text)
     sizes = [(dtype, np.prod([int(n) for n in dims.split(",")])) for dtype, dims in gathered]
     assert max(size for dtype, size in sizes if dtype == "s8") == cfg.V * cfg.D

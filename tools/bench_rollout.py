@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import model
-from infra import chips, hf, layouts, quantise, rollout
+from infra import chips, hf, layouts, rollout
 from infra.layouts import Layout, Work
 from infra.sampling import Sampling
 from model import ModelConfig
@@ -93,21 +93,18 @@ def check_loop(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> str:
 
 # ---------------------------------------------------------------- timed on the devices here
 def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
+    mesh = Mesh(layout.mesh.devices.reshape(1, -1, 1), model.AXES)
     key = jax.random.key(0)
 
     def values(name, shape):
         # Norms are about 1.
-        w = 0.02 * jax.random.normal(key, shape) + ("norm" in name)
-        return quantise.cast(name, w, dtype, quantised)
+        return 0.02 * jax.random.normal(key, shape) + ("norm" in name)
 
-    weights = {}
+    params = {}
     for name, shape in model.shapes(cfg).items():
-        specs = layouts.rollout_spec(name, layout, quantised)
-        places = jax.tree.map(partial(NamedSharding, layout.mesh), specs)
-        weights[name] = jax.jit(partial(values, name, shape), out_shardings=places)()
-    weights = model.nest(weights)
-    stacks = layouts.split_layers(weights["layers"], layout.stack_sizes(cfg.L))
-    return weights | {"layers": tuple(stacks)}
+        place = NamedSharding(mesh, model.spec(name))
+        params[name] = jax.jit(partial(values, name, shape), out_shardings=place)()
+    return layouts.to_rollout(model.nest(params), layout, dtype, quantised)
 
 
 def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tuple:

@@ -21,7 +21,7 @@ import jax
 
 import model
 import train
-from infra import chips, cluster, data, flags, hf, layouts, log, memory, packing, rollout
+from infra import chips, cluster, data, flags, hf, layouts, log, memory, nvidia, packing, rollout
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say
 from tools import remembered, step_time, what_fits
@@ -134,8 +134,11 @@ def setup_in_words(device_type, cfg, model_cfg, mesh) -> str:
 def devices_of(device_type: str) -> list:
     """The devices of a type, or of this machine. Exits 2 where they cannot be compiled for."""
     takes = "that takes a type such as v6e-8 or h100-8, and what `bash launch.sh plan` installs"
+    if device_type == "here":
+        nvidia.find_devices()
+        return jax.devices()
     with exit_on(Exception, f"{device_type} cannot be compiled for here: {takes}"):
-        return jax.devices() if device_type == "here" else chips.absent_devices(device_type)
+        return chips.absent_devices(device_type)
 
 
 def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
