@@ -193,6 +193,9 @@ def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> Non
 @exit_on(CheckpointError, "these files cannot be used")
 def main(argv: list[str]) -> None:
     device_type, args, train_flags = split_arguments(argv)
+    if args.table:
+        # Else defaults would be those of the tiny model.
+        train_flags = ["--model", "Qwen2.5", *train_flags]
     cfg = train.parse(train_flags)
     if args.table:
         # What is compiled is told on stderr, so that the table can go to a file.
