@@ -4,29 +4,16 @@ Nothing is run, the figures are the TPU compiler's. The tests compile different 
 two pytest processes share them; those that take longest come first.
 """
 
-import json
 import re
-import sys
 
 import pytest
-from conftest import ROOT, arguments, run, shared
+from absent import compile_elsewhere, write_config
+from conftest import ROOT
 
 import kernel
 from tools import bench_rollout
 
 pytestmark = pytest.mark.aot
-
-
-def compile_elsewhere(*command, **options):
-    """What a Python program that compiles for TPUs prints. libtpu wants a process of its own."""
-    pytest.importorskip("libtpu")
-    # What makes other tests cheap is not for the TPU compiler. Matrix products have the precision
-    # that users have; in bfloat16, splash attention refuses more. And JAX cannot read programs for
-    # absent devices back from its compilation cache.
-    environment = dict(
-        XLA_FLAGS="", JAX_DEFAULT_MATMUL_PRECISION="default", JAX_ENABLE_COMPILATION_CACHE="false"
-    )
-    return run(sys.executable, *arguments(command), **environment, **options)
 
 
 # ---------------------------------------------------------------- the update
@@ -35,8 +22,7 @@ ROW_TOKENS = 2048
 
 def update_gib(tmp_path, loss_impl, *micro_batches):
     """{micro_batch: GiB a device} of the update of Qwen2.5-0.5B, float32 weights and AdamW."""
-    config = shared("qwen2.5/config-0.5B.json")
-    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    write_config(tmp_path, "0.5B")
     sweep = ",".join(map(str, micro_batches))
     half = ROW_TOKENS // 2
     printed = compile_elsewhere(
@@ -248,29 +234,12 @@ def test_a_small_cache_is_not_copied_in_each_layer(record_property):
     record_property("bytes / those of weights and cache", share)
 
 
-def write_config_with_repeated_heads(directory):
-    """The 3B with a cache of 16 heads, as if it held the keys and values of 2 for each query."""
-    V, D, F, N, _, _, L, tied = bench_rollout.SIZES["3B"]
-    config = dict(
-        model_type="qwen2",
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=F,
-        num_attention_heads=N,
-        num_key_value_heads=N,
-        num_hidden_layers=L,
-        tie_word_embeddings=bool(tied),
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-    )
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
     """Not the layout chosen for the 3B, but complete weights, gathered ones, and a cache of
     repeated heads."""
-    write_config_with_repeated_heads(tmp_path)
+    # As if the cache held the keys and values of 2 heads for each query.
+    n_heads = bench_rollout.SIZES["3B"][3]
+    write_config(tmp_path, "3B", num_key_value_heads=n_heads)
     chosen, complete, fsdp = decode_loops("--model 3B --aot v6e-8 --layout auto,replicated,fsdp")
     (repeated,) = decode_loops("--aot v6e-8 --layout replicated --model", tmp_path)
     assert chosen["layout"] == "tp"

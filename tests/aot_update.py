@@ -1,0 +1,67 @@
+"""Compile the update for devices that are not here, and print what the programs hold, as JSON:
+
+    python -m tests.aot_update h100-8 cudnn 8,16,32
+
+For the tests, which want a process for it. Qwen2.5-0.5B in rows of 2,048 tokens.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+
+import train
+from infra import chips, memory, packing
+from tools.bench_rollout import model_of_size
+from tools.hlo import array_sizes
+
+COLLECTIVE = (
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def facts(text: str, vocab: int) -> dict:
+    """Of a compiled program: bytes of the largest collective of each kind, cuDNN's calls with their
+    masks, arrays with a share of the vocabulary."""
+    largest = Counter()
+    for result, op in re.findall(COLLECTIVE, text):
+        size = max(size for size, _ in array_sizes(result))
+        largest[op] = max(largest[op], size)
+    beside_vocab = 0
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)}
+    for shape in shapes:
+        shares = [n for n in shape if n > 4096 and vocab % n == 0]
+        if shares:
+            others = [n for n in shape if n not in shares]
+            beside_vocab = max([beside_vocab, *others])
+    return {
+        "largest": largest,
+        "masks": Counter(re.findall(r'"mask_type": ?"(\w+)"', text)),
+        "cudnn": Counter(re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)),
+        "beside_vocab": beside_vocab,
+        "float32_masks": len(re.findall(r"f32\[(?:\d+,)*2048,2048\]", text)),
+    }
+
+
+def main(device_type: str, attention: str, micro_batches: str) -> None:
+    flags = ["--model", "0.5B", "--max_prompt", "1024", "--max_answer", "1024"]
+    cfg = train.parse([*flags, "--attention", attention])
+    mesh = train.make_mesh(cfg.mesh, chips.absent_devices(device_type))
+    cfg = train.resolve(cfg, mesh)
+    model_cfg = model_of_size("0.5B")
+    width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
+    texts = []
+
+    def compile(lowered, mesh):
+        return memory.compiled_gib(lowered, mesh, lambda c: texts.append(c.as_text()))
+
+    gib = {}
+    for n in map(int, micro_batches.split(",")):
+        update = n, width, cfg, model_cfg, mesh, train.UPDATE
+        gib[n], _ = memory.update_gib(*update, compile=compile)
+    # Of the last micro-batch, the gradients and then an optimizer step.
+    print(json.dumps({"gib": gib, **facts(texts[-2], model_cfg.V)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
