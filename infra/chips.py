@@ -219,9 +219,9 @@ def gpu_devices(kind: str) -> list:
     """The GPUs of a kind such as h100-16, eight in a host."""
     from jax.experimental import topologies
 
-    known = re.fullmatch(rf"({'|'.join(GPUS)})-(1|2|4|[1-9]\d*)", kind)
+    known = re.fullmatch(rf"({'|'.join(GPUS)})-([1-9]\d*)", kind)
     n = int(known[2]) if known else 0
-    if not known or (n > 4 and n % 8):
+    if not known or not (n in (1, 2, 4) or n % 8 == 0):
         raise ValueError(
             f"{kind} is not one of {'-, '.join(GPUS)}-, and 1, 2, 4, 8 or a multiple of 8"
         )

@@ -54,7 +54,7 @@ check_gpus() {
   die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
 }
 
-# what compiles for $1, without a driver: JAX's plugin, and cuDNN, which JAX asks for its version. What a training has
+# what compiles for $1, say h100-8, without a driver: JAX's plugin, and cuDNN, which JAX asks for its version. What a training has
 # installed serves as it is; jax's own extra pins the plugin to jax's version.
 setup_absent_gpus() {
   local cuda=13
