@@ -345,7 +345,9 @@ def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Which answers have a gradient, bool: those with an advantage, or all by a KL or entropy."""
     # That of weights which sample NaN is NaN: it must be found, for the run to end.
     is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
-    return (np.asarray(advantages) != 0) | bool(cfg.beta or cfg.entropy_bonus or not is_finite)
+    all_have = bool(cfg.beta or cfg.entropy_bonus or not is_finite)
+    has_advantage = np.asarray(advantages) != 0
+    return has_advantage | all_have
 
 
 # ---------------------------------------------------------------- packed rows

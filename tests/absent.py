@@ -7,12 +7,12 @@ import tempfile
 import pytest
 from conftest import arguments, run
 
-from tools import bench_rollout
+from tools.sizes import SIZES
 
 
 def write_config(directory, size, **changes):
     """A directory with the config.json of a size of Qwen2.5, which is enough to compile for."""
-    V, D, F, N, K, _, L, tied = bench_rollout.SIZES[size]
+    V, D, F, N, K, _, L, tied = SIZES[size]
     config = dict(
         model_type="qwen2",
         vocab_size=V,

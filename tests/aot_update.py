@@ -12,8 +12,8 @@ from collections import Counter
 
 import train
 from infra import chips, memory, packing
-from tools.bench_rollout import model_of_size
 from tools.hlo import array_sizes
+from tools.sizes import model_of_size
 
 COLLECTIVE = (
     r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -27,6 +27,7 @@ def facts(text: str, vocab: int) -> dict:
     for result, op in re.findall(COLLECTIVE, text):
         size = max(size for size, _ in array_sizes(result))
         largest[op] = max(largest[op], size)
+    # Of an array [tokens, vocabulary], or a device's share of either, the tokens.
     beside_vocab = 0
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)}
     for shape in shapes:

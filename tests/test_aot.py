@@ -11,7 +11,7 @@ from absent import compile_elsewhere, write_config
 from conftest import ROOT
 
 import kernel
-from tools import bench_rollout
+from tools.sizes import SIZES
 
 pytestmark = pytest.mark.aot
 
@@ -238,7 +238,7 @@ def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
     """Not the layout chosen for the 3B, but complete weights, gathered ones, and a cache of
     repeated heads."""
     # As if the cache held the keys and values of 2 heads for each query.
-    n_heads = bench_rollout.SIZES["3B"][3]
+    n_heads = SIZES["3B"][3]
     write_config(tmp_path, "3B", num_key_value_heads=n_heads)
     chosen, complete, fsdp = decode_loops("--model 3B --aot v6e-8 --layout auto,replicated,fsdp")
     (repeated,) = decode_loops("--aot v6e-8 --layout replicated --model", tmp_path)

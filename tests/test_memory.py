@@ -237,8 +237,8 @@ def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
 
 
 def test_what_was_compiled_is_remembered_by_its_text(tmp_path, monkeypatch):
-    """A second plan compiles nothing; of other lengths an optimizer step is known; of a damaged file
-    nothing."""
+    """A second plan compiles nothing; of other lengths an optimizer step is known; of a damaged
+    file nothing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     words = "--micro_batch 8 --max_answer 24"

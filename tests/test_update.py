@@ -106,12 +106,9 @@ def state_of(cfg, model_cfg, on):
 
 
 def memory_kinds(tree):
-    """Where matrices rest, and where norms and biases do."""
-    kinds = {"matrices": set(), "vectors": set()}
-    for name, part in tree.items():
-        which = "vectors" if state.is_vector(name) else "matrices"
-        kinds[which] |= {a.sharding.memory_kind for a in jax.tree.leaves(part) if a.ndim}
-    return kinds
+    """{(whether it is of a norm or a bias, the memory that it rests in)}"""
+    named = {name: a for name, a in model.flatten(tree).items() if a.ndim}
+    return {("norm" in n or "/b" in n, a.sharding.memory_kind) for n, a in named.items()}
 
 
 def update_of(batch, model_cfg=SMALL, on=None, rate=1e4, **flags):
@@ -119,13 +116,12 @@ def update_of(batch, model_cfg=SMALL, on=None, rate=1e4, **flags):
     cfg = train.Config(**PLAIN | flags)
     on = on or mesh()
     before = state_of(cfg, model_cfg, on)
-    kinds = memory_kinds(model.flatten(before["params"])), memory_kinds(before["opt"])
+    kinds = memory_kinds(before["params"]), memory_kinds(before["opt"])
     after, parts, norm = train.update(before, batch, rate, cfg=cfg, model_cfg=model_cfg, mesh=on)
-    kinds_after = memory_kinds(model.flatten(after["params"])), memory_kinds(after["opt"])
-    assert kinds_after == kinds
+    assert (memory_kinds(after["params"]), memory_kinds(after["opt"])) == kinds
     device = jax.devices()[0].default_memory().kind
     wanted = "pinned_host" if cfg.offload == "params" else device
-    assert kinds[0] == {"matrices": {wanted}, "vectors": {device}}
+    assert kinds[0] == {(False, wanted), (True, device)}
     new, parts = jax.device_get((model.flatten(after["params"]), parts))
     weights = update_case(model_cfg).weights
     metrics = {"grad_norm": float(norm)}

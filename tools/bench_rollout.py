@@ -27,27 +27,7 @@ from infra.layouts import Layout, Work
 from infra.sampling import Sampling
 from model import ModelConfig
 from tools import clock, hlo
-
-# V D F N K H L tied: the embedded default, one that suits a CPU, Qwen2.5
-# fmt: off
-SIZES = {
-    "tiny": (320, 128, 256, 4, 2, 32, 2, 1),
-    "45M": (151936, 256, 1024, 4, 2, 64, 6, 1),
-    "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1),
-    "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1),
-    "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1),
-    "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0),
-    "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0),
-    "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0),
-}
-# fmt: on
-
-
-def model_of_size(name: str) -> ModelConfig:
-    """The shape of one of SIZES."""
-    *sizes, tied = SIZES[name]
-    return ModelConfig(*sizes, 1e6, 1e-6, bool(tied), 32768, ())
-
+from tools.sizes import SIZES, model_of_size
 
 # Several models, layouts or types of devices can be given: a,b,c
 FLAGS = dict(

@@ -59,6 +59,7 @@ def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
 
 def path_of(lowered, mesh) -> str:
     """The file of what is known of a program, named by all that it depends on."""
+    # The same text may become another program on other devices, by another compiler or its flags.
     flags = [os.environ.get(name, "") for name in VARIABLES]
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tools import remembered
-from tools.bench_rollout import model_of_size
+from tools.sizes import model_of_size
 
 MODELS = "0.5B", "1.5B", "3B", "7B", "14B", "32B"
 # fmt: off
