@@ -1,0 +1,64 @@
+"""Attention of the training forward on GPUs, of which only the arithmetic can be run here."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from infra import attention
+
+T = 96
+# Rows of several sequences, of one, and with padding, which is segment 0.
+LENGTHS = (30, 1, 40, 25), (96,), (50, 20), ()
+
+
+def segments_of_rows():
+    segments = np.zeros((len(LENGTHS), T), np.int32)
+    for row, lengths in zip(segments, LENGTHS, strict=True):
+        numbers = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        row[: len(numbers)] = numbers
+    return segments
+
+
+def random_inputs(H):
+    """Queries of 4 heads, keys and values of 2, segments."""
+    rng = np.random.default_rng(H)
+    q, k, v = (rng.standard_normal((len(LENGTHS), n, T, H), np.float32) for n in (4, 2, 2))
+    return q * H**-0.5, k, v, segments_of_rows()
+
+
+def test_cudnn_is_asked_for_what_blockwise_computes(monkeypatch):
+    """JAX's own form stands in for cuDNN's kernel, with the same arguments; gradients too."""
+    asked = []
+
+    def stand_in(*arrays, implementation, **options):
+        asked.append((implementation, options["is_causal"]))
+        return attend(*arrays, implementation="xla", **options)
+
+    attend = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    q, k, v, segments = random_inputs(64)
+    weights = np.random.default_rng(1).standard_normal(q.shape, np.float32)
+    # What padding gives is used by nobody.
+    weights *= (segments > 0)[:, None, :, None]
+
+    def loss(function, *inputs):
+        return (function(*inputs, segments) * weights).sum()
+
+    results = {}
+    for name in ("cudnn", "blockwise"):
+        function = attention.segment_attention(name, "gpu")
+        results[name] = jax.value_and_grad(partial(loss, function), argnums=(0, 1, 2))(q, k, v)
+    # That nothing is computed of later keys does not hang on a mask.
+    assert set(asked) == {("cudnn", True)}
+    for a, b in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
+
+def test_large_heads_are_refused_for_cudnn(capsys):
+    with pytest.raises(SystemExit) as refusal:
+        attention.cudnn(*random_inputs(256))
+    assert refusal.value.code == 2
+    assert "at most 128, and the model's are of 256" in capsys.readouterr().err
