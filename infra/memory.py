@@ -164,8 +164,9 @@ def rows_to_fill(cfg, mesh) -> int:
 
 def first_guess(cfg, model_cfg, mesh, width, programs, limit: float) -> tuple[int, float]:
     """-> (rows of a device that are about too many, GiB that a row takes at least), from sizes."""
-    # Of each row the inputs of all layers are kept.
-    row_gib = model_cfg.L * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / GIB
+    # Of each row the inputs of all layers are kept, the last hidden states, and two gradients.
+    arrays = model_cfg.L + 3
+    row_gib = arrays * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / GIB
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     free_gib = limit - device_bytes((state, grads)) / GIB
