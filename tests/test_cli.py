@@ -231,8 +231,9 @@ def test_readme_names_flags_that_exist():
     # what follows the command of the tests, up to the end of the code, is pytest's
     text = re.sub(rf"({TEST_COMMAND})[^`\n#]*", r"\1", readme())
     ours = {*FLAGS, *bench_loss.FLAGS, *bench_rollout.FLAGS, "help"}
-    plan = (ROOT / "tools/plan.py").read_text(encoding="utf-8")
-    ours |= set(re.findall(r'add_argument\("--(\w+)"', plan))
+    for tool in (ROOT / "tools").glob("*.py"):
+        text_of_tool = tool.read_text(encoding="utf-8")
+        ours |= set(re.findall(r'add_argument\("--(\w+)"', text_of_tool))
     launchers = flags_in((ROOT / "launch.sh").read_text(encoding="utf-8"))
     others = "location recursive role member reserved network mem constraint"  # gcloud's, Slurm's
     named = flags_in(text)

@@ -1,4 +1,4 @@
-"""What a choice in the loss does: the embedded default's GRPO from one checkpoint, one flag changed.
+"""What a choice in the loss does: GRPO as the embedded default has it, with one flag changed.
 
     python train.py --steps 0 --sft_steps 80 --out out/cold
     python tools/ablations.py --model out/cold/final --out out/ablations
@@ -7,7 +7,6 @@ Writes OUT/VARIANT-seedN.jsonl, a row a step and a row an evaluation, and prints
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -19,11 +18,15 @@ from tools import runs
 # What is changed of the default, which has advantage grpo, loss_agg token, clip_high 0.28.
 VARIANTS = {
     "default": {},
+    # advantage: r - mean, not divided by the standard deviation | r - the others' mean
     "drgrpo": {"advantage": "drgrpo"},
     "rloo": {"advantage": "rloo"},
+    # the mean over an answer's tokens, then over answers | sum / max_answer
     "sequence": {"loss_agg": "sequence"},
     "constant": {"loss_agg": "constant"},
+    # the same bound above as below
     "clip_high_0.2": {"clip_high": 0.2},
+    # sampled from quantised weights, with importance weights that correct for it | without
     "int8": {"rollout_dtype": "int8"},
     "int8_is_cap_0": {"rollout_dtype": "int8", "is_cap": 0},
 }
@@ -31,19 +34,13 @@ VARIANTS = {
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Exits 2, with one line, for a mistake."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawTextHelpFormatter
-    parser.error = lambda message: check(False, f"{message}; see --help")
-    parser.add_argument("--model", required=True, help="the checkpoint: a Hugging Face directory")
-    parser.add_argument("--out", required=True, help="where runs and their rows go")
-    parser.add_argument("--seeds", default="1,2,3", help="of questions and sampling")
+    parser = runs.flags_parser(__doc__)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="some of these")
     args = parser.parse_args(argv)
-    args.seeds = runs.seeds_of(args.seeds)
     args.variants = args.variants.split(",")
     unknown = ", ".join(set(args.variants) - VARIANTS.keys())
     check(not unknown, f"no variant {unknown}; there are {', '.join(VARIANTS)}")
-    check(os.path.isdir(args.model), f"model {args.model} is not a directory")
+    runs.check_flags(args)
     return args
 
 

@@ -6,7 +6,9 @@
 
 Flags of `train.py` follow; they start from what the embedded default has. Both trainers get the
 same prompts in the same order, rewards, learning rates and loss. Both are evaluated by this one,
-and that time does not count. Writes OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl.
+and that time does not count. On cores that others use too, begin with `taskset -c 0`: PyTorch's
+threads wait for each other at each operation. Writes OUT/podgrpo-seedN.jsonl and
+OUT/trl-seedN.jsonl.
 """
 
 import argparse
@@ -15,7 +17,6 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -41,25 +42,13 @@ LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}
 # ---------------------------------------------------------------- flags
 def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
     """-> (the tool's own flags, those of the runs). Exits 2, with one line, for a mistake."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawTextHelpFormatter
-    parser.error = lambda message: check(False, f"{message}; see --help")
-    parser.add_argument("--model", required=True, help="the checkpoint: a Hugging Face directory")
-    parser.add_argument("--out", required=True, help="where runs and their rows go")
-    parser.add_argument("--seeds", default="1,2,3", help="of questions and sampling")
-    args, rest = parser.parse_known_args(argv)
-    args.seeds = runs.seeds_of(args.seeds)
-    check(os.path.isdir(args.model), f"model {args.model} is not a directory")
+    args, rest = runs.flags_parser(__doc__).parse_known_args(argv)
+    runs.check_flags(args)
     defaults = runs.tiny_flags(args.model) | SAME | {"out": args.out}
     cfg = train.parse(runs.words(defaults) + rest)
     for name, value in (SAME | LEFT_OUT).items():
         given = getattr(cfg, name)
         check(given == value, f"{name} = {given} has no like in TRL; drop it: it is {value}")
-    sequences = cfg.batch * cfg.npq
-    check(
-        sequences % cfg.minibatches == 0,
-        f"batch*npq = {sequences} do not divide into minibatches = {cfg.minibatches}",
-    )
     check(importlib.util.find_spec("trl"), "TRL is missing: pip install trl==1.16.0 torch")
     return args, cfg
 
@@ -70,38 +59,24 @@ def trl_options(cfg: train.Config) -> dict:
     A step of TRL is an update. It generates answers for `steps_per_generation` updates at once,
     and shuffles them before it deals them out; this trainer deals each group out evenly.
     """
+    # fmt: off
     return dict(
-        output_dir=cfg.out,
-        seed=cfg.seed,
+        output_dir=cfg.out, seed=cfg.seed,
         max_steps=cfg.steps * cfg.minibatches * cfg.ppo_epochs,
         # The rollout, of the complete distribution.
-        num_generations=cfg.npq,
-        max_completion_length=cfg.max_answer,
-        temperature=cfg.temperature,
-        top_p=1.0,
-        top_k=0,
+        num_generations=cfg.npq, max_completion_length=cfg.max_answer,
+        temperature=cfg.temperature, top_p=1.0, top_k=0,
         # The update.
         per_device_train_batch_size=cfg.batch * cfg.npq // cfg.minibatches,
-        steps_per_generation=cfg.minibatches,
-        gradient_accumulation_steps=1,
+        steps_per_generation=cfg.minibatches, gradient_accumulation_steps=1,
         num_iterations=cfg.ppo_epochs,
-        epsilon=cfg.clip_low,
-        epsilon_high=cfg.clip_high,
-        loss_type=LOSS_TYPES[cfg.loss_agg],
-        scale_rewards="none",
-        beta=0.0,
-        max_grad_norm=cfg.grad_clip,
-        # Questions are brought in their order. Nothing is computed twice, in float32.
-        shuffle_dataset=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        epsilon=cfg.clip_low, epsilon_high=cfg.clip_high, beta=0.0, scale_rewards="none",
+        loss_type=LOSS_TYPES[cfg.loss_agg], max_grad_norm=cfg.grad_clip,
+        # Questions are brought in their order. Nothing is computed twice, all in float32.
+        shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True,
         # What is written is written here.
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+        save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True)
+    # fmt: on
 
 
 def optimizer_of(cfg: train.Config, parameters) -> tuple:
@@ -239,14 +214,23 @@ def run_trl(cfg: train.Config, before: dict) -> list[dict]:
     return rows
 
 
+def summary(seed: int, trainer: str, rows: list[dict]) -> str:
+    """Accuracy before and after, and the seconds of a run's steps."""
+    seconds = [row["time/step_s"] for row in rows if "time/step_s" in row]
+    return (
+        f"seed {seed} {trainer:7} solved {rows[0]['eval/solved']:.1%} -> "
+        f"{runs.final_solved(rows):.1%}; {len(seconds)} steps in {sum(seconds):.0f} s, the first "
+        f"{seconds[0]:.1f}, median {runs.median_seconds(rows):.2f}"
+    )
+
+
 def main(argv: list[str]) -> None:
     args, cfg = parse(argv)
-    medians = {"podgrpo": [], "trl": []}
     lines = []
     for seed in args.seeds:
         # One after the other, so that what else the machine does meets both.
         of_seed = {}
-        for trainer in medians:
+        for trainer in ("podgrpo", "trl"):
             out = f"{args.out}/{trainer}-seed{seed}"
             run_cfg = dataclasses.replace(cfg, seed=seed, out=out)
             if trainer == "podgrpo":
@@ -255,17 +239,11 @@ def main(argv: list[str]) -> None:
                 rows = run_trl(run_cfg, before=of_seed["podgrpo"][0])
             runs.write_rows(f"{out}.jsonl", rows)
             of_seed[trainer] = rows
-            seconds = [row["time/step_s"] for row in rows if "time/step_s" in row]
-            medians[trainer].append(statistics.median(seconds))
-            lines.append(
-                f"seed {seed} {trainer:7} solved {rows[0]['eval/solved']:.1%} -> "
-                f"{runs.final_solved(rows):.1%}; {sum(seconds):.0f} s in {len(seconds)} steps, "
-                f"median {medians[trainer][-1]:.2f} s"
-            )
-    for line in lines:
-        say(line)
-    ours, theirs = (statistics.mean(medians[trainer]) for trainer in ("podgrpo", "trl"))
-    say(f"a step: podgrpo {ours:.2f} s, trl {theirs:.2f} s: {theirs / ours:.1f}x")
+            lines.append(summary(seed, trainer, rows))
+        ours, theirs = (runs.median_seconds(of_seed[name]) for name in of_seed)
+        lines.append(f"seed {seed}: a step of TRL takes {theirs / ours:.1f} times as long")
+    lines.append(f"on {len(os.sched_getaffinity(0))} cores")
+    say("\n".join(lines))
 
 
 if __name__ == "__main__":

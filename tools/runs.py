@@ -1,6 +1,9 @@
 """Runs of `train.py` as a user starts them, and what a picture needs of their metrics."""
 
+import argparse
 import json
+import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +11,7 @@ from pathlib import Path
 import train
 from infra.log import check
 
+# ---------------------------------------------------------------- runs
 TRAIN = Path(train.__file__)
 # A row of a step, or of an evaluation, keeps these.
 KEPT = ("step", "reward/mean", "solved", "eval/solved", "len/answer", "entropy", "time/step_s")
@@ -57,10 +61,28 @@ def final_solved(rows: list[dict]) -> float:
     return [row["eval/solved"] for row in rows if "eval/solved" in row][-1]
 
 
-def seeds_of(text: str) -> list[int]:
-    """`1,2,3` as numbers. Exits 2 where it is no such list."""
-    numbers = text.split(",")
-    check(
-        all(number.isdecimal() for number in numbers), f"seeds {text} are not numbers, as in 1,2,3"
-    )
-    return [int(number) for number in numbers]
+def median_seconds(rows: list[dict]) -> float:
+    """Of a run's steps; the first, which compiles, does not move it."""
+    return statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
+
+
+# ---------------------------------------------------------------- the command line
+def flags_parser(description: str) -> argparse.ArgumentParser:
+    """The flags of a tool that trains from a checkpoint, seed by seed."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.formatter_class = argparse.RawTextHelpFormatter
+    # One line and exit code 2, as for every mistake.
+    parser.error = lambda message: check(False, f"{message}; see --help")
+    parser.add_argument("--model", required=True, help="the checkpoint: a Hugging Face directory")
+    parser.add_argument("--out", required=True, help="where runs and their rows go")
+    parser.add_argument("--seeds", default="1,2,3", help="of questions and sampling")
+    return parser
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Make a list of the seeds. Exits 2 for a mistake."""
+    seeds = args.seeds.split(",")
+    is_list = all(seed.isdecimal() for seed in seeds)
+    check(is_list, f"seeds {args.seeds} are not numbers, as in 1,2,3")
+    args.seeds = [int(seed) for seed in seeds]
+    check(os.path.isdir(args.model), f"model {args.model} is not a directory")
