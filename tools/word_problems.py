@@ -32,7 +32,7 @@ CHANGES = [
 TRAINING = 20000
 HELD_OUT = 500
 # One in so many demonstrations is right.
-RIGHT_EVERY = 4
+RIGHT_EVERY = 3
 
 # Most of it is the embedding of Qwen2.5's vocabulary.
 MODEL = dict(
