@@ -6,9 +6,8 @@
 
 Flags of `train.py` follow; they start from what the embedded default has. Both trainers get the
 same prompts in the same order, rewards, learning rates and loss. Both are evaluated by this one,
-and that time does not count. On cores that others use too, begin with `taskset -c 0`: PyTorch's
-threads wait for each other at each operation. Writes OUT/podgrpo-seedN.jsonl and
-OUT/trl-seedN.jsonl.
+that time does not count. Rows go to OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. On cores that
+others use too, begin with `taskset -c 0`: PyTorch's threads wait for each other at each operation.
 """
 
 import argparse
@@ -49,6 +48,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
     for name, value in (SAME | LEFT_OUT).items():
         given = getattr(cfg, name)
         check(given == value, f"{name} = {given} has no like in TRL; drop it: it is {value}")
+    is_evaluated = cfg.steps and train.eval_data(cfg) != "none"
+    check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with a file")
+    # Evaluations of other weights may lie there.
+    check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     check(importlib.util.find_spec("trl"), "TRL is missing: pip install trl==1.16.0 torch")
     return args, cfg
 
@@ -111,12 +114,11 @@ class Scorer:
         functions = [train.SOLVED] + [function for function, _ in train.REWARDS]
         scores, _ = rewards.score_answers(functions, rows, texts, truncated)
         reward_B = scores[:, 1:] @ [weight for _, weight in train.REWARDS]
-        lengths = [len(ids) for ids in completion_ids]
         row = {
             "step": len(self.rows) + 1,
             "reward/mean": float(reward_B.mean()),
             "solved": float(scores[:, 0].mean()),
-            "len/answer": float(np.mean(lengths)),
+            "len/answer": float(np.mean([len(ids) for ids in completion_ids])),
         }
         self.rows.append(row)
         return reward_B.tolist()
@@ -155,7 +157,11 @@ def train_with_trl(cfg: train.Config) -> None:
             scorer.rows[-1]["time/step_s"] = time.time() - self.began
             say(f"trl: {scorer.rows[-1]}")
             if step in evaluated_steps(cfg):
-                save(policy, cfg, step)
+                directory = f"{cfg.out}/step_{step}"
+                policy.save_pretrained(directory)
+                # The checkpoint's own config and tokenizer.
+                for path in Path(cfg.model).glob("*.json"):
+                    shutil.copy(path, directory)
             # Saving does not count.
             self.began = time.time()
 
@@ -178,21 +184,7 @@ def evaluated_steps(cfg: train.Config) -> list[int]:
     return sorted({*range(every, cfg.steps, every), cfg.steps})
 
 
-def save(policy, cfg: train.Config, step: int) -> None:
-    """Weights as a directory that `train.py` evaluates, with the checkpoint's config, tokenizer."""
-    directory = f"{cfg.out}/step_{step}"
-    policy.save_pretrained(directory)
-    for path in Path(cfg.model).glob("*.json"):
-        shutil.copy(path, directory)
-
-
 # ---------------------------------------------------------------- both
-def run_podgrpo(cfg: train.Config) -> list[dict]:
-    """A run of `train.py` -> its rows."""
-    runs.run_train(dataclasses.asdict(cfg))
-    return runs.read_rows(cfg.out)
-
-
 def run_trl(cfg: train.Config, before: dict) -> list[dict]:
     """A run of TRL, evaluated by `train.py` -> its rows. before: the checkpoint's evaluation."""
     # In a process of its own, so that neither trainer's threads and memory are beside the other's.
@@ -214,13 +206,13 @@ def run_trl(cfg: train.Config, before: dict) -> list[dict]:
     return rows
 
 
-def summary(seed: int, trainer: str, rows: list[dict]) -> str:
+def summary(name: str, rows: list[dict]) -> str:
     """Accuracy before and after, and the seconds of a run's steps."""
     seconds = [row["time/step_s"] for row in rows if "time/step_s" in row]
     return (
-        f"seed {seed} {trainer:7} solved {rows[0]['eval/solved']:.1%} -> "
-        f"{runs.final_solved(rows):.1%}; {len(seconds)} steps in {sum(seconds):.0f} s, the first "
-        f"{seconds[0]:.1f}, median {runs.median_seconds(rows):.2f}"
+        f"{name:13} solved {rows[0]['eval/solved']:.1%} -> {runs.final_solved(rows):.1%}; "
+        f"{len(seconds)} steps in {sum(seconds):.0f} s, the first {seconds[0]:.1f}, "
+        f"median {runs.median_seconds(rows):.2f}"
     )
 
 
@@ -229,19 +221,16 @@ def main(argv: list[str]) -> None:
     lines = []
     for seed in args.seeds:
         # One after the other, so that what else the machine does meets both.
-        of_seed = {}
-        for trainer in ("podgrpo", "trl"):
-            out = f"{args.out}/{trainer}-seed{seed}"
-            run_cfg = dataclasses.replace(cfg, seed=seed, out=out)
-            if trainer == "podgrpo":
-                rows = run_podgrpo(run_cfg)
-            else:
-                rows = run_trl(run_cfg, before=of_seed["podgrpo"][0])
-            runs.write_rows(f"{out}.jsonl", rows)
-            of_seed[trainer] = rows
-            lines.append(summary(seed, trainer, rows))
-        ours, theirs = (runs.median_seconds(of_seed[name]) for name in of_seed)
-        lines.append(f"seed {seed}: a step of TRL takes {theirs / ours:.1f} times as long")
+        names = [f"podgrpo-seed{seed}", f"trl-seed{seed}"]
+        cfgs = [dataclasses.replace(cfg, seed=seed, out=f"{args.out}/{name}") for name in names]
+        runs.run_train(dataclasses.asdict(cfgs[0]))
+        ours = runs.read_rows(cfgs[0].out)
+        theirs = run_trl(cfgs[1], before=ours[0])
+        for name, rows in zip(names, (ours, theirs), strict=True):
+            runs.write_rows(f"{args.out}/{name}.jsonl", rows)
+            lines.append(summary(name, rows))
+        ratio = runs.median_seconds(theirs) / runs.median_seconds(ours)
+        lines.append(f"seed {seed}: a step of TRL takes {ratio:.1f} times as long")
     lines.append(f"on {len(os.sched_getaffinity(0))} cores")
     say("\n".join(lines))
 
