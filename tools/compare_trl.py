@@ -6,7 +6,7 @@
 
 Flags of `train.py` follow; they start from what the embedded default has. Both trainers get the
 same prompts in the same order, rewards, learning rates and loss. Both are evaluated by this one,
-that time does not count. Rows go to OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. On cores that
+which is not timed. Rows go to OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. On cores that
 others use too, begin with `taskset -c 0`: PyTorch's threads wait for each other at each operation.
 """
 
