@@ -52,7 +52,12 @@ def main(argv: list[str]) -> None:
             name = f"{args.out}/{variant}-seed{seed}"
             flags = runs.tiny_flags(args.model) | VARIANTS[variant]
             runs.run_train(flags | {"seed": seed, "out": name})
-            rows = runs.read_rows(name)
+            # How long it took is not compared here.
+            timed = {"time/step_s", "seconds"}
+            rows = [
+                {key: value for key, value in row.items() if key not in timed}
+                for row in runs.read_rows(name)
+            ]
             runs.write_rows(f"{name}.jsonl", rows)
             solved[variant].append(runs.final_solved(rows))
     for variant, fractions in solved.items():
