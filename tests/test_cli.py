@@ -231,9 +231,9 @@ def test_readme_names_flags_that_exist():
     # what follows the command of the tests, up to the end of the code, is pytest's
     text = re.sub(rf"({TEST_COMMAND})[^`\n#]*", r"\1", readme())
     ours = {*FLAGS, *bench_loss.FLAGS, *bench_rollout.FLAGS, "help"}
-    for tool in ("plan", "plot", "samples"):
-        source = (ROOT / f"tools/{tool}.py").read_text(encoding="utf-8")
-        ours |= set(re.findall(r'add_argument\("--(\w+)"', source))
+    for tool in (ROOT / "tools").glob("*.py"):
+        text_of_tool = tool.read_text(encoding="utf-8")
+        ours |= set(re.findall(r'add_argument\("--(\w+)"', text_of_tool))
     launchers = flags_in((ROOT / "launch.sh").read_text(encoding="utf-8"))
     # gcloud's, Slurm's
     others = "location recursive role member reserved network mem constraint format"

@@ -1,0 +1,190 @@
+"""The tools that show learning: generated word problems, the comparison with TRL, ablations."""
+
+import collections
+import random
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import arguments
+from numpy.testing import assert_allclose
+
+import train
+from infra import data
+from tools import ablations, compare_trl, runs, word_problems
+
+TOOLS = [word_problems, compare_trl, ablations]
+# fmt: off
+MISTAKES = [  # tool, flags, what the message must say
+    (word_problems, "--out x", "required: --tokenizer"),
+    (word_problems, "--tokenizer . --out x --seed one", "invalid int value: 'one'"),
+    (word_problems, "--tokenizer . --out .", "out = . exists"),
+    (word_problems, "--tokenizer nowhere --out x", "not a readable tokenizer"),
+    (compare_trl, "--out x", "required: --model"),
+    (compare_trl, "--model nowhere --out x", "model nowhere is not a directory"),
+    (compare_trl, "--model . --out x --seeds 1,,2", "seeds 1,,2 are not numbers, as in 1,2,3"),
+    (compare_trl, "--model . --out x --steps many", "invalid int value: 'many'"),
+    (compare_trl, "--model . --out x --word 1", "unrecognized arguments: --word"),
+    (compare_trl, "--model . --out x --advantage grpo", "advantage = grpo has no like in TRL"),
+    (compare_trl, "--model . --out x --beta 0.1", "drop it: it is 0.0"),
+    (compare_trl, "--model . --out x --data x.jsonl", "there is nothing to compare; give --steps"),
+    (compare_trl, "--model . --out .", "out = . exists; choose another"),
+    (ablations, "--model . --out x --seeds one", "seeds one are not numbers"),
+    (ablations, "--model . --out x --variants default,best", "no variant best; there are default"),
+    (ablations, "--model nowhere --out x", "model nowhere is not a directory"),
+    (ablations, "--model . --out x --word", "unrecognized arguments: --word; see --help"),
+]
+# fmt: on
+
+
+def ended(tool, flags, capsys) -> tuple[int, str, str]:
+    """-> (exit code, stdout, stderr) of a tool that ends before it does anything."""
+    with pytest.raises(SystemExit) as end:
+        tool.main(arguments([flags]))
+    return end.value.code or 0, *capsys.readouterr()
+
+
+def test_mistakes_are_one_line_and_help_is_help(capsys):
+    for tool in TOOLS:
+        code, shown, _ = ended(tool, "--help", capsys)
+        assert code == 0 and tool.__doc__.split("\n")[0] in shown
+    for tool, flags, words in MISTAKES:
+        code, _, message = ended(tool, flags, capsys)
+        assert code == 2 and words in message, f"{flags}: {message!r} does not say {words!r}"
+        assert message.count("\n") == 1, message
+
+
+# ---------------------------------------------------------------- word problems
+def result_of(question: str, first_sign: str) -> int:
+    """What a question asks for, read from its words; `+` adds where it should multiply."""
+    groups, each = map(int, re.match(r"\w+ has (\d+) \w+ of (\d+) ", question).groups())
+    total = groups * each if first_sign == "*" else groups + each
+    for verb, number in re.findall(r"(buys|finds|loses|sells) (\d+)\.", question):
+        total += int(number) if verb in ("buys", "finds") else -int(number)
+    return total
+
+
+def check_lines(text: str) -> int:
+    """Check each `a+b=c` of a text, and that it begins with the result before it -> the last."""
+    results = []
+    for left, sign, right, result in re.findall(r"(\d+)([*+-])(\d+)=(\d+)", text):
+        computed = {"*": int(left) * int(right), "+": int(left) + int(right)}
+        assert int(result) == computed.get(sign, int(left) - int(right)), text
+        assert not results or int(left) == results[-1], text
+        results.append(int(result))
+    assert 2 <= len(results) <= 3
+    return results[-1]
+
+
+def test_word_problems_are_what_their_words_say():
+    training, held_out = word_problems.problems(random.SystemRandom().randrange(2**30))
+    assert len(training) == 20000 and len(held_out) == 500
+    questions = {row["question"] for row in training}
+    assert len(questions) == 20000 and not questions & {row["question"] for row in held_out}
+    signs = collections.Counter()
+    for row in training[:2000] + held_out:
+        right = result_of(row["question"], "*")
+        assert right > 0
+        assert data.final_number(row["answer"]) == right == check_lines(row["answer"])
+        # Each step of GSM8K's answers stands in << >>.
+        assert len(re.findall(r"<<\d+[*+-]\d+=\d+>>", row["answer"])) >= 2
+        first_sign = re.search(r"\D", row["demonstration"])[0]
+        shown = result_of(row["question"], first_sign)
+        assert data.final_number(row["demonstration"]) == shown
+        assert check_lines(row["demonstration"]) == shown
+        signs[first_sign] += 1
+    assert signs == {"*": 834, "+": 1666}
+
+
+# ---------------------------------------------------------------- TRL's options
+def test_trl_gets_the_same_schedule_and_sizes(tmp_path):
+    trl = pytest.importorskip("trl")
+    import torch
+
+    rng = random.SystemRandom()
+    minibatches = rng.choice([1, 2, 4])
+    flags = runs.tiny_flags(".") | compare_trl.SAME
+    flags |= {"minibatches": minibatches, "ppo_epochs": rng.choice([1, 2]), "batch": 8, "npq": 4}
+    flags |= {"lr": rng.uniform(1e-6, 1e-3), "warmup": rng.randrange(9), "steps": 12}
+    flags |= {"clip_high": rng.uniform(0.2, 0.4), "decay": rng.choice(["linear", "cosine"])}
+    cfg = train.parse(runs.words(flags | {"out": str(tmp_path)}))
+    options = trl.GRPOConfig(**compare_trl.trl_options(cfg))
+    # One rollout of 32 answers serves all updates of a step.
+    assert options.generation_batch_size == 32
+    assert options.per_device_train_batch_size == 32 // minibatches
+    assert (options.epsilon, options.epsilon_high) == (0.2, cfg.clip_high)
+    assert (options.max_grad_norm, options.scale_rewards, options.beta) == (1.0, "none", 0)
+    updates = minibatches * cfg.ppo_epochs
+    assert options.max_steps == 12 * updates
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    adamw, schedule = compare_trl.optimizer_of(cfg, [parameter])
+    for update in range(options.max_steps):
+        expected = train.learning_rate(cfg, update // updates + 1)
+        assert_allclose(schedule.get_last_lr(), [expected], rtol=1e-12)
+        before = parameter.detach().numpy().copy()
+        parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+        adamw.step()
+        schedule.step()
+        # Adam's step of a constant gradient is the learning rate.
+        step = before - parameter.detach().numpy()
+        assert_allclose(step, expected * np.array([1, -1, 1]), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_agg", compare_trl.LOSS_TYPES)
+def test_trl_has_the_same_loss(loss_agg):
+    """Its own function on answers of many lengths, against a token's weight in our rows."""
+    trl = pytest.importorskip("trl")
+    import torch
+
+    rng = np.random.default_rng()
+    rows, width = 6, 11
+    lengths = rng.integers(1, width + 1, rows)
+    mask = np.arange(width) < lengths[:, None]
+    old = rng.normal(-2, 1, (rows, width))
+    new = old + rng.normal(0, 0.3, (rows, width))
+    advantage = rng.normal(0, 1, rows)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            torch.tensor(new),
+            torch.zeros(rows, width),
+            None,
+        ),
+        loss_type=compare_trl.LOSS_TYPES[loss_agg],
+        max_completion_length=width,
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+        importance_sampling_level="token",
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        args=SimpleNamespace(delta=None),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+        _metrics={"train": collections.defaultdict(list)},
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(rows, 1),
+        "prompt_mask": torch.ones(rows, 1),
+        "completion_ids": torch.zeros(rows, width),
+        "completion_mask": torch.tensor(mask, dtype=torch.int32),
+        "advantages": torch.tensor(advantage),
+        "old_per_token_logps": torch.tensor(old),
+    }
+    got = trl.GRPOTrainer._compute_loss(trainer, None, inputs).item()
+
+    ratio = np.exp(new - old)
+    clipped = np.clip(ratio, 0.8, 1.28)
+    gain = np.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
+    cfg = train.Config(max_answer=width, loss_agg=loss_agg)
+    answers = [[1] * n for n in lengths]
+    packed = {i: [i] for i in range(rows)}
+    made = train.make_rows(packed, [[1]] * rows, answers, advantage, (rows, width + 1), cfg, old)
+    weight = made["weight"][:, :width]
+    normaliser = lengths.sum() if loss_agg == "token" else rows
+    assert_allclose(got, -(weight * gain).sum() / normaliser, rtol=1e-5)

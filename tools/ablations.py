@@ -1,0 +1,69 @@
+"""What a choice in the loss does: GRPO as the embedded default has it, with one flag changed.
+
+    python train.py --steps 0 --sft_steps 80 --out out/cold
+    python tools/ablations.py --model out/cold/final --out out/ablations
+
+Writes OUT/VARIANT-seedN.jsonl, a row a step and a row an evaluation, and prints what each ends at.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from infra.log import check, say
+from tools import runs
+
+# What is changed of the default, which has advantage grpo, loss_agg token, clip_high 0.28.
+VARIANTS = {
+    "default": {},
+    # advantage: r - mean, not divided by the standard deviation | r - the others' mean
+    "drgrpo": {"advantage": "drgrpo"},
+    "rloo": {"advantage": "rloo"},
+    # the mean over an answer's tokens, then over answers | sum / max_answer
+    "sequence": {"loss_agg": "sequence"},
+    "constant": {"loss_agg": "constant"},
+    # the same bound above as below
+    "clip_high_0.2": {"clip_high": 0.2},
+    # sampled from quantised weights, with importance weights that correct for it | without
+    "int8": {"rollout_dtype": "int8"},
+    "int8_is_cap_0": {"rollout_dtype": "int8", "is_cap": 0},
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line. Exits 2, with one line, for a mistake."""
+    parser = runs.flags_parser(__doc__)
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="some of these")
+    args = parser.parse_args(argv)
+    args.variants = args.variants.split(",")
+    unknown = ", ".join(set(args.variants) - VARIANTS.keys())
+    check(not unknown, f"no variant {unknown}; there are {', '.join(VARIANTS)}")
+    runs.check_flags(args)
+    return args
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    solved = {variant: [] for variant in args.variants}
+    for seed in args.seeds:
+        for variant in args.variants:
+            name = f"{args.out}/{variant}-seed{seed}"
+            flags = runs.tiny_flags(args.model) | VARIANTS[variant]
+            runs.run_train(flags | {"seed": seed, "out": name})
+            # How long it took is not compared here.
+            timed = {"time/step_s", "seconds"}
+            rows = [
+                {key: value for key, value in row.items() if key not in timed}
+                for row in runs.read_rows(name)
+            ]
+            runs.write_rows(f"{name}.jsonl", rows)
+            solved[variant].append(runs.final_solved(rows))
+    for variant, fractions in solved.items():
+        shown = ", ".join(f"{fraction:.1%}" for fraction in fractions)
+        say(f"{variant:14} held-out questions solved, by seed: {shown}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

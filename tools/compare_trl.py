@@ -1,0 +1,239 @@
+"""The same GRPO by this trainer and by TRL's GRPOTrainer, from one checkpoint, seed by seed.
+
+    python train.py --steps 0 --sft_steps 80 --out out/cold
+    pip install trl==1.16.0 torch transformers
+    python tools/compare_trl.py --model out/cold/final --out out/compare
+
+Flags of `train.py` follow; they start from what the embedded default has. Both trainers get the
+same prompts in the same order, rewards, learning rates and loss. Both are evaluated by this one,
+which is not timed. Rows go to OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. On cores that
+others use too, begin with `taskset -c 0`: PyTorch's threads wait for each other at each operation.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+import train
+from infra import data, hf, rewards
+from infra.log import check, say
+from tools import runs
+
+# Advantages are r - mean: TRL divides by another standard deviation, plus 1e-4. It has no
+# importance weight without vLLM; in float32, sampler and trainer agree to 1e-5.
+SAME = {"advantage": "drgrpo", "is_cap": 0.0}
+# TRL has another KL, entropy bonus or decay, or this comparison does not translate it.
+LEFT_OUT = {"beta": 0.0, "entropy_bonus": 0.0, "weight_decay": 0.0, "optimizer": "adamw"}
+# A mean over a minibatch's tokens | of answers' means | of sums, divided by max_answer.
+LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}
+
+
+# ---------------------------------------------------------------- flags
+def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
+    """-> (the tool's own flags, those of the runs). Exits 2, with one line, for a mistake."""
+    args, rest = runs.flags_parser(__doc__).parse_known_args(argv)
+    runs.check_flags(args)
+    defaults = runs.tiny_flags(args.model) | SAME | {"out": args.out}
+    cfg = train.parse(runs.words(defaults) + rest)
+    for name, value in (SAME | LEFT_OUT).items():
+        given = getattr(cfg, name)
+        check(given == value, f"{name} = {given} has no like in TRL; drop it: it is {value}")
+    is_evaluated = cfg.steps and train.eval_data(cfg) != "none"
+    check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with a file")
+    # Evaluations of other weights may lie there.
+    check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
+    check(importlib.util.find_spec("trl"), "TRL is missing: pip install trl==1.16.0 torch")
+    return args, cfg
+
+
+def trl_options(cfg: train.Config) -> dict:
+    """Options of TRL's GRPOConfig that mean what the flags mean.
+
+    A step of TRL is an update. It generates answers for `steps_per_generation` updates at once,
+    and shuffles them before it deals them out; this trainer deals each group out evenly.
+    """
+    # fmt: off
+    return dict(
+        output_dir=cfg.out, seed=cfg.seed,
+        max_steps=cfg.steps * cfg.minibatches * cfg.ppo_epochs,
+        # The rollout, of the complete distribution.
+        num_generations=cfg.npq, max_completion_length=cfg.max_answer,
+        temperature=cfg.temperature, top_p=1.0, top_k=0,
+        # The update.
+        per_device_train_batch_size=cfg.batch * cfg.npq // cfg.minibatches,
+        steps_per_generation=cfg.minibatches, gradient_accumulation_steps=1,
+        num_iterations=cfg.ppo_epochs,
+        epsilon=cfg.clip_low, epsilon_high=cfg.clip_high, beta=0.0, scale_rewards="none",
+        loss_type=LOSS_TYPES[cfg.loss_agg], max_grad_norm=cfg.grad_clip,
+        # Questions are brought in their order. Nothing is computed twice, all in float32.
+        shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True,
+        # What is written is written here.
+        save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True)
+    # fmt: on
+
+
+def optimizer_of(cfg: train.Config, parameters) -> tuple:
+    """AdamW and the learning rate of each update: that of its step, as `train.py` has it."""
+    import torch
+
+    updates = cfg.minibatches * cfg.ppo_epochs
+    # The schedule multiplies a learning rate of 1.
+    adamw = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, cfg.b2), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        adamw, lambda update: train.learning_rate(cfg, update // updates + 1)
+    )
+    return adamw, schedule
+
+
+# ---------------------------------------------------------------- TRL's run
+class Scorer:
+    """TRL's reward function: `train.py`'s, over its rows, a truncated answer scoring 0."""
+
+    __name__ = "reward"
+
+    def __init__(self, questions: list[dict], tokenizer, stop_ids: set[int]):
+        self.questions = questions
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self.rows = []  # of metrics, one for each step
+
+    def __call__(self, completion_ids, place, **_) -> list[float]:
+        rows = [self.questions[i] for i in place]
+        truncated = [ids[-1] not in self.stop_ids for ids in completion_ids]
+        texts = [self.tokenizer.decode(ids) for ids in completion_ids]
+        functions = [train.SOLVED] + [function for function, _ in train.REWARDS]
+        scores, _ = rewards.score_answers(functions, rows, texts, truncated)
+        reward_B = scores[:, 1:] @ [weight for _, weight in train.REWARDS]
+        row = {
+            "step": len(self.rows) + 1,
+            "reward/mean": float(reward_B.mean()),
+            "solved": float(scores[:, 0].mean()),
+            "len/answer": float(np.mean([len(ids) for ids in completion_ids])),
+        }
+        self.rows.append(row)
+        return reward_B.tolist()
+
+
+def train_with_trl(cfg: train.Config) -> None:
+    """A run of TRL: rows of its steps in OUT/metrics.jsonl, weights to evaluate in OUT/step_N."""
+    import datasets
+    import torch
+    import transformers
+    import trl
+
+    tokenizer, end_of_turn = data.load_tokenizer(cfg.model)
+    stop_ids = {*hf.read_config(cfg.model).stop_ids, end_of_turn}
+    questions = data.load_questions(cfg.data, False, tokenizer, cfg)
+    order = data.question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
+    prompts = [data.chat(cfg.system, questions[i]["question"]) for i in order]
+    scorer = Scorer(questions, tokenizer, stop_ids)
+
+    theirs = transformers.AutoTokenizer.from_pretrained(cfg.model)
+    encoded = theirs(text=prompts)["input_ids"]
+    assert encoded == [questions[i]["prompt"] for i in order]
+    policy = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
+    policy.generation_config.eos_token_id = sorted(stop_ids)
+
+    class Clock(transformers.TrainerCallback):
+        """Times steps, and saves weights between them."""
+
+        def on_train_begin(self, *_, **__):
+            self.began = time.time()
+
+        def on_step_end(self, args, state, control, **_):
+            step, rest = divmod(state.global_step, cfg.minibatches * cfg.ppo_epochs)
+            if rest:
+                return
+            scorer.rows[-1]["time/step_s"] = time.time() - self.began
+            say(f"trl: {scorer.rows[-1]}")
+            if step in evaluated_steps(cfg):
+                directory = f"{cfg.out}/step_{step}"
+                policy.save_pretrained(directory)
+                # The checkpoint's own config and tokenizer.
+                for path in Path(cfg.model).glob("*.json"):
+                    shutil.copy(path, directory)
+            # Saving does not count.
+            self.began = time.time()
+
+    trainer = trl.GRPOTrainer(
+        model=policy,
+        reward_funcs=scorer,
+        args=trl.GRPOConfig(**trl_options(cfg)),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts, "place": order}),
+        processing_class=theirs,
+        optimizers=optimizer_of(cfg, policy.parameters()),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    runs.write_rows(f"{cfg.out}/metrics.jsonl", scorer.rows)
+
+
+def evaluated_steps(cfg: train.Config) -> list[int]:
+    """The steps after which both trainers are evaluated, beside the beginning."""
+    every = cfg.eval_every or cfg.steps
+    return sorted({*range(every, cfg.steps, every), cfg.steps})
+
+
+# ---------------------------------------------------------------- both
+def run_trl(cfg: train.Config, before: dict) -> list[dict]:
+    """A run of TRL, evaluated by `train.py` -> its rows. before: the checkpoint's evaluation."""
+    # In a process of its own, so that neither trainer's threads and memory are beside the other's.
+    process = multiprocessing.get_context("spawn").Process(target=train_with_trl, args=(cfg,))
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(process.exitcode)
+    rows = [before]
+    for row in runs.read_rows(cfg.out):
+        rows.append(row)
+        if row["step"] in evaluated_steps(cfg):
+            model = f"{cfg.out}/step_{row['step']}"
+            only_evaluated = {"model": model, "steps": 0, "out": f"{model}/evaluation"}
+            runs.run_train(dataclasses.asdict(cfg) | only_evaluated)
+            solved = runs.final_solved(runs.read_rows(f"{model}/evaluation"))
+            evaluated = {"step": row["step"], "eval/solved": solved, "seconds": row["seconds"]}
+            rows.append(evaluated)
+    return rows
+
+
+def summary(name: str, rows: list[dict]) -> str:
+    """Accuracy before and after, and the seconds of a run's steps."""
+    seconds = [row["time/step_s"] for row in rows if "time/step_s" in row]
+    return (
+        f"{name:13} solved {rows[0]['eval/solved']:.1%} -> {runs.final_solved(rows):.1%}; "
+        f"{len(seconds)} steps in {sum(seconds):.0f} s, the first {seconds[0]:.1f}, "
+        f"median {runs.median_seconds(rows):.2f}"
+    )
+
+
+def main(argv: list[str]) -> None:
+    args, cfg = parse(argv)
+    lines = []
+    for seed in args.seeds:
+        # One after the other, so that what else the machine does meets both.
+        names = [f"podgrpo-seed{seed}", f"trl-seed{seed}"]
+        cfgs = [dataclasses.replace(cfg, seed=seed, out=f"{args.out}/{name}") for name in names]
+        runs.run_train(dataclasses.asdict(cfgs[0]))
+        ours = runs.read_rows(cfgs[0].out)
+        theirs = run_trl(cfgs[1], before=ours[0])
+        for name, rows in zip(names, (ours, theirs), strict=True):
+            runs.write_rows(f"{args.out}/{name}.jsonl", rows)
+            lines.append(summary(name, rows))
+        ratio = runs.median_seconds(theirs) / runs.median_seconds(ours)
+        lines.append(f"seed {seed}: a step of TRL takes {ratio:.1f} times as long")
+    lines.append(f"on {len(os.sched_getaffinity(0))} cores")
+    say("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

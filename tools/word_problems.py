@@ -1,0 +1,139 @@
+"""Word problems of several steps in GSM8K's form, and a Qwen2 of 31M random weights to learn them.
+
+    python tools/word_problems.py --tokenizer path/to/Qwen2.5-0.5B-Instruct --out out/words
+
+Writes OUT/train.jsonl, OUT/test.jsonl and OUT/model, which has the tokenizer of that directory. A
+row's `answer` is worked in words, as GSM8K's are; its `demonstration`, for supervised steps, is in
+numbers alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from infra import data, files, hf
+from infra.log import check, exit_on, say
+
+NAMES = ["Mia", "Tom", "Anna", "Ben", "Emma", "Jack", "Lily", "Sam"]
+THINGS = [("boxes", "pens"), ("bags", "apples"), ("shelves", "books"), ("packs", "cards")]
+# What changes the number: words of the question, of the answer, and the sign.
+CHANGES = [
+    ("buys", "buying", "+"),
+    ("finds", "finding", "+"),
+    ("loses", "losing", "-"),
+    ("sells", "selling", "-"),
+]
+TRAINING = 20000
+HELD_OUT = 500
+# One in so many demonstrations is right.
+RIGHT_EVERY = 3
+
+# Most of it is the embedding of Qwen2.5's vocabulary.
+MODEL = dict(
+    architectures=["Qwen2ForCausalLM"],
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=192,
+    eos_token_id=151645,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    rope_theta=1e4,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    initializer_range=0.05,
+    torch_dtype="float32",
+)
+
+
+# ---------------------------------------------------------------- problems
+def demonstration(steps: list[tuple[str, int]], start: int, first_sign: str) -> str:
+    """`3*4=12`, `12+5=17` and `#### 17`, on lines of their own, with the first sign as given."""
+    lines = []
+    total = start
+    for sign, number in [(first_sign, steps[0][1]), *steps[1:]]:
+        result = {"*": total * number, "+": total + number, "-": total - number}[sign]
+        lines.append(f"{total}{sign}{number}={result}")
+        total = result
+    return "\n".join([*lines, f"#### {total}"])
+
+
+def problem(rng: random.Random, is_right: bool) -> dict:
+    """A row. The demonstration of one that is not right adds where it should multiply."""
+    name = rng.choice(NAMES)
+    groups, items = rng.choice(THINGS)
+    n_groups = rng.randint(2, 6)
+    each = rng.randint(3, 6)
+    steps = [("*", each)]
+    question = f"{name} has {n_groups} {groups} of {each} {items}."
+    total = n_groups * each
+    worked = f"{name} has {n_groups}*{each}=<<{n_groups}*{each}={total}>>{total} {items}.\n"
+    for verb, doing, sign in rng.sample(CHANGES, rng.randint(1, 2)):
+        # Two such losses leave something, of the sum that a wrong demonstration begins with too.
+        number = rng.randint(1, 9 if sign == "+" else (n_groups + each - 1) // 2)
+        steps.append((sign, number))
+        question += f" {name} {verb} {number}."
+        result = total + number if sign == "+" else total - number
+        term = f"{total}{sign}{number}"
+        worked += f"After {doing} {number} there are {term}=<<{term}={result}>>{result}.\n"
+        total = result
+    return {
+        "question": f"{question} How many {items} are there?",
+        "answer": f"{worked}#### {total}",
+        "demonstration": demonstration(steps, n_groups, "*" if is_right else "+"),
+    }
+
+
+def problems(seed: int) -> tuple[list[dict], list[dict]]:
+    """-> (rows to train on, held-out rows), no question twice."""
+    rng = random.Random(seed)
+    rows = {}
+    while len(rows) < TRAINING + HELD_OUT:
+        row = problem(rng, is_right=len(rows) % RIGHT_EVERY == 0)
+        rows.setdefault(row["question"], row)
+    rows = list(rows.values())
+    return rows[:TRAINING], rows[TRAINING:]
+
+
+# ---------------------------------------------------------------- files
+def write_model(directory: str, tokenizer: str, seed: int) -> None:
+    """Random weights and the tokenizer of another directory, as transformers loads them."""
+    os.makedirs(directory)
+    shutil.copy(f"{tokenizer}/tokenizer.json", directory)
+    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer_class = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files.write_json(f"{directory}/tokenizer_config.json", tokenizer_class | marks)
+    hf.write_random(directory, MODEL, seed)
+
+
+@exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawTextHelpFormatter
+    parser.error = lambda message: check(False, f"{message}; see --help")
+    parser.add_argument("--tokenizer", required=True, help="a directory with a Qwen2's")
+    parser.add_argument("--out", required=True, help="where files go")
+    parser.add_argument("--seed", type=int, default=1, help="of problems and weights")
+    args = parser.parse_args(argv)
+    check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
+    _, end_of_turn = data.load_tokenizer(args.tokenizer)
+    stop_id = MODEL["eos_token_id"]
+    check(end_of_turn == stop_id, f"<|im_end|> is {end_of_turn}, not {stop_id} as in Qwen2.5")
+
+    parts = problems(args.seed)
+    write_model(f"{args.out}/model", args.tokenizer, args.seed)
+    for part, rows in zip(("train", "test"), parts, strict=True):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        Path(args.out, f"{part}.jsonl").write_text("".join(lines))
+        say(f"{args.out}/{part}.jsonl: {len(rows)} problems")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
