@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 from unittest import mock
@@ -15,7 +14,6 @@ import train
 from infra import cluster, run_dir
 from infra.flags import RANGES
 from model import ModelConfig
-from tools import bench_loss, bench_rollout
 
 # The least that trains.
 SHORT_FLAGS = (
@@ -212,66 +210,6 @@ def test_a_run_from_before_rollout_dtype_resumes():
 def test_every_number_has_one_range():
     ranged = [name for _, _, names in RANGES for name in names.split()]
     assert sorted(ranged) == sorted(name for name, kind in FLAGS.items() if kind in (int, float))
-
-
-# ---------------------------------------------------------------- README.md
-def readme():
-    return (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def flags_in(text):
-    return set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
-
-
-# the command of the tests, up to its arguments: here, or on the first worker of a TYPE
-TEST_COMMAND = r"(?:launch\.sh (?:\S+ )?test|-m pytest)\b"
-
-
-def test_readme_names_flags_that_exist():
-    # what follows the command of the tests, up to the end of the code, is pytest's
-    text = re.sub(rf"({TEST_COMMAND})[^`\n#]*", r"\1", readme())
-    ours = {*FLAGS, *bench_loss.FLAGS, *bench_rollout.FLAGS, "help"}
-    for tool in (ROOT / "tools").glob("*.py"):
-        text_of_tool = tool.read_text(encoding="utf-8")
-        ours |= set(re.findall(r'add_argument\("--(\w+)"', text_of_tool))
-    launchers = flags_in((ROOT / "launch.sh").read_text(encoding="utf-8"))
-    # gcloud's, Slurm's
-    others = "location recursive role member reserved network mem constraint format"
-    named = flags_in(text)
-    assert named
-    unknown = named - ours - launchers - {*others.split()}
-    assert not unknown, f"no such flags: {unknown}"
-
-
-def test_readme_names_files_that_exist():
-    name = r"(?:[\w.-]+/)*[\w.]+\.(?:py|sh|md|txt|svg|png)"
-    files = set(re.findall(rf"(?<![\w/.-])({name})\b", readme()))
-    assert files
-    missing = {file for file in files if not (ROOT / file).exists()}
-    assert not missing, f"no such files: {missing}"
-
-
-def test_readme_names_tests_that_exist():
-    markers = re.findall(r'^    "(\w+):', (ROOT / "pyproject.toml").read_text(), re.M)
-    # -k looks for a part of a test's name, or of its file's
-    names = []
-    for path in [ROOT / "test_kernel.py", *ROOT.glob("tests/test_*.py")]:
-        names += [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), re.M)]
-    commands = re.findall(rf"{TEST_COMMAND}[^`\n#]*", readme())
-    assert commands
-    for command in commands:
-        for marker in re.findall(r" -m (\w+)", command.replace("-m pytest", "pytest")):
-            assert marker in markers, command
-        for part in re.findall(r" -k (\w+)", command):
-            assert any(part in name for name in names), command
-
-
-def test_readme_counts_lines():
-    for name in ("train.py", "model.py", "kernel.py", "launch.sh"):
-        lines = (ROOT / name).read_text(encoding="utf-8").count("\n")
-        said = re.search(rf"`?{re.escape(name)}`?\s+(\d+) lines", readme())
-        assert said, f"README does not say how many lines {name} has"
-        assert int(said[1]) == lines, f"README says {said[0]!r}, {name} has {lines} lines"
 
 
 # ---------------------------------------------------------------- standard streams

@@ -1,0 +1,300 @@
+"""README.md and assets/*.md: what they name exists, what they say to type works."""
+
+import importlib.util
+import itertools
+import json
+import re
+import shlex
+import sys
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from conftest import ROOT, TINY_FLAGS, calm_run, read_jsonl, run
+from pods import clone_of_this_tree, write
+
+import train
+from infra import chips
+from tools import bench_loss, bench_rollout, plan, what_fits
+
+FLAGS = train.Config.__annotations__
+README = ROOT / "README.md"
+DOCS = [README, *sorted(ROOT.glob("assets/*.md"))]
+
+
+@cache
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
+def all_docs():
+    return "\n".join(map(text_of, DOCS))
+
+
+# ---------------------------------------------------------------- commands
+COMMAND = r"(?:[A-Z_]+=\S+ )?(?:bash|python|gcloud|\.venv/bin/python) \S|number="
+
+
+def commands_of(path):
+    """What a page says to type, in its order, each once: lines of code and words within a text."""
+    text = re.sub(r" *\\\n +", " ", text_of(path))
+    found = [re.sub(r" +#.*", "", line) for line in re.findall(r"^    (\S.*)", text, re.M)]
+    prose = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.M | re.S)
+    found += [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose)]
+    return list(dict.fromkeys(line for line in found if re.match(COMMAND, line)))
+
+
+def all_commands():
+    return list(dict.fromkeys(command for path in DOCS for command in commands_of(path)))
+
+
+# Of each command the first that matches: how it is tried.
+KINDS = {
+    r"bash launch\.sh test": "tests",
+    r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh cpu": "run",
+    r"bash launch\.sh (gpu|slurm|plan|v6e-16)": "dry run",
+    r"python (train|test_kernel|tools/plot|tools/samples)\.py": "run",
+    r".*python tools/bench_\w+\.py .*--aot ": "flags",  # compiled by tests/test_aot*.py
+    r".*python tools/bench_\w+\.py ": "run",
+    r"python tools/plan\.py --table": "flags",  # a part of it is compiled by tests/test_aot_gpu.py
+    r"gcloud|number=": "cloud",  # of which tests/test_launch.py reads what prepares a project
+    r"\.venv/bin/python -m pip install": "package index",
+}
+
+
+def kind_of(command):
+    return next((kind for pattern, kind in KINDS.items() if re.match(pattern, command)), None)
+
+
+def of_kind(kind, commands):
+    found = [command for command in commands if kind_of(command) == kind]
+    assert found, f"no command is tried as {kind}"
+    return found
+
+
+def test_every_command_is_tried():
+    unknown = [command for command in all_commands() if kind_of(command) is None]
+    assert not unknown, f"no test tries {unknown}"
+
+
+def own_flags(command):
+    """Of a command those flags that are train.py's, with their values."""
+    pairs = itertools.pairwise(shlex.split(command))
+    return [pair for pair in pairs if pair[0].startswith("--") and pair[0][2:] in FLAGS]
+
+
+def test_commands_of_other_machines_are_understood(tmp_path):
+    """By the launcher, which prints what it would run, and by train.py."""
+    for command in of_kind("dry run", all_commands()):
+        words = shlex.split(command.replace("launch.sh", str(ROOT / "launch.sh")))
+        printed = run(*words, "--dry-run", cwd=tmp_path)
+        for flag, value in own_flags(command):
+            assert flag in printed and value.replace(",", "\\,") in printed.replace(",", "\\,")
+        train.parse(["--model", "M", *itertools.chain(*own_flags(command))])
+
+
+class Parsed(BaseException):
+    """The flags are understood: what follows would be compiled."""
+
+
+def test_flags_of_what_is_compiled_elsewhere(monkeypatch):
+    monkeypatch.setattr(chips, "absent_devices", mock.Mock(side_effect=Parsed))
+    monkeypatch.setattr(what_fits, "table", mock.Mock(side_effect=Parsed))
+    mains = dict(bench_loss=bench_loss.benchmark, bench_rollout=bench_rollout.main, plan=plan.main)
+    for command in of_kind("flags", all_commands()):
+        _, path, *flags = shlex.split(command)
+        with pytest.raises(Parsed):
+            mains[Path(path).stem](flags)
+
+
+# ---------------------------------------------------------------- commands that are run
+# What makes them short; what a command says itself about these comes before, and so does not count.
+SHORT = {
+    "launch": f"{TINY_FLAGS} --steps 1 --batch 2 --minibatches 1 --max_answer 40 --eval_n 4",
+    "bench_rollout": "--model tiny --batch 8 --prompt 8 --answer 4",
+    "bench_loss": "--time 64 --vocab 512 --iters 1",
+    "test_kernel": "-k masked",
+}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory, tiny_directory):
+    """A copy of this tree, installed, with a model and the questions of whoever tries it."""
+    tree = tmp_path_factory.mktemp("user") / "podgrpo"
+    clone_of_this_tree(tree)
+    write(tree / ".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
+    # As launch.sh notes what it has installed.
+    marks = 'echo "$(cksum <requirements.txt) " >.venv/installed; '
+    marks += "cksum <tests/requirements.txt >.venv/installed-tests"
+    run("bash", "-c", marks, cwd=tree)
+    (tree / "path/to").mkdir(parents=True)
+    (tree / "path/to/Qwen2.5-0.5B-Instruct").symlink_to(tiny_directory)
+    # The row that README shows, with others.
+    (shown,) = re.findall(r'`(\{"question".*?\})`', text_of(README))
+    row = json.loads(shown)
+    rows = [row | {"question": f"What is {i} + 3?", "answer": str(i + 3)} for i in range(16)]
+    for name in ("train.jsonl", "test.jsonl"):
+        write(tree / name, "".join(json.dumps(row) + "\n" for row in rows))
+    # `OUT` of a page is the run of one that comes before.
+    (tree / "OUT").symlink_to("out/seed2")
+    return tree
+
+
+def type_in(tree, command, *more):
+    """What a command prints in a shell there, which must end well."""
+    path = f"{tree}/.venv/bin:/usr/bin:/bin"
+    words = " ".join([command, *more])
+    return run("bash", "-c", words, cwd=tree, PATH=path, JAX_NUM_CPU_DEVICES="1")
+
+
+def short(command):
+    """The flags that make a command short."""
+    program = Path(re.search(r"(\S+)\.(?:py|sh)", command)[1]).name
+    return "" if "--help" in command else SHORT.get(program, "")
+
+
+@pytest.mark.slow
+def test_commands_of_this_machine_work_one_after_another(checkout):
+    """As a new user would try them, from the top of README to the last page."""
+    wants = {"plot.py": "matplotlib", "--transformers 1": "transformers"}
+    for command in of_kind("run", all_commands()):
+        needed = [package for words, package in wants.items() if words in command]
+        if all(importlib.util.find_spec(package) for package in needed):
+            type_in(checkout, command, short(command))
+    outs = {path.parent.name for path in checkout.glob("out/*/final")}
+    assert {"arith-tiny", "seed2", "mesh", "four", "train-Qwen2.5-0.5B-Instruct"} <= outs
+    # The same command again.
+    again = "bash launch.sh cpu --seed 2 --out out/seed2"
+    assert "out/seed2 is finished: 2 steps" in type_in(checkout, again, short(again))
+
+
+@pytest.mark.slow
+def test_the_reward_of_readme_trains(checkout):
+    """It is that of few changed lines, and its metric comes by itself."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", text_of(README), re.M | re.S)
+    lines = diff.splitlines()
+    assert len(lines) < 8 and all(line[0] in "+-" for line in lines), diff
+    (removed,) = [line[1:] for line in lines if line[0] == "-"]
+    added = "\n".join(line[1:] for line in lines if line[0] == "+")
+    program = text_of(ROOT / "train.py")
+    assert program.count(f"\n{removed}\n") == 1, removed
+    write(checkout / "train.py", program.replace(f"\n{removed}\n", f"\n{added}\n"))
+    (command,) = [line for line in commands_of(README) if "--data train.jsonl" in line]
+    # Long enough for some answers of random weights to end, as others score 0 unseen.
+    type_in(checkout, command, short(command), "--sft_steps 0 --max_answer 256 --out out/brief")
+    rows = [row for row in read_jsonl(checkout / "out/brief/metrics.jsonl") if "solved" in row]
+    assert rows and all("reward/brief" in row and row["reward/faults"] == 0 for row in rows)
+    assert rows[0]["truncated"] < 1 and "reward/formatted" not in rows[0]
+
+
+@pytest.mark.slow
+def test_commands_of_the_tests_find_tests(checkout):
+    for command in of_kind("tests", commands_of(README)):
+        printed = type_in(checkout, command, "--collect-only -q -n 0")
+        assert re.search(r"^(tests/)?test_\w+\.py(::|: \d)", printed, re.M), printed
+
+
+# ---------------------------------------------------------------- what the pages name
+def flags_in(text):
+    return set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
+
+
+# the command of the tests, up to its arguments: here, or on the first worker of a TYPE
+TEST_COMMAND = r"launch\.sh (?:\S+ )?test\b"
+
+
+def test_flags_exist():
+    # What follows the command of the tests, up to the end of the code, is pytest's.
+    text = re.sub(rf"({TEST_COMMAND})[^`\n#]*", r"\1", all_docs())
+    ours = {*FLAGS, *bench_loss.FLAGS, *bench_rollout.FLAGS, "help"}
+    for tool in ROOT.glob("tools/*.py"):
+        ours |= set(re.findall(r'add_argument\("--(\w+)"', text_of(tool)))
+    launchers = flags_in(text_of(ROOT / "launch.sh"))
+    # Those of gcloud and Slurm.
+    others = "location recursive role member reserved network mem constraint format"
+    unknown = flags_in(text) - ours - launchers - {*others.split()}
+    assert not unknown, f"no such flags: {unknown}"
+
+
+def test_files_exist():
+    """Of this tree, or beside the page that names them; but for what a command would write."""
+    name = r"(?:[\w.-]+/)*[\w.]+\.(?:py|sh|md|txt|svg|png|toml)"
+    for page in DOCS:
+        files = set(re.findall(rf"(?<![\w/.-])({name})\b", text_of(page))) - {"plot.svg"}
+        missing = [f for f in files if not (ROOT / f).exists() and not (page.parent / f).exists()]
+        assert not missing, f"{page.name}: no such files: {missing}"
+
+
+def anchors_of(path):
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)", text_of(path), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
+
+
+def test_links_lead_somewhere():
+    for page in DOCS:
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text_of(page)):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}"
+
+
+def test_tests_exist():
+    markers = re.findall(r'^    "(\w+):', text_of(ROOT / "pyproject.toml"), re.M)
+    # -k looks for a part of a test's name, or of its file's.
+    names = []
+    for path in [ROOT / "test_kernel.py", *ROOT.glob("tests/test_*.py")]:
+        names += [path.stem, *re.findall(r"^def (test_\w+)", text_of(path), re.M)]
+    for command in filter(re.compile(TEST_COMMAND).search, all_commands()):
+        for marker in re.findall(r" -m (\w+)", command):
+            assert marker in markers, command
+        for part in re.findall(r" -k (\w+)", command):
+            assert any(part in name for name in names), command
+
+
+@pytest.mark.slow
+def test_metrics_exist(tmp_path_factory):
+    """A run with a KL and several updates a step has those of the table, and no others."""
+    rows = read_jsonl(calm_run(tmp_path_factory) / "metrics.jsonl")
+    there = set().union(*rows) - {"step"}
+    table = re.findall(r"^\| (`.*?) \|", text_of(ROOT / "assets/metrics.md"), re.M)
+    named = {name for cell in table for name in re.findall(r"`([^`]+)`", cell)}
+    assert named ^ there == {"reward/formatted"}, named ^ there
+
+
+def test_places_to_edit_exist():
+    """What README's table names is defined in the file of its row, train.py or kernel.py."""
+    (section,) = re.findall(r"^## How to fork it\n(.*?)^## ", text_of(README), re.M | re.S)
+    rows = re.findall(r"^\|.*`.*\|$", section, re.M)
+    (walk,) = re.findall(r"^\*\*The loss\*\*.*?\n\n", section, re.M | re.S)
+    assert len(rows) > 5
+    for text in [*rows, walk]:
+        files = ["train.py", "kernel.py", *re.findall(r"`([\w/]+\.py)`", text)]
+        sources = "".join(text_of(ROOT / file) for file in files)
+        for name in re.findall(r"`(\w+)`", re.sub(r"^\|[^|]*\|", "", text)):
+            defined = rf"^(def|class) {name}\b|^ *{name}(:| =)"
+            assert re.search(defined, sources, re.M), (name, text)
+
+
+def test_line_counts():
+    for name in ("train.py", "model.py", "kernel.py", "launch.sh"):
+        lines = text_of(ROOT / name).count("\n")
+        (said,) = re.findall(rf"`{re.escape(name)}`\s+(\d+) lines", text_of(README))
+        assert int(said) == lines, f"README says {said}, {name} has {lines} lines"
+    assert text_of(README).count("\n") < 200
+
+
+# ---------------------------------------------------------------- troubleshooting
+def test_messages_are_those_of_the_code():
+    """Each one's fixed words stand in one text of the source, in their order."""
+    paths = [ROOT / "train.py", ROOT / "launch.sh", *ROOT.glob("infra/*.*")]
+    # Texts that go on in the next line of a program are one.
+    source = re.sub(r'"\n +f?"', "", "\n".join(map(text_of, paths)))
+    (section,) = re.findall(r"^## Troubleshooting\n(.*?)^## ", text_of(README), re.M | re.S)
+    messages = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    assert len(messages) >= 10
+    for message in messages:
+        pattern = ".+".join(re.escape(words) for words in message.split("..."))
+        assert re.search(pattern, source), message
