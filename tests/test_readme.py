@@ -57,6 +57,10 @@ KINDS = {
     r"python (train|test_kernel|tools/plot|tools/samples)\.py": "run",
     r".*python tools/bench_\w+\.py .*--aot ": "flags",  # compiled by tests/test_aot*.py
     r".*python tools/bench_\w+\.py ": "run",
+    # Of these tests/test_learning_tools.py tries the flags.
+    r"python tools/(compare_trl|ablations|word_problems)\.py": "hours",
+    r"python train\.py --model out/words": "hours",
+    r"python tools/plan\.py \S+ ": "flags",
     r"python tools/plan\.py --table": "flags",  # a part of it is compiled by tests/test_aot_gpu.py
     r"gcloud|number=": "cloud",  # of which tests/test_launch.py reads what prepares a project
     r"\.venv/bin/python -m pip install": "package index",
@@ -111,6 +115,7 @@ def test_flags_of_what_is_compiled_elsewhere(monkeypatch):
 # ---------------------------------------------------------------- commands that are run
 # What makes them short; what a command says itself about these comes before, and so does not count.
 SHORT = {
+    "train": f"{TINY_FLAGS} --steps 0 --eval_n 4",
     "launch": f"{TINY_FLAGS} --steps 1 --batch 2 --minibatches 1 --max_answer 40 --eval_n 4",
     "bench_rollout": "--model tiny --batch 8 --prompt 8 --answer 4",
     "bench_loss": "--time 64 --vocab 512 --iters 1",
