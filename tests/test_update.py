@@ -107,8 +107,8 @@ def state_of(cfg, model_cfg, on):
 
 def memory_kinds(tree):
     """{(whether it is of a norm or a bias, the memory that it rests in)}"""
-    named = {name: a for name, a in model.flatten(tree).items() if a.ndim}
-    return {("norm" in n or "/b" in n, a.sharding.memory_kind) for n, a in named.items()}
+    arrays = model.flatten(tree).items()
+    return {("norm" in n or "/b" in n, a.sharding.memory_kind) for n, a in arrays if a.ndim}
 
 
 def update_of(batch, model_cfg=SMALL, on=None, rate=1e4, **flags):
