@@ -38,10 +38,10 @@ COMMAND = r"(?:[A-Z_]+=\S+ )?(?:bash|python|gcloud|\.venv/bin/python) \S|number=
 
 def commands_of(path):
     """What a page says to type, in its order, each once: lines of code and words within a text."""
-    text = re.sub(r" *\\\n +", " ", text_of(path))
-    found = [re.sub(r" +#.*", "", line) for line in re.findall(r"^    (\S.*)", text, re.M)]
-    prose = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.M | re.S)
-    found += [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose)]
+    text = re.sub(r"^```.*?^```", "", text_of(path), flags=re.M | re.S)
+    text = re.sub(r" *\\\n +", " ", text)
+    found = ["".join(pair) for pair in re.findall(r"^    (\S.*)|`([^`]+)`", text, re.M)]
+    found = [re.sub(r" +#.*", "", " ".join(words.splitlines())) for words in found]
     return list(dict.fromkeys(line for line in found if re.match(COMMAND, line)))
 
 
