@@ -292,13 +292,13 @@ def test_patience_has_an_end_which_is_told(cloud):
     assert "vm in us-east5-b may still be there, and paid for" in text, text
 
 
-def test_readme_prepares_a_project_as_the_launcher_advises():
+def test_the_page_on_pods_prepares_a_project_as_the_launcher_advises():
     """Both APIs, and the right of the workers' account to the bucket."""
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "assets/pods.md").read_text()
     launcher = (ROOT / "infra/gcloud.sh").read_text()
     enable = "gcloud services enable tpu.googleapis.com compute.googleapis.com"
-    assert enable in readme and enable in launcher
-    (binding,) = re.findall("gcloud storage buckets add-iam-policy-binding (.*?)#", readme, re.S)
+    assert enable in page and enable in launcher
+    (binding,) = re.findall("gcloud storage buckets add-iam-policy-binding (.*?)#", page, re.S)
     assert "--role=roles/storage.objectAdmin" in binding
     assert "serviceAccount:$number-compute@developer.gserviceaccount.com" in binding
 
