@@ -197,12 +197,13 @@ def test_branch_that_holds_counts_as_often_as_its_loop_runs(rng):
 
 
 def test_update_is_timed_at_the_compiled_micro_batch_closest_to_a_steps():
-    both = {"gradients": clock.Clock(3.0, []), "apply": clock.Clock(1.0, [])}
+    both = [clock.Clock(3.0, []), clock.Clock(1.0, [])]
     # 112 rows did not fit, so that there is no program of their gradients.
-    clocks = {8: both, 77: both, 112: {"apply": both["apply"]}}
+    clocks = {8: both, 77: both, 112: [None, both[1]]}
     for rows, closest in [(1, 8), (40, 8), (50, 77), (112, 77)]:
         assert step_time.clock_of_update(clocks, rows).micro_batch == closest
-    assert step_time.clock_of_update({112: {}}, 8) is None
+    assert step_time.clock_of_update({112: []}, 8) is None
+    assert step_time.clock_of_update({112: [None, both[1]]}, 8) is None
 
 
 # fmt: off

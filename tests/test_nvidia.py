@@ -153,6 +153,8 @@ def told(capsys, call):
 def test_gpus_that_slurm_did_not_give_are_asked_for(tmp_path, monkeypatch, capsys):
     """JAX, of which a stand-in answers here, passes over CUDA where no device file is."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    # A plugin may be installed to compile for absent GPUs.
+    monkeypatch.setattr(nvidia, "plugin_cuda", lambda: "")
     monkeypatch.setenv("PATH", with_driver(tmp_path, "No devices were found"))
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     text = told(capsys, nvidia.find_devices)
