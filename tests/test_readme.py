@@ -51,15 +51,15 @@ def all_commands():
 
 # Of each command the first that matches: how it is tried.
 KINDS = {
+    # Of these tests/test_learning_tools.py tries the flags.
+    r"python tools/(compare_trl|ablations|word_problems)\.py": "hours",
+    r"python train\.py --model out/words": "hours",
     r"bash launch\.sh test": "tests",
     r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh cpu": "run",
     r"bash launch\.sh (gpu|slurm|plan|v6e-16)": "dry run",
     r"python (train|test_kernel|tools/plot|tools/samples)\.py": "run",
     r".*python tools/bench_\w+\.py .*--aot ": "flags",  # compiled by tests/test_aot*.py
     r".*python tools/bench_\w+\.py ": "run",
-    # Of these tests/test_learning_tools.py tries the flags.
-    r"python tools/(compare_trl|ablations|word_problems)\.py": "hours",
-    r"python train\.py --model out/words": "hours",
     r"python tools/plan\.py \S+ ": "flags",
     r"python tools/plan\.py --table": "flags",  # a part of it is compiled by tests/test_aot_gpu.py
     r"gcloud|number=": "cloud",  # of which tests/test_launch.py reads what prepares a project
