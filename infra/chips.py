@@ -28,8 +28,6 @@ class Chip:
 
 # For a message to reach a TPU's next chip ("How to Scale Your Model", "Sharded Matrices").
 HOP_SECONDS = 1e-6
-
-
 # By the start of JAX's device_kind; the longer name comes first. Google's documentation of the
 # Cloud TPUs has the figures. A clock is what a chip's peak is of its matrix units, which multiply
 # and add in each cycle: 8 of 128 x 128 in a v4 and v5p, 4 in a v5e, 16 in a v6e. The links of an
@@ -43,9 +41,10 @@ CHIPS = {
     "NVIDIA H100": Chip(79.11, 3.35e12, 990e12),
     "NVIDIA H200": Chip(141.0, 4.8e12, 990e12),
 }
-# Of a GPU's memory JAX takes this share as it starts, unless the user's environment says otherwise;
-# the rest is CUDA's and NCCL's.
-GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
+# Of a GPU's memory JAX takes this share as it starts, unless this variable says otherwise; the rest
+# is CUDA's and NCCL's.
+GPU_SHARE = 0.75
+GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # Of that share, what a plan may fill. What cuDNN and cuBLAS work in is in no compiler's figure, and
 # between arrays there are gaps.
 GPU_FILLED = 0.95
@@ -68,16 +67,15 @@ def device_memory(device) -> float:
     if device.platform == "cpu":
         # The CPU's devices share the host's memory.
         return host_memory() / jax.local_device_count()
-    # What XLA has no kernels for, no compiler counts.
-    share = GPU_FILLED if device.platform == "gpu" else 1.0
+    is_gpu = device.platform == "gpu"
     try:
-        return share * (device.memory_stats() or {})["bytes_limit"] / GIB
+        gib = (device.memory_stats() or {})["bytes_limit"] / GIB
     except (KeyError, jax.errors.JaxRuntimeError):
         # A device that is not here, or one that does not tell.
-        if device.platform == "gpu":
-            name, default = GPU_SHARE
-            share *= float(os.environ.get(name, default))
-        return share * chip(device).gib
+        gib = chip(device).gib
+        if is_gpu:
+            gib *= float(os.environ.get(GPU_SHARE_VARIABLE, GPU_SHARE))
+    return GPU_FILLED * gib if is_gpu else gib
 
 
 def least_memory(mesh) -> float:

@@ -60,7 +60,6 @@ KINDS = {
     r"python (train|test_kernel|tools/plot|tools/samples)\.py": "run",
     r".*python tools/bench_\w+\.py .*--aot ": "flags",  # compiled by tests/test_aot*.py
     r".*python tools/bench_\w+\.py ": "run",
-    r"python tools/plan\.py \S+ ": "flags",
     r"python tools/plan\.py --table": "flags",  # a part of it is compiled by tests/test_aot_gpu.py
     r"gcloud|number=": "cloud",  # of which tests/test_launch.py reads what prepares a project
     r"\.venv/bin/python -m pip install": "package index",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import train
-from infra.log import check
+from infra.log import check, read_jsonl
 
 # ---------------------------------------------------------------- runs
 TRAIN = Path(train.__file__)
@@ -39,8 +39,7 @@ def read_rows(out: str) -> list[dict]:
     """The rows of a run's metrics, of which KEPT stay, and `seconds`: the sum of its steps."""
     rows = []
     seconds = 0.0
-    for line in Path(out, "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_jsonl(f"{out}/metrics.jsonl"):
         # Evaluations are rows of their own, whose time does not count.
         seconds += row.get("time/step_s", 0)
         kept = {name: row[name] for name in KEPT if name in row}

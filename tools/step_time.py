@@ -68,8 +68,8 @@ class UpdateClock:
 
 
 def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
-    """-> (compiled text of one of the update's programs) -> its clock; None, as only TPUs have
-    one."""
+    """-> what gives the clock of one of the update's programs, of its compiled text, or None: only
+    TPUs have one."""
     device = mesh.devices.flat[0]
     chip = chips.chip(device)
     # The loss leaves out what is not of an answer, so the program does not say how many chunks of
@@ -82,7 +82,8 @@ def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
 
 def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
     """Of the compiled micro-batches, that which is closest to the one that a step takes."""
-    complete = [n for n in clocks if all(clocks[n]) and clocks[n]]
+    # What did not fit has no clock, and what was not compiled none at all.
+    complete = [n for n, of_programs in clocks.items() if of_programs and all(of_programs)]
     if not complete:
         return None
     closest = min(complete, key=lambda n: abs(n - micro_batch))

@@ -16,15 +16,15 @@ OFFLOADS = "none", "optimizer", "params"
 
 def table(cfg, plan: Callable) -> str:
     """In Markdown. plan: of tools/plan.py; the flags of each plan are cfg's."""
+    width = cfg.max_prompt + cfg.max_answer
     lines = [
-        "Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
+        f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
         "that fits, the GiB that it takes of a device, and the layout of the rollout (`dp x tp`).",
         "o: with `--offload optimizer`; p: with `--offload params`; -: not even so.",
         "",
         f"| devices | GiB | {' | '.join(MODELS)} |",
         "|---" * (2 + len(MODELS)) + "|",
     ]
-    lines[0] = lines[0].format(width=cfg.max_prompt + cfg.max_answer)
     for device_type in TYPES:
         cells = []
         for name in MODELS:
