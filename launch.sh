@@ -24,8 +24,8 @@
 # With --dry-run anywhere the commands are printed, and nothing is run.
 # Flags are train.py's. gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K unless they say otherwise;
 # --out gs://bucket/run keeps checkpoints there. .env beside this file, which bash reads, sets WANDB_API_KEY=..
-# and HF_TOKEN=.. PYTHON=.. makes .venv: 3.11 or newer; else python3.12, python3.11 or python3; else uv brings
-# 3.12. CUDA=12 or 13 where nvidia-smi cannot tell, as on Slurm's login nodes.
+# and HF_TOKEN=.. PYTHON=.. makes .venv: 3.11 or newer; else python3.12, python3.11 or python3; else uv makes it.
+# CUDA=12 or 13 where nvidia-smi cannot tell, as on Slurm's login nodes.
 # Exit code: 0, 2 for a mistake in the call, else that of what was run.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to where you are
@@ -80,9 +80,10 @@ make_venv() {
   make_venv_with_uv
 }
 
-# uv brings Python 3.12; uv itself is here, or comes from the package index, or from its makers
+# uv takes this machine's Python if only ensurepip is missing, and else brings one; uv itself is here, or comes
+# from the package index, or from its makers
 make_venv_with_uv() {
-  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p 3.12 "$venv")
+  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv")
   if command -v uv >/dev/null; then
     run uv "${make[@]}"
   elif python3 -m pip --version >/dev/null 2>&1; then

@@ -28,6 +28,8 @@ GRPO_LINE = (
 ERASE = "\r\033[K"
 # Where there is no terminal, a status is printed after so many seconds without a line.
 QUIET_SECONDS = 30
+# What a line on stderr begins with: train.py, or the tool that runs.
+PROGRAM = os.path.basename(sys.argv[0])
 # Of supervised steps, which are many and short, one in so many is printed.
 SFT_STEPS_PER_LINE = 10
 
@@ -35,7 +37,7 @@ SFT_STEPS_PER_LINE = 10
 def warn(text: str) -> None:
     """Print a line on stderr, from whichever process it comes."""
     erase = ERASE if sys.stderr.isatty() else ""
-    print(f"{erase}train.py: {text}", file=sys.stderr, flush=True)
+    print(f"{erase}{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -42,10 +42,12 @@ from safetensors.numpy import load_file, save_file
 
 import model
 import train
-from infra import attention, data, hf, layouts, rollout
+from infra import attention, data, hf, layouts, log, rollout
 from infra.sampling import Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
+# What is called here says what it says in a run.
+log.PROGRAM = "train.py"
 
 
 # ---------------------------------------------------------------- pytest

@@ -118,7 +118,7 @@ def test_setup_brings_a_python_where_none_is_fit(cloud, tmp_path):
     assert "curl -LsSf https://astral.sh/uv/install.sh" in text and "/uv venv" in text, text
     write(bare / "uv", "#!/bin/sh\n", 0o755)
     text = setup(pip_code=1)
-    assert "\nuv venv -q --clear --seed -p 3.12" in f"\n{text}", text
+    assert "\nuv venv -q --clear --seed -p \\>=3.11\\,\\<3.14" in f"\n{text}", text
     text = cloud.launch("setup", code=2, PYTHON=str(bare / "python3"), PATH=f"{bare}:/usr/bin:/bin")
     assert "is not Python 3.11 or newer with ensurepip" in text, text
 

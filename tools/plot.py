@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infra.log import json_line, read_jsonl
+from infra.log import check, exit_on, json_line, read_jsonl
 
 # An evaluation is drawn with dots, in the panel of the answers that were sampled in training.
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"
@@ -26,23 +26,13 @@ COLUMNS = 4
 INCHES = 3.2, 2.6  # of a panel
 
 
-def refuse(message: str) -> None:
-    """Stop with one line and exit code 2."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def read_rows(out: str, name: str) -> list[dict]:
     """The rows of OUT/name, or of OUT itself where that is a file. Exits 2 where there are none."""
     path = out if os.path.isfile(out) else f"{out}/{name}"
-    if not os.path.isfile(path):
-        refuse(f"{out} is no directory of a run: it has no {name}")
-    try:
+    check(os.path.isfile(path), f"{out} is no directory of a run: it has no {name}")
+    with exit_on(OSError, f"{path} cannot be read"):
         rows = read_jsonl(path)
-    except OSError as e:
-        refuse(f"{path} cannot be read: {e.strerror}")
-    if not rows:
-        refuse(f"{path} has no rows yet")
+    check(rows, f"{path} has no rows yet")
     return rows
 
 
@@ -126,8 +116,8 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
         return [name for name in PANELS.split() if name in known]
     panels = asked.split(",")
     for name in panels:
-        if name not in known:
-            refuse(f"no run has the metric {name}; they have {', '.join(sorted(known))}")
+        having = ", ".join(sorted(known))
+        check(name in known, f"no run has the metric {name}; they have {having}")
     return panels
 
 
@@ -139,20 +129,23 @@ def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
     texts = {}
     for out in outs:
         name = split_label(out)[0]
-        if name in texts:
-            refuse(f"two runs are named {name}, and would be one file in {directory}; rename one")
-        texts[name] = "".join(
-            json_line({key: short(value) for key, value in row.items() if key in kept})
-            for row in read_rows(out, "metrics.jsonl")
-        )
+        once = f"two runs are named {name}, and would be one file in {directory}; rename one"
+        check(name not in texts, once)
+        rows = read_rows(out, "metrics.jsonl")
+        drawn = [{key: row[key] for key in row if key in kept} for row in rows]
+        texts[name] = "".join(short_line(row) for row in drawn)
     os.makedirs(directory, exist_ok=True)
     for name, text in texts.items():
         Path(f"{directory}/{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def short(value):
-    """A number in 6 digits, which no eye tells from all of them."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def short_line(row: dict) -> str:
+    """A row as a line of a .jsonl file, numbers in 6 digits: no eye tells them from all."""
+    short = {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in row.items()
+    }
+    return json_line(short)
 
 
 def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> None:
@@ -162,7 +155,7 @@ def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> Non
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        refuse("plots want matplotlib, which is not here: pip install matplotlib")
+        check(False, "plots want matplotlib, which is not here: pip install matplotlib")
     # Text stays text, and a picture drawn again is the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "podgrpo"}
     columns = min(COLUMNS, len(panels))
@@ -177,10 +170,8 @@ def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> Non
     if len(all_series) > 1 or has_band:
         figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
     metadata = {"Date": None} if to.endswith(".svg") else {}
-    try:
+    with exit_on(OSError, f"{to} cannot be written"):
         figure.savefig(to, metadata=metadata, dpi=150)
-    except OSError as e:
-        refuse(f"{to} cannot be written: {e.strerror}")
 
 
 def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
@@ -219,8 +210,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--over", default="step", choices=["step", "minutes"])
     parser.add_argument("--copy", default="", help="a directory for what is drawn, a .jsonl a run")
     args = parser.parse_args(argv)
-    if not args.to.endswith((".svg", ".png")):
-        refuse(f"to = {args.to} is neither .svg nor .png")
+    check(args.to.endswith((".svg", ".png")), f"to = {args.to} is neither .svg nor .png")
     all_series = []
     for argument in args.runs:
         label, outs = split_label(argument)

@@ -1,7 +1,6 @@
 """Runs of `train.py` as a user starts them, and what a picture needs of their metrics."""
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import train
 from infra.log import check, read_jsonl
+from tools import plot
 
 # ---------------------------------------------------------------- runs
 TRAIN = Path(train.__file__)
@@ -41,18 +41,16 @@ def read_rows(out: str) -> list[dict]:
     seconds = 0.0
     for row in read_jsonl(f"{out}/metrics.jsonl"):
         # Evaluations are rows of their own, whose time does not count.
-        seconds += row.get("time/step_s", 0)
+        seconds += row.get("time/step_s") or 0.0
         kept = {name: row[name] for name in KEPT if name in row}
         rows.append(kept | {"seconds": seconds})
     return rows
 
 
 def write_rows(path: str, rows: list[dict]) -> None:
-    """Rows as a .jsonl file, numbers with four digits after the point."""
+    """Rows as a .jsonl file, numbers as short as `tools/plot.py --copy` writes them."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    rounded = [{name: round(value, 4) for name, value in row.items()} for row in rows]
-    lines = [json.dumps(row) + "\n" for row in rounded]
-    Path(path).write_text("".join(lines))
+    Path(path).write_text("".join(plot.short_line(row) for row in rows))
 
 
 def final_solved(rows: list[dict]) -> float:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infra.log import open_streams
-from tools.plot import read_rows, refuse
+from infra.log import check, open_streams
+from tools.plot import read_rows
 
 # Of a column, in letters; a terminal has room for two.
 LEAST_WIDTH = 26
@@ -114,11 +114,10 @@ def main(argv: list[str]) -> None:
     trained = [row for row in rows if not row.get("eval")]
     eval_steps = choose_steps(evaluated, args.steps, columns_in(width))
     train_steps = choose_steps(trained, args.steps, columns_in(width))
-    if not rows:
-        refuse(f"{args.out} has no answers")
-    if not eval_steps and not train_steps:
-        having = sorted({row["step"] for row in evaluated or rows})
-        refuse(f"steps = {args.steps}: no answers of these steps; try some of {having}")
+    check(rows, f"{args.out} has no answers")
+    having = sorted({row["step"] for row in evaluated or rows})
+    is_some = eval_steps or train_steps
+    check(is_some, f"steps = {args.steps}: no answers of these steps; try some of {having}")
     # An evaluation asks the same each time, a step of training what no other did in its epoch.
     print_rows("held-out questions", evaluated, eval_steps, width)
     print_rows("questions of training", trained, train_steps, width)
