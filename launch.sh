@@ -91,7 +91,8 @@ make_venv_with_uv() {
     run python3 -m pip install -q --target "$uv" uv
     run env PYTHONPATH="$uv" python3 -m uv "${make[@]}"
   else
-    shell "curl -LsSf https://astral.sh/uv/install.sh | UV_UNMANAGED_INSTALL=$(printf %q "$uv") sh"
+    shell "curl -LsSf https://astral.sh/uv/install.sh | UV_UNMANAGED_INSTALL=$(printf %q "$uv") sh" ||
+      die 'python3 makes no environments here, and uv did not come; install python3-venv, or set PYTHON=' "$?"
     run "$uv/uv" "${make[@]}"
   fi
   run rm -rf "$uv"
