@@ -181,14 +181,18 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
     """The flags with what is `auto` chosen by the kind of device."""
     platform = mesh.devices.flat[0].platform
     dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
-    attention, loss_impl = "blockwise", "jax"
+    attention = "blockwise"
+    loss_impl = "jax"
     # The fast kernels are for bfloat16.
     if dtype == "bfloat16" and platform == "tpu":
-        attention, loss_impl = "splash", "pallas"
+        attention = "splash"
+        loss_impl = "pallas"
     elif dtype == "bfloat16" and platform == "gpu":
         attention = "cudnn"
     return dataclasses.replace(
-        cfg, dtype=dtype, rollout_dtype=cfg.rollout_dtype.replace("auto", dtype),
+        cfg,
+        dtype=dtype,
+        rollout_dtype=cfg.rollout_dtype.replace("auto", dtype),
         attention=cfg.attention.replace("auto", attention),
         loss_impl=cfg.loss_impl.replace("auto", loss_impl))
 
@@ -278,24 +282,6 @@ class Start:
     skipped: int  # updates in a row that were skipped before it
 
 
-@dataclasses.dataclass(frozen=True)
-class Outputs:
-    """Where a run leaves what it finds, what shows how far it is, and what may end it early."""
-
-    saver: checkpoint.Saver
-    metrics: log.JsonLines
-    samples: log.JsonLines
-    wandb: Any  # a run of wandb, or None
-    terminal: log.Terminal
-    stop_signal: cluster.StopSignal
-
-    def write(self, row: dict) -> None:
-        """Append to metrics.jsonl, and send to wandb."""
-        self.metrics.append(row)
-        if self.wandb:
-            self.wandb.log(row, step=row["step"])
-
-
 # ---------------------------------------------------------------- rollout and advantages
 def sample_answers(weights, rows, group, key, sampling, cfg, setup, outputs):
     """Sample an answer to each of this host's rows of the data, of which each `group` in succession
@@ -309,8 +295,11 @@ def sample_answers(weights, rows, group, key, sampling, cfg, setup, outputs):
     # Token ids: prompts were encoded when the data was loaded.
     prompts = [row["prompt"] for row in rows]
     out = rollout.generate(
-        weights, setup.model_cfg, setup.layout, prompts, key, sampling, max_answer=cfg.max_answer,
-        group=group, at_once=setup.rows_at_once[group], progress=between_stages)
+        weights, setup.model_cfg, setup.layout, prompts, key, sampling,
+        max_answer=cfg.max_answer,
+        group=group,
+        at_once=setup.rows_at_once[group],
+        progress=between_stages)
     texts = [setup.tokenizer.decode(tokens) for tokens in answer_tokens(out)]
     return out, texts
 
@@ -447,9 +436,13 @@ def learning_rate(cfg: Config, step: int) -> float:
     """Learning rate of step 1, 2, ...: linear warm-up, then decay, in either phase."""
     # The step is number k of the n steps of its phase.
     if step <= cfg.sft_steps:
-        base, k, n = cfg.sft_lr, step, cfg.sft_steps
+        base = cfg.sft_lr
+        k = step
+        n = cfg.sft_steps
     else:
-        base, k, n = cfg.lr, step - cfg.sft_steps, cfg.steps
+        base = cfg.lr
+        k = step - cfg.sft_steps
+        n = cfg.steps
     # The fraction of the steps after warm-up that lie behind.
     done = max(0, k - cfg.warmup) / max(1, n - cfg.warmup + 1)
     half_wave = (1 + math.cos(math.pi * done)) / 2
@@ -495,8 +488,13 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     # None in supervised steps: demonstrations are to be imitated, not to be varied.
     entropy_bonus = cfg.entropy_bonus if "sampler" in rows else 0.0
     loss, stats = kernel.grpo_loss(
-        *inputs, vectors, mesh, temperature=cfg.temperature, clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high, beta=cfg.beta, is_cap=cfg.is_cap, entropy_bonus=entropy_bonus,
+        *inputs, vectors, mesh,
+        temperature=cfg.temperature,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        beta=cfg.beta,
+        is_cap=cfg.is_cap,
+        entropy_bonus=entropy_bonus,
         impl=cfg.loss_impl)
     # Charted as the negative log-likelihood.
     stats["nll"] = -stats.pop("logp")
@@ -576,7 +574,8 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     opt = {}
     for name, param in model.flatten(state["params"]).items():
         params[name], opt[name] = apply(
-            param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg, mesh=mesh)
+            param, state["opt"][name], grads.pop(name), factor, lr,
+            name=name, cfg=cfg, mesh=mesh)
     return state | {"params": model.nest(params), "opt": opt}, parts, norm
 
 
@@ -618,8 +617,9 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
-            samples = [log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
-                       for i in range(min(3, n, per_host))]
+            samples = [
+                log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
+                for i in range(min(3, n, per_host))]
     fraction = float(all_gather_hosts(solved).sum()) / n
     # At the end, which a signal may prevent: then the evaluation is made again.
     outputs.samples.append(*samples)
@@ -729,8 +729,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     work = rollout.work_of_step(cfg, jax.process_count(), longest_prompt)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     resting = memory.device_bytes(state)
-    fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, work, resting)
-    rows_at_once = {group: fit(group) for group in (1, cfg.npq)}
+    rows_at_once = rollout.rows_by_group(model_cfg, layout, cfg.dtype, work, resting)
     weights = hf.ModelFiles(data.model_directory(cfg, "*.safetensors"), model_cfg)
     wandb = log.start_wandb(cfg.wandb, cfg.out, config)
     run_dir.write_config(cfg.out, config)
@@ -740,16 +739,12 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
         model_dir, model_cfg, mesh, layout, tokenizer, questions, examples, held_out, row_width,
         rows_at_once, micro_batch)
     start = Start(weights, done, paths, skipped)
-    saver = checkpoint.Saver(cfg.out, cfg.keep, done)
-    metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
-    samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
-    terminal = log.Terminal(cfg.sft_steps, total_steps, done)
-    outputs = Outputs(saver, metrics, samples, wandb, terminal, cluster.watch_signals())
+    outputs = run_dir.open_outputs(cfg, done, wandb)
     return cfg, setup, start, outputs
 
 
 # ---------------------------------------------------------------- main: the loop
-def train(cfg: Config, setup: Setup, start: Start, outputs: Outputs) -> None:
+def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> None:
     """The run, from its first question to `out`/final."""
     began = time.time()
     host, hosts = jax.process_index(), jax.process_count()

@@ -112,6 +112,13 @@ def work_of_step(flags, hosts: int, longest_prompt: int) -> Work:
     return Work(sequences, flags.npq, prompt_slots, flags.max_answer, quantised)
 
 
+def rows_by_group(cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int) -> dict:
+    """Rows that a device decodes at once beside `resting` bytes, by the number that share a prompt:
+    one in evaluations, a group in rollouts."""
+    groups = (1, work.group)
+    return {n: layouts.rows_that_fit(cfg, layout, dtype, work, resting, n) for n in groups}
+
+
 def padded_length(n: int) -> int:
     """The least 2^k or 3 * 2^k that holds n: few enough to compile for each."""
     power = 1 << (n - 1).bit_length()

@@ -8,6 +8,7 @@ final/           the trained model, as a Hugging Face directory
 """
 
 import contextlib
+import dataclasses
 import glob
 import json
 import math
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -315,3 +317,31 @@ def checkpoint_bytes(state) -> int:
         shard_size = math.prod(array.sharding.shard_shape(array.shape))
         total += shards * shard_size * array.dtype.itemsize
     return total
+
+
+# ---------------------------------------------------------------- what a run leaves behind
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Where a run leaves what it finds, what shows how far it is, and what may end it early."""
+
+    saver: checkpoint.Saver
+    metrics: log.JsonLines
+    samples: log.JsonLines
+    wandb: Any  # a run of wandb, or None
+    terminal: log.Terminal
+    stop_signal: cluster.StopSignal
+
+    def write(self, row: dict) -> None:
+        """Append to metrics.jsonl, and send to wandb."""
+        self.metrics.append(row)
+        if self.wandb:
+            self.wandb.log(row, step=row["step"])
+
+
+def open_outputs(cfg, done: int, wandb) -> Outputs:
+    """Those of a run with these flags, after `done` steps. From here on signals are watched."""
+    saver = checkpoint.Saver(cfg.out, cfg.keep, done)
+    metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
+    samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
+    terminal = log.Terminal(cfg.sft_steps, cfg.sft_steps + cfg.steps, done)
+    return Outputs(saver, metrics, samples, wandb, terminal, cluster.watch_signals())
