@@ -272,6 +272,10 @@ def test_arguments_name_runs_and_groups(tmp_path):
     assert plot.split_label("rloo=out/a,out/b.jsonl") == ("rloo", ["out/a", "out/b.jsonl"])
     assert plot.split_label("out/b.jsonl") == ("b", ["out/b.jsonl"])
     assert plot.split_label("out/run/metrics.jsonl") == ("run", ["out/run/metrics.jsonl"])
+    for name in ("b2", "b1", "a"):
+        (tmp_path / name).mkdir()
+    found = [str(tmp_path / name) for name in ("b1", "b2", "a")]
+    assert plot.split_label(f"two={tmp_path}/b*,{tmp_path}/a") == ("two", found)
     # A path may have an equals sign.
     odd = tmp_path / "lr=1"
     odd.mkdir()

@@ -2,13 +2,14 @@
 
 python tools/plot.py out/arith-tiny                           # plot.svg
 python tools/plot.py out/seed1 out/seed2 --to curves.png
-python tools/plot.py grpo=out/g1,out/g2,out/g3 rloo=out/r1,out/r2,out/r3 --over minutes
+python tools/plot.py "grpo=out/grpo-*" rloo=out/r1,out/r2,out/r3 --over minutes
 
-A run is a directory, or a file as its metrics.jsonl. Runs behind one label are drawn as their mean,
-in the band from the least to the most of them.
+A run is a directory, or a file as its metrics.jsonl; `*` stands for many. Runs behind one label are
+drawn as their mean, in the band from the least to the most of them.
 """
 
 import argparse
+import glob
 import math
 import os
 import sys
@@ -56,11 +57,15 @@ class Curve:
 
 
 def split_label(argument: str) -> tuple[str, list[str]]:
-    """label=OUT1,OUT2 -> (label, [OUT1, OUT2]); OUT -> (its name, [OUT])"""
-    label, equals, outs = argument.partition("=")
+    """label=OUT1,OUT* -> (label, [OUT1, OUT2, OUT3]); OUT -> (its name, [OUT])"""
+    label, equals, patterns = argument.partition("=")
     # A path may have = in it, too.
     if equals and not os.path.exists(argument):
-        return label, outs.split(",")
+        outs = []
+        for pattern in patterns.split(","):
+            # One that matches nothing is named where it is read.
+            outs += sorted(glob.glob(pattern)) or [pattern]
+        return label, outs
     path = Path(argument)
     if path.name == "metrics.jsonl":
         path = path.parent
