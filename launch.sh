@@ -58,6 +58,7 @@ setup() {
     # There is none, or one that was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
     drop_other_cuda "$extra"
+    say 'installing into .venv, once: a minute or two'
     pip_install -r "$here/requirements.txt" ${extra:+"jax[$extra]"} || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed"
   fi
@@ -183,6 +184,7 @@ cmd_test() {
   setup
   mark="$(cksum <"$here/tests/requirements.txt")"
   if [ "$mark" != "$(cat "$venv/installed-tests" 2>/dev/null)" ]; then
+    say "installing what the tests compare with, once: minutes, and 7 GB"
     pip_install -r "$here/tests/requirements.txt" || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
   fi
@@ -202,16 +204,19 @@ split() {
   while IFS= read -r word; do [ -z "$word" ] || words+=("$word"); done <<<"$text"
 }
 
-# that there are only train.py's flags, each with its value: another word may be an action that stands too late
+# that there are only train.py's flags, each with its value, before a VM is made and paid for: another word may be an
+# action that stands too late
 check_words() {
-  local word is_value=''
+  local word flag is_value=''
   for word in "$@"; do
+    flag="${word%%=*}"
     case "$is_value$word" in
-      yes*) is_value='' ;;
+      yes*) is_value='' && continue ;;
       --*=*) ;;
       --*) is_value=yes ;;
       *) die "$word is no flag; up, logs and such stand right after $type" ;;
     esac
+    grep -q "^    ${flag#--}: " "$here/train.py" || die "$flag is no flag; see bash launch.sh cpu --help"
   done
 }
 

@@ -887,7 +887,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    signal.signal(signal.SIGINT, cluster.end_at_once)
     log.open_streams()
     try:
         main(sys.argv[1:])

@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from infra import nvidia
-from infra.log import check, erase_status, exit_on, first_line
+from infra.log import check, erase_status, exit_on, first_line, warn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Flags that may differ between the processes of a run.
@@ -300,6 +300,14 @@ class StopSignal:
 
 
 SECONDS_BETWEEN_TRIES = 10  # to ask a metadata server that gives no answer
+
+
+def end_at_once(number, _frame=None) -> None:
+    """What SIGINT does before a run watches its signals: there is nothing to save."""
+    erase_status()
+    warn("interrupted before the first step: nothing is saved")
+    # An orderly end would crash where JAX compiles in a thread of its own.
+    os._exit(128 + number)
 
 
 def watch_signals() -> StopSignal:

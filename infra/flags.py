@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import os
 import re
@@ -44,7 +45,8 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
         argument_default=argparse.SUPPRESS,
     )
     # One line and exit code 2, as for every mistake.
-    parser.error = lambda message: check(False, f"{message}; see --help")
+    names = [f"--{field.name}" for field in dataclasses.fields(config_class)]
+    parser.error = lambda message: check(False, f"{message}; {near(message, names)}see --help")
     # A flag with choices has the type Literal of them.
     for field in dataclasses.fields(config_class):
         choices = get_args(field.type) or None
@@ -62,6 +64,15 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     check_texts(cfg)
     check_together(cfg)
     return dataclasses.replace(cfg, out=run_directory(cfg))
+
+
+def near(message: str, names: list[str]) -> str:
+    """What a message may mean by a flag that there is not: `is it --steps? `, or nothing."""
+    _, _, unknown = message.partition("unrecognized arguments: ")
+    # argparse lists the flag with its value.
+    word = unknown.partition(" ")[0].partition("=")[0]
+    found = difflib.get_close_matches(f"--{word.lstrip('-')}", names, n=1)
+    return f"is it {found[0]}? " if word and found else ""
 
 
 def run_directory(cfg) -> str:

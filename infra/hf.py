@@ -366,6 +366,9 @@ def write_final(
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(f"{source_directory}/{name}", unfinished)
         files.write_json(f"{unfinished}/podgrpo.json", about)
+        # safetensors makes files that nobody else may read.
+        for path in glob.glob(f"{unfinished}/*.safetensors"):
+            shutil.copymode(f"{unfinished}/podgrpo.json", path)
         # On the disk before the name is, which says that it is complete.
         for name in os.listdir(unfinished):
             files.flush_to_disk(f"{unfinished}/{name}")

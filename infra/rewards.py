@@ -23,8 +23,13 @@ REWARD_SECONDS = 5
 # An alarm rings when the time is up, and again each second. A function that catches what so many
 # of them raise never ends by itself.
 MOST_ALARMS = 10
+# After so many answers in succession without a score in time, a function is not called any more in
+# this step: else all of its answers would take it 5 seconds each.
+MOST_SLOW = 16
 # Scores lie within -MOST_REWARD and MOST_REWARD: the squares of such are still float32.
 MOST_REWARD = 1e6
+# Names of the functions that have returned a score.
+HAVE_WORKED = set()
 
 
 def name_of(function: RewardFunction) -> str:
@@ -68,11 +73,13 @@ def score_answers(
     [answers, functions], and {function name: {i: why it failed on answers[i]}}. A truncated answer
     scores 0 by all functions, and an answer on which a function fails scores 0 by that one.
 
-    The time limit ends Python code, `re` and sleep. Other code in C ends when it ends; its score is
-    0 if that was too late.
+    A function that was too slow MOST_SLOW times in succession is not called any more, and fails on
+    the others. The time limit ends Python code, `re` and sleep. Other code in C ends when it ends;
+    its score is 0 if that was too late.
     """
     scores = np.zeros((len(answers), len(functions)))
     faults = {}
+    slow = [0] * len(functions)
     handler_before = signal.getsignal(signal.SIGALRM)
     process = os.getpid()
     directory = os.open(".", os.O_RDONLY)
@@ -80,9 +87,17 @@ def score_answers(
         if truncated[i]:
             continue
         for j, function in enumerate(functions):
+            name = name_of(function)
+            if slow[j] == MOST_SLOW:
+                faults[name][i] = f"not called, as it was too slow {MOST_SLOW} times in succession"
+                continue
             fault = None
+            was_slow = False
             try:
                 scores[i, j] = score_answer(function, rows[i], answer)
+            except TooSlow as e:
+                fault = first_line(e)
+                was_slow = True
             # Also exit() and KeyboardInterrupt of the function: a real Ctrl-C raises neither.
             except BaseException as e:
                 fault = first_line(e)
@@ -94,8 +109,11 @@ def score_answers(
                 fault = "it closed stdout or stderr"
                 scores[i, j] = 0
                 log.open_streams()
-            if fault is not None:
-                faults.setdefault(name_of(function), {})[i] = fault
+            slow[j] = slow[j] + 1 if was_slow else 0
+            if fault is None:
+                HAVE_WORKED.add(name)
+            else:
+                faults.setdefault(name, {})[i] = fault
     signal.signal(signal.SIGALRM, handler_before)
     # A function may have gone elsewhere, and `out` may be relative.
     os.fchdir(directory)
@@ -104,10 +122,16 @@ def score_answers(
 
 
 def report(faults: dict[str, dict[int, str]]) -> int:
-    """Print which functions failed, and one reason of each -> on how many answers."""
+    """Print which functions failed, and one reason of each -> on how many answers.
+
+    Exits 2 if one failed on all answers that it was called with, and has never worked: a mistake
+    in the function, which would train on nothing.
+    """
     for name, messages in faults.items():
         one = max(messages.values())
-        print(f"reward {name} failed on {len(messages)} answers, which score 0: {one}")
+        n = len(messages)
+        check(name in HAVE_WORKED, f"reward {name} failed on all {n} answers: {one}; mend it")
+        print(f"reward {name} failed on {n} answers, and counts 0 there: {one}")
     return sum(len(messages) for messages in faults.values())
 
 

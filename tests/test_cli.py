@@ -3,8 +3,10 @@
 import ast
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -25,7 +27,7 @@ SHORT_FLAGS = (
 MISTAKES = {  # flags: what the message must say
     # no such flag, no such value
     "word": "arguments: word",
-    "--bacth 4": "unrecognized arguments: --bacth 4; see --help",
+    "--bacth 4": "unrecognized arguments: --bacth 4; is it --batch? see --help",
     "--batch four": "invalid int value: 'four'",
     "--seed 1.5": "invalid int value",
     "--lr fast": "invalid float value",
@@ -141,6 +143,8 @@ def test_a_mistake_ends_with_exit_code_2_and_is_not_in_the_way(tmp_path, one_que
         "train.py: batch*npq = 1*6 = 6 sequences per host do not divide over 4 local devices; "
         "try --npq 4 or --npq 8\n"
     )
+    assert "--step=20; is it --steps? see --help" in refused("--step=20")
+    assert "unrecognized arguments: 17; see --help" in refused("17")
     flags = ["--steps 0 --sft_steps 0 --out", out, *one_question]
     run_train(*flags)
     assert "seed was 1, is 2" in refused(*flags, "--seed 2")
@@ -310,3 +314,19 @@ def test_processes_with_other_flags_or_commits_are_refused(
     assert process_0.returncode == 2, text
     assert wanted in text
     assert "Traceback" not in text, text
+
+
+def test_an_interrupt_while_programs_compile_ends_the_run_at_once(tmp_path):
+    command = [sys.executable, "-u", ROOT / "train.py", "--out", tmp_path / "run"]
+    # Nothing is remembered: it compiles for seconds.
+    env = os.environ | {"HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=env, **pipe) as process:
+        for line in process.stdout:
+            if line.startswith("tracing gradients"):
+                break
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert rest == "train.py: interrupted before the first step: nothing is saved\n"

@@ -208,6 +208,8 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v6e-8 --spot down": "down is no flag",
         "v6e-8 --steps 5 --lr=1 --name x stop": "stop is no flag; up, logs and such stand right",
         "v6e-8 run all --steps 5": "all is no flag",
+        "v6e-8 --learning_rate 1e-5": "--learning_rate is no flag",
+        "v6e-8 --dryrun --batch=1": "--dryrun is no flag",
         "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",

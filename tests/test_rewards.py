@@ -60,6 +60,33 @@ def test_rewards_that_hang_score_zero(monkeypatch):
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
+def test_a_reward_that_hangs_on_and_on_is_not_called_any_more(monkeypatch):
+    monkeypatch.setattr(rewards, "REWARD_SECONDS", 0.5)
+    monkeypatch.setattr(rewards, "MOST_SLOW", 2)
+    answers = ["hang", "5", "hang", "hang", "5"]
+    rows = [{"question": "q", "answer": "5"}] * len(answers)
+    functions = [loops, gives_no_number]
+    scores, faults = rewards.score_answers(functions, rows, answers, [False] * len(answers))
+    assert_array_equal(scores, [[0, 0.5], [1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]])
+    assert list(faults) == ["loops"] and sorted(faults["loops"]) == [0, 2, 3, 4]
+    assert faults["loops"][4] == "not called, as it was too slow 2 times in succession"
+
+
+def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(rewards, "HAVE_WORKED", set())
+    rows = [{"question": "q", "answer": "5"}] * 2
+    _, faults = rewards.score_answers([divides], rows, ["bad", "bad"], [False] * 2)
+    with pytest.raises(SystemExit) as end:
+        rewards.report(faults)
+    assert end.value.code == 2
+    line = "train.py: reward divides failed on all 2 answers: ZeroDivisionError: division by zero"
+    assert capsys.readouterr().err == f"{line}; mend it\n"
+    # One that has worked may fail for a reason that passes.
+    rewards.score_answers([divides], rows, ["5", "bad"], [False] * 2)
+    assert rewards.report(faults) == 2
+    assert "reward divides failed on 2 answers, and counts 0 there" in capsys.readouterr().out
+
+
 def divides(row, answer):
     return 1 / (answer != "bad")
 
