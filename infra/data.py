@@ -129,6 +129,7 @@ def read_jsonl(path: str) -> list[dict]:
 
 def read_hub_set(name: str, held_out: bool) -> list[dict]:
     """The rows of the split `test` or `train` of NAME or NAME:CONFIG, on the hub or a directory."""
+    check(not os.path.isfile(name), f"{name} is no .jsonl file, which has a JSON object a line")
     no_answer = "" if os.path.exists(name) else reach_hub()
     with exit_on(Exception, f"{name} cannot be loaded{no_answer}"):
         # Slow to import, and not needed for other data.
@@ -213,6 +214,7 @@ def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
     """-> (tokenizer, the id of <|im_end|>). Stops, with exit code 2, unless it is a Qwen2's."""
     path = f"{directory}/tokenizer.json"
     text = "<|im_start|>What is 2 + 3?<|im_end|>"
+    check(os.path.isfile(path), f"{path} is missing; a Qwen2's, with its model, is on the hub")
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_file(path)
         # The file may carry such settings, which are of other uses than training.

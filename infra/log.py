@@ -369,8 +369,8 @@ def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     if solved:
         print_before_and_after(out, min(solved), max(solved))
         first = f"{solved[min(solved)]:.1%} at step {min(solved)}"
-        last = f"{solved[max(solved)]:.1%} at step {max(solved)}"
-        say(f"\nheld-out questions solved: {first} -> {last}")
+        last = f" -> {solved[max(solved)]:.1%} at step {max(solved)}" if len(solved) > 1 else ""
+        say(f"\nheld-out questions solved: {first}{last}")
     checkpoint = f"checkpoint: {out}/final (Hugging Face format); " if sft_steps + steps else ""
     say(f"{checkpoint}metrics: {out}/metrics.jsonl")
 

@@ -290,7 +290,8 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
         "--keep 1, --save_every 0, --out gs://bucket/run, or a larger disk (of a TPU VM: --create "
         '"--data-disk source=..")',
     )
-    say(f"{what} need {need_gib:.2f} GiB of a disk that has {free_gib:.2f}")
+    files_of_run = f"{at_once} checkpoints at once and final/"
+    say(f"disk: {free_gib:.2f} GiB are free; {files_of_run} take {need_gib:.2f}")
 
 
 def worst_disk(out, need_gib, free_gib):

@@ -37,6 +37,7 @@ PATHS = {  # flags: what the message must say
     "--model a/b/c": "a/b/c is not a directory",
     "--model plain": "plain is not a directory",
     "--data none.jsonl": "none.jsonl does not exist",
+    "--data empty/config.json": "config.json is no .jsonl file",
     "--eval_data none.jsonl": "none.jsonl does not",
     "--data dir.jsonl": "does not exist, or is no file",
     "--data .": "cannot be lo",

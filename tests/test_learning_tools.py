@@ -20,7 +20,7 @@ MISTAKES = [  # tool, flags, what the message must say
     (word_problems, "--out x", "required: --tokenizer"),
     (word_problems, "--tokenizer . --out x --seed one", "invalid int value: 'one'"),
     (word_problems, "--tokenizer . --out .", "out = . exists"),
-    (word_problems, "--tokenizer nowhere --out x", "not a readable tokenizer"),
+    (word_problems, "--tokenizer nowhere --out x", "nowhere/tokenizer.json is missing"),
     (compare_trl, "--out x", "required: --model"),
     (compare_trl, "--model nowhere --out x", "model nowhere is not a directory"),
     (compare_trl, "--model . --out x --seeds 1,,2", "seeds 1,,2 are not numbers, as in 1,2,3"),

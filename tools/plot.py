@@ -160,7 +160,7 @@ def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> Non
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        check(False, "plots want matplotlib, which is not here: pip install matplotlib")
+        check(False, f"no matplotlib here: {sys.executable} -m pip install matplotlib")
     # Text stays text, and a picture drawn again is the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "podgrpo"}
     columns = min(COLUMNS, len(panels))
