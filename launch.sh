@@ -58,7 +58,7 @@ setup() {
     # There is none, or one that was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
     drop_other_cuda "$extra"
-    say 'installing into .venv, once: a minute or two'
+    [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'
     pip_install -r "$here/requirements.txt" ${extra:+"jax[$extra]"} || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed"
   fi
@@ -184,7 +184,7 @@ cmd_test() {
   setup
   mark="$(cksum <"$here/tests/requirements.txt")"
   if [ "$mark" != "$(cat "$venv/installed-tests" 2>/dev/null)" ]; then
-    say "installing what the tests compare with, once: minutes, and 7 GB"
+    [ -n "$dry_run" ] || say 'installing what the tests compare with, once: minutes, and 7 GB'
     pip_install -r "$here/tests/requirements.txt" || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
   fi
