@@ -74,17 +74,19 @@ def test_a_reward_that_hangs_on_and_on_is_not_called_any_more(monkeypatch):
 
 def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys):
     monkeypatch.setattr(rewards, "HAVE_WORKED", set())
-    rows = [{"question": "q", "answer": "5"}] * 2
-    _, faults = rewards.score_answers([divides], rows, ["bad", "bad"], [False] * 2)
+    rows = [{"question": "q", "answer": "5"}] * 4
+    _, faults = rewards.score_answers([divides], rows[:3], ["bad"] * 3, [False] * 3)
+    assert rewards.report(faults) == 3, "so few may be chance"
+    _, faults = rewards.score_answers([divides], rows, ["bad"] * 4, [False] * 4)
     with pytest.raises(SystemExit) as end:
         rewards.report(faults)
     assert end.value.code == 2
-    line = "train.py: reward divides failed on all 2 answers: ZeroDivisionError: division by zero"
+    line = "train.py: reward divides failed on all 4 answers: ZeroDivisionError: division by zero"
     assert capsys.readouterr().err == f"{line}; mend it\n"
     # One that has worked may fail for a reason that passes.
-    rewards.score_answers([divides], rows, ["5", "bad"], [False] * 2)
-    assert rewards.report(faults) == 2
-    assert "reward divides failed on 2 answers, and counts 0 there" in capsys.readouterr().out
+    rewards.score_answers([divides], rows[:1], ["5"], [False])
+    assert rewards.report(faults) == 4
+    assert "reward divides failed on 4 answers, and counts 0 there" in capsys.readouterr().out
 
 
 def divides(row, answer):
