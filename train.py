@@ -60,7 +60,7 @@ class Config:
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: int = 1  # of the order of questions, of sampling, and of the tiny model's weights
     steps: int = 200  # GRPO steps
-    sft_steps: int = 0  # supervised steps on the reference answers, before GRPO
+    sft_steps: int = 0  # before GRPO, supervised steps on a row's `demonstration`, else `answer`
     # the rollout; lengths are in tokens
     batch: int = 8  # questions per host per step
     npq: int = 8  # answers per question: the group of GRPO
@@ -867,7 +867,8 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
 
     outputs.saver.finish()
     if total_steps:
-        about = {"step": total_steps, "commit": cluster.commit()}
+        # Who asks the model will want its system prompt.
+        about = {"step": total_steps, "commit": cluster.commit(), "system": cfg.system}
         params = state["params"]
         hf.write_final(cfg.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
     checkpoint.send_small_files(cfg.out)

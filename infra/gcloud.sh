@@ -22,7 +22,7 @@ check_type() {
     v5p-*) image=v2-alpha-tpuv5 all_zones=us-east5-a,us-central1-a ;;
     v5litepod-*) image=v2-alpha-tpuv5-lite all_zones=us-west4-a,us-central1-a,us-west1-c,us-south1-a ;;
     v6e-*) image=v2-alpha-tpuv6e all_zones=us-east5-b,us-east5-a,us-east1-d,us-central1-b,europe-west4-a ;;
-    *) die "unknown TPU $type; types are v4-N, v5e-N, v5p-N and v6e-N" ;;
+    *) die "unknown TPU $type; types are v4-N, v5litepod-N, v5p-N and v6e-N" ;;
   esac
   case "$type" in
     # These count cores, two to a device, and four devices to a host.

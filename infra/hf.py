@@ -342,7 +342,7 @@ def write_final(
     about: dict,
 ) -> None:
     """Write OUT/final: the parameters, with the other files of the model that training began from,
-    and podgrpo.json, which says what training: its step and commit.
+    and podgrpo.json, which says what training: its step, commit and system prompt.
 
     The weights have the type that they came in. Every process must call; process 0 writes. The
     directory appears under its name once it is complete.
