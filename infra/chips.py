@@ -28,6 +28,7 @@ class Chip:
 
 # For a message to reach a TPU's next chip ("How to Scale Your Model", "Sharded Matrices").
 HOP_SECONDS = 1e-6
+
 # By the start of JAX's device_kind; the longer name comes first. Google's documentation of the
 # Cloud TPUs has the figures. A clock is what a chip's peak is of its matrix units, which multiply
 # and add in each cycle: 8 of 128 x 128 in a v4 and v5p, 4 in a v5e, 16 in a v6e. The links of an

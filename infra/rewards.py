@@ -28,9 +28,10 @@ MOST_ALARMS = 10
 MOST_SLOW = 16
 # Scores lie within -MOST_REWARD and MOST_REWARD: the squares of such are still float32.
 MOST_REWARD = 1e6
-# Names of the functions that have returned a score. Another that fails on so many answers, and on
-# all of a step, is a mistake.
+# Names of the functions that have returned a score in this process.
 HAVE_WORKED = set()
+# A function that never has is a mistake if it fails on all answers of a step. Fewer than these may
+# be chance.
 LEAST_FAILED = 4
 
 
@@ -97,12 +98,10 @@ def score_answers(
             was_slow = False
             try:
                 scores[i, j] = score_answer(function, rows[i], answer)
-            except TooSlow as e:
-                fault = first_line(e)
-                was_slow = True
             # Also exit() and KeyboardInterrupt of the function: a real Ctrl-C raises neither.
             except BaseException as e:
                 fault = first_line(e)
+                was_slow = isinstance(e, TooSlow)
             # A child that the function forked would train on.
             if os.getpid() != process:
                 os._exit(0)

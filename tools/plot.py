@@ -120,8 +120,8 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
     if not asked:
         return [name for name in PANELS.split() if name in known]
     panels = asked.split(",")
+    having = ", ".join(sorted(known))
     for name in panels:
-        having = ", ".join(sorted(known))
         check(name in known, f"no run has the metric {name}; they have {having}")
     return panels
 
