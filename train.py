@@ -639,10 +639,8 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
         "len/prompt": [len(prompt) for prompt in prompts],
         "len/answer": out["lengths_B"],
         "truncated": out["truncated_B"],
-        "solved": scores[:, 0],
     }
-    for i, (function, _) in enumerate(REWARDS, 1):
-        per_answer[f"reward/{rewards.name_of(function)}"] = scores[:, i]
+    per_answer |= rewards.by_name(scores, REWARDS)
     table = np.column_stack(list(per_answer.values()))
     table = all_gather_hosts(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
@@ -795,9 +793,8 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             outputs.terminal.begin("rollout", step)
             weights = layouts.to_rollout(state["params"], setup.layout, *quantise.dtypes(cfg))
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-            sampling = Sampling(cfg.temperature)
             out, texts = sample_answers(
-                weights, rows, cfg.npq, key, sampling, cfg, setup, outputs)
+                weights, rows, cfg.npq, key, Sampling(cfg.temperature), cfg, setup, outputs)
             del weights  # the update wants the memory
             answers = answer_tokens(out)
             sampler_logprobs = out["logprobs_BT"]
@@ -811,7 +808,8 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             metrics |= rollout_metrics(reward_B, prompts, out, scores, faults, cfg)
             outputs.samples.append(*[
                 log.sample(step, rows[i], texts[i], reward=reward_B[i],
-                       truncated=bool(out["truncated_B"][i])) for i in range(2)])
+                       truncated=bool(out["truncated_B"][i]),
+                       **rewards.by_name(scores[i], REWARDS)) for i in range(2)])
             t_reward = time.time()
             metrics |= {
                 "time/rollout_s": t_rollout - t_start,

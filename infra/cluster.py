@@ -93,8 +93,7 @@ def find_processes(cfg) -> Processes:
             index = int(metadata("attributes/agent-worker-number", 9))
             hosts = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
         except (OSError, ValueError) as e:
-            why = first_line(e)
-            print(f"train.py: not a slice of Cloud TPUs, so one process ({why})", flush=True)
+            warn(f"not a slice of Cloud TPUs, so one process ({first_line(e)})")
     # JAX's own choice of a port, 8482, is closed in Google's firewall.
     return Processes(f"{hosts[0]}:8476", hosts, index)
 

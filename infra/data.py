@@ -83,15 +83,14 @@ def arith(held_out: bool) -> list[dict]:
     rng.shuffle(pairs)
     pairs = [rng.sample(pair, 2) for pair in pairs]
     part = pairs[:2000] if held_out else pairs[2000:22000]
-    rows = []
-    for i, (a, b) in enumerate(part):
-        row = {
+    return [
+        {
             "question": f"What is {a} + {b}?",
             "answer": worked_sum(a, b),
             "demonstration": worked_sum(a, b, carry=i % 4 == 0),
         }
-        rows.append(row)
-    return rows
+        for i, (a, b) in enumerate(part)
+    ]
 
 
 # ---------------------------------------------------------------- rows of files and of the hub
@@ -156,10 +155,9 @@ def reach_hub() -> str:
     """
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(url, timeout=10).close()
-    except urllib.error.HTTPError:
-        # That page may be missing, but the hub has answered.
-        return ""
+        # That page may be missing, but then the hub has answered.
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(url, timeout=10).close()
     # Also a ValueError, where HF_ENDPOINT is no address.
     except Exception as e:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -202,6 +200,13 @@ def number_text(number: int | float) -> str:
 
 
 # ---------------------------------------------------------------- prompts
+# ChatML, for what else reads the tiny model: Qwen's own tokenizers come with a template.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def chat(system: str, question: str) -> str:
     """Qwen's template, ChatML: system, user, and the opening of the answer."""
     return (
@@ -253,9 +258,8 @@ def load_questions(
         encoded_prompts = tokenizer.encode_batch(prompts, add_special_tokens=False)
         encoded_demonstrations = tokenizer.encode_batch(demonstrations, add_special_tokens=False)
     questions = []
-    for row, prompt, demonstration in zip(
-        rows, encoded_prompts, encoded_demonstrations, strict=True
-    ):
+    encoded = zip(rows, encoded_prompts, encoded_demonstrations, strict=True)
+    for row, prompt, demonstration in encoded:
         if len(prompt.ids) <= cfg.max_prompt:
             ids = {"prompt": prompt.ids, "demonstration_ids": demonstration.ids}
             questions.append(row | ids)
@@ -346,11 +350,8 @@ def final_number(text: str) -> fractions.Fraction | None:
         or re.findall(r"####(.*)", text)
         or [text]
     )
-    for part in reversed(marked):
-        number = last_number(part)
-        if number is not None:
-            return number
-    return None
+    numbers = (last_number(part) for part in reversed(marked))
+    return next((number for number in numbers if number is not None), None)
 
 
 # ---------------------------------------------------------------- the model's files
@@ -371,15 +372,14 @@ def model_directory(cfg: Any, *patterns: str) -> str:
     # Comes with tokenizers, and is slow to import.
     from huggingface_hub import errors, snapshot_download
 
-    for seconds_to_wait in (1, 4, None):
-        with exit_on(Exception, f"model {cfg.model} is not a directory here, nor had from the hub"):
-            try:
-                return snapshot_download(cfg.model, allow_patterns=patterns)
+    missing = f"model {cfg.model} is not a directory here (for a plan, of config.json alone)"
+    with exit_on(Exception, f"{missing}, nor had from the hub"):
+        for seconds_to_wait in (1, 4):
             # The hub gave no answer. That there is no such model would be one.
-            except errors.LocalEntryNotFoundError:
-                if seconds_to_wait is None:
-                    raise
-        time.sleep(seconds_to_wait)
+            with contextlib.suppress(errors.LocalEntryNotFoundError):
+                return snapshot_download(cfg.model, allow_patterns=patterns)
+            time.sleep(seconds_to_wait)
+        return snapshot_download(cfg.model, allow_patterns=patterns)
 
 
 def make_tiny(directory: str, seed: int) -> str:
@@ -389,7 +389,10 @@ def make_tiny(directory: str, seed: int) -> str:
     os.makedirs(unfinished, exist_ok=True)
     tiny_tokenizer().save(f"{unfinished}/tokenizer.json")
     tokenizer_config = dict(
-        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
     )
     files.write_json(f"{unfinished}/tokenizer_config.json", tokenizer_config)
     hf.write_random(unfinished, TINY_MODEL, seed)
@@ -403,12 +406,9 @@ def tiny_tokenizer() -> tokenizers.ByteLevelBPETokenizer:
     # A digit | a word with the space before it | a space | signs with the space before them
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(words, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(words, "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     texts = [chat("", row["question"]) + row["answer"] for row in arith(False)[:99]]
     tokenizer.train_from_iterator(
         texts,

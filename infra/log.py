@@ -125,8 +125,9 @@ class Terminal:
             self.print(text)
 
     def time_left(self) -> str:
-        """At the mean pace since the first step, which compiles; "" before a second one ends."""
-        if self.ended < 2:
+        """At the mean pace since the first step, which compiles; "" before a second one ends, and
+        when all have."""
+        if self.ended < 2 or self.last_step == self.total_steps:
             return ""
         is_supervised = self.last_step < self.sft_steps
         # How long GRPO's steps take is not known before they run.

@@ -40,6 +40,16 @@ def name_of(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def by_name(scores: np.ndarray, weighted: Sequence[tuple[RewardFunction, float]]) -> dict:
+    """The columns of scores, or the scores of one answer, by their names in metrics and samples.
+
+    scores: [answers, 1 + functions] or [1 + functions], the first of which is of SOLVED. weighted:
+    train.py's REWARDS.
+    """
+    names = ["solved"] + [f"reward/{name_of(function)}" for function, _ in weighted]
+    return dict(zip(names, scores.T, strict=True))
+
+
 class TooSlow(BaseException):
     """The time of a reward function is over. No Exception, which the function may catch."""
 

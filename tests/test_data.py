@@ -135,6 +135,16 @@ def test_prompts_equal_the_published_chat_template():
     assert ours.encode("hello").ids == [14990]
 
 
+def test_the_tiny_model_has_the_chat_template(tiny_directory):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_directory)
+    asked = [{"role": "system", "content": "  Be brief."}, {"role": "user", "content": "2 + 2?\n"}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert prompt == data.chat("  Be brief.", "2 + 2?\n")
+    answered = [*asked, {"role": "assistant", "content": "4"}]
+    assert tokenizer.apply_chat_template(answered, tokenize=False) == f"{prompt}4<|im_end|>\n"
+
+
 def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directory, tmp_path):
     """tokenizer.json may carry such settings, which are of other uses than training."""
     data = tmp_path / "rows.jsonl"
@@ -216,7 +226,8 @@ def test_the_hub_is_asked_again_only_where_it_does_not_answer(tmp_path):
                 found = data.model_directory(train.Config(model="a/b"), "*.json")
                 assert found == "here"
             else:
-                assert str(replies[0]) in refused("--model a/b --out", tmp_path / "run")
+                text = refused("--model a/b --out", tmp_path / "run")
+                assert str(replies[0]) in text and "(for a plan, of config.json alone)" in text
         assert ask.call_count == n_asked
         assert sum(call.args[0] for call in slept.call_args_list) <= 10
 

@@ -97,6 +97,12 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     assert last["logprob_gap/max"] > 0, "the sampler is compared with itself"
     assert last["ratio/max"] > 1 + 1e-4, "a step's second update is compared with itself"
     samples = read_jsonl(out / "samples.jsonl")
+    sampled = [row for row in samples if not row.get("eval")]
+    assert len(sampled) == 4, samples
+    for row in sampled:
+        scores = [row["reward/correct"], row["reward/formatted"]]
+        assert row["reward"] == pytest.approx(np.dot(scores, [w for _, w in train.REWARDS]))
+        assert row["solved"] == row["reward/correct"]
     final = load_file(out / "final/model.safetensors")
     assert "is finished" in run_train(*flags, devices=8)
 
