@@ -157,7 +157,10 @@ cmd_plan() {
       check_type "$1"
       [ "$(uname -sm)" = 'Linux x86_64' ] || die "libtpu, which compiles for $1, is for x86-64 Linux only"
       setup
-      "$venv/bin/python" -c 'import libtpu' 2>/dev/null || pip_install 'jax[tpu]'
+      if ! "$venv/bin/python" -c 'import libtpu' 2>/dev/null; then
+        say "installing libtpu, which compiles for $1, into .venv: from then on .venv/bin/python wants JAX_PLATFORMS=cpu on a CPU"
+        pip_install 'jax[tpu]' || exit
+      fi
       # On the CPU: with libtpu, JAX would look for a TPU.
       (plan cpu "$type" "${job[@]}" "${@:2}")
       ;;

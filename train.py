@@ -690,7 +690,7 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
 def set_up(cfg: Config, claims: contextlib.ExitStack):
     """-> (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
     # The processes, the directory, the devices.
-    rewards.check_signatures([SOLVED] + [function for function, _ in REWARDS])
+    rewards.check_functions(SOLVED, REWARDS)
     cluster.connect(cfg)
     run_dir.claim_out(cfg.out, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())

@@ -67,6 +67,7 @@ setup_absent_gpus() {
   ready="$ready; assert v('jax') == v('jax-cuda$cuda-plugin') == v('jax-cuda$cuda-pjrt')"
   if "$venv/bin/python" -c "$ready" 2>/dev/null; then return; fi
   say "installing what compiles for $1, JAX's CUDA $cuda plugin and cuDNN, into .venv: 0.7 GB to load, 1.3 GB there"
+  say 'from then on .venv/bin/python wants JAX_PLATFORMS=cpu on a CPU'
   pip_install "jax[cuda$cuda-local]" || exit
   # cuBLAS, which it depends on, is not needed to compile.
   pip_install --no-deps "nvidia-cudnn-cu$cuda" || exit

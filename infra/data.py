@@ -122,7 +122,7 @@ def read_jsonl(path: str) -> list[dict]:
         with exit_on_bad_row(path, number, line):
             # This raises for bytes that were not UTF-8, so that the message has their line.
             line.encode()
-            rows.append(check_row(json.loads(line)))
+            rows.append(check_row(json.loads(line.strip())))
     return rows
 
 

@@ -72,7 +72,7 @@ def near(message: str, names: list[str]) -> str:
     # argparse lists the flag with its value.
     word = unknown.partition(" ")[0].partition("=")[0]
     found = difflib.get_close_matches(f"--{word.lstrip('-')}", names, n=1)
-    return f"is it {found[0]}? " if word and found else ""
+    return f"is it {found[0]}? " if word.startswith("-") and found else ""
 
 
 def run_directory(cfg) -> str:

@@ -86,25 +86,29 @@ class Terminal:
         self.sft_steps = sft_steps
         self.total_steps = total_steps
         self.first_step = done + 1
-        # What runs now, and how far it is.
+        # What runs now, how far it is, and how many of its questions are left.
+        self.phase = ""
         self.place = ""
         self.asked = ""
+        self.left = math.inf
         self.began = time.time()
         # Steps of one kind that have ended, supervised or GRPO: their number, the last one, and
         # when the first and the last of them ended.
         self.ended = 0
         self.last_step = done
         self.first_end = self.last_end = time.time()
-        # Tokens a second, of what runs now or of the last step.
-        self.rate = 0.0
+        # Tokens a second of each phase, as it runs or when it last ran.
+        self.rates = {}
         self.printed = time.time()
 
     def begin(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
         """A phase of a step begins, or its next round, after `done` of `total` questions."""
         # As the lines of steps have it.
         kind = "sft" if step <= self.sft_steps else "step"
+        self.phase = phase
         self.place = f"{phase} | {kind} {step}/{self.total_steps}"
         self.asked = f" | {done}/{total} questions" if total else ""
+        self.left = total - done if total else math.inf
         self.began = time.time()
         self.show()
 
@@ -112,14 +116,15 @@ class Terminal:
         """So many answers of the rollout that runs have ended; tokens: of all that it decodes."""
         # None yet once the prompts have run.
         if tokens:
-            self.rate = tokens / (time.time() - self.began)
-        self.show(f" | {answers} answers")
+            self.rates[self.phase] = tokens / (time.time() - self.began)
+        # Rows beyond the last question are decoded, too, and do not count.
+        self.show(f" | {min(answers, self.left)} answers")
 
     def show(self, detail: str = "") -> None:
         # What matters most stands first, as a narrow terminal shows no more.
         text = self.place + self.time_left() + self.asked + detail
-        if self.rate:
-            text += f" | {self.rate:.0f} tok/s"
+        if rate := self.rates.get(self.phase):
+            text += f" | {rate:.0f} tok/s"
         show_status(text)
         if not sys.stdout.isatty() and time.time() - self.printed > QUIET_SECONDS:
             self.print(text)
@@ -150,8 +155,7 @@ class Terminal:
         self.last_end = time.time()
         if self.ended == 1:
             self.first_end = self.last_end
-        of_step = metrics["throughput/train/valid_tokens_per_s"]
-        self.rate = metrics.get("rollout/tokens_per_s", of_step)
+        self.rates["update"] = metrics["valid_tokens"] / metrics["time/update_s"]
         is_tenth = step % SFT_STEPS_PER_LINE == 0
         if not is_supervised or is_tenth or step in (self.first_step, self.sft_steps):
             self.print(step_line(metrics, self.total_steps))

@@ -7,6 +7,7 @@ the completion, and returns a float.
 import contextlib
 import inspect
 import itertools
+import numbers
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -54,8 +55,17 @@ class TooSlow(BaseException):
     """The time of a reward function is over. No Exception, which the function may catch."""
 
 
-def check_signatures(functions: Sequence[RewardFunction]) -> None:
-    """Stop, with exit code 2, unless every function can be called as function(row, answer)."""
+def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
+    """Stop, with exit code 2, unless weighted is of (function, weight), and each function, and
+    solved, can be called as function(row, answer)."""
+    functions = [solved]
+    for entry in weighted:
+        match entry:
+            case (function, numbers.Real()) if callable(function):
+                functions.append(function)
+            case _:
+                what = name_of(entry) if callable(entry) else repr(entry)
+                check(False, f"REWARDS holds {what}, not (function, weight) as (correct, 1.0)")
     for function in functions:
         name = name_of(function)
         try:
@@ -142,7 +152,8 @@ def report(faults: dict[str, dict[int, str]]) -> int:
         one = max(messages.values())
         n = len(messages)
         may_work = name in HAVE_WORKED or n < LEAST_FAILED
-        check(may_work, f"reward {name} failed on all {n} answers: {one}; mend it")
+        failed = f"reward {name} failed on all {n} answers that were not truncated: {one}"
+        check(may_work, f"{failed}; mend it")
         print(f"reward {name} failed on {n} answers, and counts 0 there: {one}")
     return sum(len(messages) for messages in faults.values())
 

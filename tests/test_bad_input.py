@@ -78,6 +78,7 @@ BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
     # nothing, or not all
     ("empty", "", "empty.jsonl is empty"),
     ("blank", "\n\n", "blank.jsonl is empty"),
+    ("cut", GOOD + '{"question": "What",\n', "line 1 column 21 (char 20)"),
     ("torn", GOOD + '{"question": "What', "torn.jsonl line 2"),
     ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
     ("null", GOOD + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),

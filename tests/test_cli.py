@@ -27,6 +27,7 @@ SHORT_FLAGS = (
 MISTAKES = {  # flags: what the message must say
     # no such flag, no such value
     "word": "arguments: word",
+    "outt": "arguments: outt; see --help",
     "--bacth 4": "unrecognized arguments: --bacth 4; is it --batch? see --help",
     "--batch four": "invalid int value: 'four'",
     "--seed 1.5": "invalid int value",

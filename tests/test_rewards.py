@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 from conftest import arguments, read_jsonl, refused, restored_signals, run
 from numpy.testing import assert_array_equal
@@ -81,8 +82,10 @@ def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         rewards.report(faults)
     assert end.value.code == 2
-    line = "train.py: reward divides failed on all 4 answers: ZeroDivisionError: division by zero"
-    assert capsys.readouterr().err == f"{line}; mend it\n"
+    assert capsys.readouterr().err == (
+        "train.py: reward divides failed on all 4 answers that were not truncated: "
+        "ZeroDivisionError: division by zero; mend it\n"
+    )
     # One that has worked may fail for a reason that passes.
     rewards.score_answers([divides], rows[:1], ["5"], [False])
     assert rewards.report(faults) == 4
@@ -225,7 +228,12 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
         )
     assert not (tmp_path / "run").exists()
     # more arguments may have defaults; a function in C may not say what it takes
-    rewards.check_signatures([lambda row, answer, bonus=1: bonus, min])
+    rewards.check_functions(min, [(lambda row, answer, bonus=1: bonus, np.float32(1)), [min, 0]])
+    wrong = {"correct": train.correct, "(5, 1.0)": (5, 1.0), "'correct'": "correct"}
+    for shown, entry in wrong.items():
+        monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), entry])
+        text = f"train.py: REWARDS holds {shown}, not (function, weight) as (correct, 1.0)"
+        assert refused("--out", tmp_path / "run") == text
 
 
 def test_a_reward_that_catches_all_ends_the_run_by_name():

@@ -70,7 +70,7 @@ def metrics_of(rng, step, sft_steps):
     row = {"step": step} | {name: rng.uniform(0, 9) for name in names}
     if step > sft_steps:
         row["rollout/tokens_per_s"] = rng.uniform(1e3, 1e5)
-    return row | {"throughput/train/valid_tokens_per_s": rng.uniform(1e3, 1e5)}
+    return row | {"valid_tokens": int(rng.integers(1000, 9000))}
 
 
 def play(sft_steps, total_steps, done=0):
@@ -198,6 +198,33 @@ def test_time_left_is_by_the_pace_since_the_first_step(monkeypatch):
             shown = int(hours) * 3600 + int(minutes) * 60 + int(seconds)
             assert abs(shown - max(0, left)) < 0.51, (text, left)
             assert text.endswith(" to GRPO") == (kind == "sft")
+
+
+def test_a_status_has_the_rate_of_its_own_phase(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(log, "time", clock)
+    shown = []
+    monkeypatch.setattr(log, "show_status", shown.append)
+    show = log.Terminal(0, 5, 0)
+    show.begin("evaluating", 0, 256, 500)
+    clock.now += 2
+    # Twelve rows beyond the last question are decoded, too.
+    show.decoded(256, 1000)
+    show.begin("update", 1)
+    show.end_step(
+        metrics_of(np.random.default_rng(), 1, 0) | {"valid_tokens": 60, "time/update_s": 2}
+    )
+    show.begin("rollout", 2)
+    show.begin("update", 2)
+    show.begin("evaluating", 2)
+    assert [text.split(" | ", 2)[2:] for text in shown] == [
+        ["256/500 questions"],
+        ["256/500 questions | 244 answers | 500 tok/s"],
+        [],
+        [],
+        ["30 tok/s"],
+        ["500 tok/s"],
+    ]
 
 
 def test_elsewhere_a_long_rollout_prints_each_half_minute(monkeypatch, capsys):
