@@ -210,6 +210,7 @@ def test_plan_of_a_sweep_is_a_table_and_a_file(swept):
     assert text.splitlines()[-1] == "largest that fits: micro_batch 16", text
     sizes = "= 256 sequences per host, in 4 minibatches of at most 8 rows per device"
     assert sizes in text and "no estimate of the time" in text, text
+    assert text.count("this batch fills 8 rows per device, and a run takes no more") == 1, text
     assert swept.left == ["plan-here.jsonl"]
 
 

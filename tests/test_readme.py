@@ -11,11 +11,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, calm_run, read_jsonl, run
+from conftest import ROOT, TINY_FLAGS, calm_run, read_jsonl, run, run_train
 from pods import clone_of_this_tree, write
 
 import train
-from infra import chips
+from infra import chips, data
 from tools import bench_loss, bench_rollout, plan, what_fits
 
 FLAGS = train.Config.__annotations__
@@ -109,6 +109,20 @@ def test_flags_of_what_is_compiled_elsewhere(monkeypatch):
         _, path, *flags = shlex.split(command)
         with pytest.raises(Parsed):
             mains[Path(path).stem](flags)
+
+
+def test_the_model_of_final_is_asked_as_in_training(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    flags = "--steps 0 --sft_steps 1 --batch 1 --npq 2 --minibatches 1 --eval_data none"
+    run_train(f"{flags} --out {tmp_path}/out/arith-tiny")
+    page = text_of(ROOT / "assets/resume.md")
+    (program,) = re.findall("^```python$(.*?)^```$", page, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(program, names)
+    prompt = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
+    assert prompt == data.chat("", "What is 159 + 855?")
+    assert capsys.readouterr().out.strip()
 
 
 # ---------------------------------------------------------------- commands that are run

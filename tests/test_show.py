@@ -404,7 +404,10 @@ def write_samples(directory):
     for step in (1, 6):
         for i in range(2):
             row = {"question": f"What is {step} + 7?", "answer": f"t{step}a{i}\nthen\x1b[31m"}
-            rows.append({"step": step} | row | {"reward": step + i / 4, "truncated": i == 1})
+            scores = {"reward/long": step / 2, "reward/odd": 0.5} if step == 6 else {}
+            rows.append(
+                {"step": step} | row | {"reward": step + i / 4, "truncated": i == 1} | scores
+            )
     directory.mkdir()
     text = "".join(json.dumps(row | {"reference": "1"}) + "\n" for row in rows)
     (directory / "samples.jsonl").write_text(text)
@@ -424,7 +427,7 @@ def test_answers_to_a_question_stand_side_by_side(tmp_path, capsys, monkeypatch)
         ["step 0: wrong", "step 5: right", "step 10: right"],
         ["step 0: wrong", "step 5: wrong", "step 10: right"],
         ["step 1: reward 1.00", "step 1: reward 1.25, truncated"],
-        ["step 6: reward 6.00", "step 6: reward 6.25, truncated"],
+        ["step 6: reward 6.00: long 3.00, odd 0.50", "step 6: reward 6.25, truncated"],
     ]
     # The answers begin in the columns of their heads.
     lines = text.split("\n")

@@ -158,7 +158,10 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
             f"{cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, limit)
-        say(table_of_update(largest, compiled, limit, memory.rows_to_fill(cfg, mesh)))
+        filled = memory.rows_to_fill(cfg, mesh)
+        say(table_of_update(largest, compiled, limit, filled))
+        if largest > filled:
+            say(f"this batch fills {filled} rows per device, and a run takes no more")
         gib, _ = compiled[largest or min(compiled)]
         rows.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
@@ -174,7 +177,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         f"rollout: {why}\n  {planned.rows} rows per device, {planned.at_once} at once: "
         f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} in parameters and optimizer{verdict}"
     )
-    update = step_time.clock_of_update(clocks, min(largest, memory.rows_to_fill(cfg, mesh)))
+    update = step_time.clock_of_update(clocks, min(largest, filled))
     say(step_time.time_of_step(cfg, model_cfg, layout, mesh, work, planned, update))
     rows[-1] |= {"layout": layouts.name_of(layout)}
     return rows
