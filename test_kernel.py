@@ -378,11 +378,11 @@ def test_loss_equals_liger(kind, record_property):
         vllm_is_ratio=importance,
     )
     want.backward()
-
     weight = mask * np.reshape(weights[kind], (-1, 1))
     v["weight"] = np.float32(weight.ravel())
     inputs = (hidden, head, targets, v, cotangents)
     cases = numpy_loss(*inputs, 0.7)[-1].values()
+    # Every side of the clip for either sign of the advantage, and both sides of the cap.
     assert len(cases) == 8
     assert min(cases) > 10
     worst = 0.0

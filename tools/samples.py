@@ -41,14 +41,14 @@ def choose_steps(rows: list[dict], asked: str, n: int) -> list[int]:
 
 
 def verdict(row: dict) -> str:
-    """right or wrong in an evaluation; in training the reward, and of what functions it is."""
+    """right or wrong in an evaluation; in training the reward, and each function's score."""
     if row.get("eval"):
         return "right" if row["solved"] else "wrong"
     text = f"reward {row['reward']:.2f}"
     if row.get("truncated"):
         return f"{text}, truncated"
-    marked = [name for name in row if name.startswith("reward/")]
-    scores = [f"{name.removeprefix('reward/')} {row[name]:.2f}" for name in marked]
+    names = [name for name in row if name.startswith("reward/")]
+    scores = [f"{name.removeprefix('reward/')} {row[name]:.2f}" for name in names]
     return f"{text}: {', '.join(scores)}" if scores else text
 
 
