@@ -162,15 +162,24 @@ def rows_to_fill(cfg, mesh) -> int:
     return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 
-def first_guess(cfg, model_cfg, mesh, width, programs, limit: float) -> tuple[int, float]:
-    """-> (rows of a device that are about too many, GiB that a row takes at least), from sizes."""
-    # Of each row the inputs of all layers are kept, the last hidden states, and two gradients.
+def gib_of_a_row(cfg, model_cfg, width: int) -> float:
+    """GiB that a row of a micro-batch takes of a device at least, from sizes."""
+    # The inputs of all layers are kept, the last hidden states, and two gradients.
     arrays = model_cfg.L + 3
-    row_gib = arrays * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / GIB
+    return arrays * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / GIB
+
+
+def first_guess(cfg, model_cfg, mesh, row_gib: float, programs, limit: float) -> int:
+    """Rows of a device that about fit its memory, from sizes."""
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
-    free_gib = limit - device_bytes((state, grads)) / GIB
-    return max(1, int(min(free_gib / row_gib, 2**20))), row_gib
+    resting_gib = device_bytes((state, grads)) / GIB
+    # Of the largest parameter all is there while it is used, and its gradient in float32 until
+    # devices have shared it out.
+    bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize + 4
+    embedding_gib = model_cfg.V * model_cfg.D * bytes_of_a_value / GIB
+    free_gib = limit - resting_gib - embedding_gib
+    return max(1, int(min(free_gib / row_gib, 2**20)))
 
 
 def largest_that_fits(
@@ -178,9 +187,9 @@ def largest_that_fits(
 ) -> tuple[int, dict]:
     """-> (the largest micro-batch up to `most` that fits, 0 if none; all that was tried).
 
-    need(n) -> (GiB, does it fit). first: what to try first, better too many rows than too few, as
-    a TPU's compiler soon tells what is too much. row_gib: what a row takes at least: it tells the
-    second, and the line through two any other.
+    need(n) -> (GiB, does it fit). first: what to try first; a good guess is the only one to be
+    compiled. row_gib: what a row takes at least: it tells the second, and the line through two any
+    other.
     """
     tried = {}
     # The answer is at least `fits`, and below `too_many`.
@@ -231,7 +240,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     filled = rows_to_fill(cfg, mesh)
     most = asked or filled
     limit = chips.device_memory(mesh.devices.flat[0])
-    first, row_gib = first_guess(cfg, model_cfg, mesh, width, programs, limit)
+    row_gib = gib_of_a_row(cfg, model_cfg, width)
+    first = first_guess(cfg, model_cfg, mesh, row_gib, programs, limit)
     search = partial(largest_that_fits, need, limit, most, first, row_gib)
     # Where the run's files lie, and its seed, change no program.
     program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, width)

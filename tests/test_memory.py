@@ -56,6 +56,7 @@ def test_micro_batch_is_found_by_few_compilations():
         found, asked = search(linear, most)
         assert (found, len(asked)) == (wanted, compilations), (most, asked)
     assert search(linear, 300, estimated=False)[0] == 76
+    assert search(linear, 1024, first=76) == (76, [76]), "a good guess is all that is compiled"
     # Also from a first guess that is far off.
     for first in 1, 2, 40, 76, 77, 300, 2000:
         found, asked = search(linear, 1024, first=first)
@@ -237,6 +238,21 @@ def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     fitting = re.findall(r"^ +(\d+) .* fits$", text, re.M)
     assert max(map(int, fitting)) == int(largest), text
     assert re.search(r"^ +\d+ .* GiB too much$", text, re.M), text
+
+
+def test_others_are_estimated_from_one_that_was_compiled_or_from_two():
+    """Rows of 0.25 GiB by their sizes, that take 0.5 where a second one was compiled to tell."""
+
+    def estimates(*compiled, filled=1):
+        gib = {n: (10.0 + 0.5 * n, True) for n in compiled}
+        return plan.gib_of_others(6, gib, row_gib=0.25, filled=filled)
+
+    assert estimates(6) == {1: 11.75, 2: 12.0, 4: 12.5, 8: 13.5}
+    assert estimates(6, 9) == {1: 10.5, 2: 11.0, 4: 12.0, 8: 14.0}
+    # Those that fill a minibatch lie on another line, and 9 is of no use for the rest.
+    assert estimates(6, 9, filled=7) == {1: 11.75, 2: 12.0, 4: 12.5}
+    assert estimates(6, filled=4) == {4: 12.5, 8: 13.5}
+    assert plan.gib_of_others(0, {4: (99.0, False)}, 0.25, 1) == {}, "where nothing fits"
 
 
 def test_what_was_compiled_is_remembered_by_its_text(tmp_path, monkeypatch):

@@ -68,11 +68,12 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 
 
 # ---------------------------------------------------------------- the memory of the update
-def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict, dict]:
+def plan_update(cfg, model_cfg, mesh, row_gib: float, limit: float) -> tuple[int, dict, dict]:
     """Compile the update with --micro_batch, or with several to find the largest that fits.
 
-    limit: GiB of a device. -> (that micro-batch, 0 if it is too much; {each that was compiled: (GiB
-    that it takes of a device, does it fit)}; {each: the compiler's estimates of its time})
+    row_gib: what a row takes at least. limit: GiB of a device. -> (that micro-batch, 0 if it is too
+    much; {each that was compiled: (GiB that it takes of a device, does it fit)}; {each: the
+    compiler's estimates of its time})
     """
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
     clocks = {}
@@ -93,23 +94,32 @@ def plan_update(cfg, model_cfg, mesh, limit: float) -> tuple[int, dict, dict]:
     if cfg.micro_batch:
         gib, fits = need(cfg.micro_batch)
         return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}, clocks
-    first, row_gib = memory.first_guess(cfg, model_cfg, mesh, width, train.UPDATE, limit)
+    first = memory.first_guess(cfg, model_cfg, mesh, row_gib, train.UPDATE, limit)
     return *memory.largest_that_fits(need, limit, 1024, first, row_gib), clocks
 
 
-def table_of_update(largest: int, compiled: dict, limit: float, filled: int) -> str:
-    """A line for each micro-batch that was compiled, and with ~ for powers of two."""
-    estimated = {}
+def gib_of_others(largest: int, compiled: dict, row_gib: float, filled: int) -> dict:
+    """{micro-batch: about what it takes, in GiB} of the powers of two up to twice the largest.
+
+    compiled: those that were compiled, as plan_update tells. row_gib: what a row takes by sizes.
+    """
     # From `filled` rows on a minibatch is one micro-batch, and gradients are held once.
     alike = [n for n in sorted(compiled) if (n < filled) == (largest < filled)]
     if len(alike) > 1:
-        # There memory grows about linearly: these lie on the line through the smallest two.
         n0, n1 = alike[:2]
-        slope = (compiled[n1][0] - compiled[n0][0]) / (n1 - n0)
-        for n in [2**i for i in range(11) if 2**i <= 2 * largest]:
-            gib = compiled[n0][0] + (n - n0) * slope
-            if (n < filled) == (largest < filled):
-                estimated[n] = gib, gib <= limit
+        row_gib = (compiled[n1][0] - compiled[n0][0]) / (n1 - n0)
+    powers = [2**i for i in range(11) if 2**i <= 2 * largest]
+    # There memory grows about linearly.
+    return {
+        n: compiled[largest][0] + (n - largest) * row_gib
+        for n in powers
+        if (n < filled) == (largest < filled)
+    }
+
+
+def table_of_update(compiled: dict, others: dict, limit: float) -> str:
+    """A line for each micro-batch that was compiled, and with ~ for others."""
+    estimated = {n: (gib, gib <= limit) for n, gib in others.items()}
     lines = [f"{'micro_batch':>12} {'peak GiB':>10}"]
     for n, (gib, fits) in sorted((estimated | compiled).items()):
         mark = "" if n in compiled else "~"
@@ -157,9 +167,12 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
             f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
             f"{cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
-        largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, limit)
+        row_gib = memory.gib_of_a_row(cfg, model_cfg, width)
+        largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, row_gib, limit)
         filled = memory.rows_to_fill(cfg, mesh)
-        say(table_of_update(largest, compiled, limit, filled))
+        # Who asks for one micro-batch is told of that.
+        others = {} if cfg.micro_batch else gib_of_others(largest, compiled, row_gib, filled)
+        say(table_of_update(compiled, others, limit))
         if largest > filled:
             say(f"this batch fills {filled} rows per device, and a run takes no more")
         gib, _ = compiled[largest or min(compiled)]
