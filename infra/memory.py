@@ -174,8 +174,8 @@ def first_guess(cfg, model_cfg, mesh, row_gib: float, programs, limit: float) ->
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     resting_gib = device_bytes((state, grads)) / GIB
-    # Of the largest parameter all is there while it is used, and its gradient in float32 until
-    # devices have shared it out.
+    # All of the embedding, the largest parameter, is there while it is used, and all of its
+    # gradient, in float32, until the devices share it out.
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize + 4
     embedding_gib = model_cfg.V * model_cfg.D * bytes_of_a_value / GIB
     free_gib = limit - resting_gib - embedding_gib
