@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,60 +163,63 @@ def rows_to_fill(cfg, mesh) -> int:
     return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 
-def gib_of_a_row(cfg, model_cfg, width: int) -> float:
-    """GiB that a row of a micro-batch takes of a device at least, from sizes."""
-    # The inputs of all layers are kept, the last hidden states, and two gradients.
-    arrays = model_cfg.L + 3
-    return arrays * width * model_cfg.D * jnp.dtype(cfg.dtype).itemsize / GIB
+class Guess(NamedTuple):
+    """What an update takes, from sizes, without compiling it."""
+
+    rows: int  # that about fit a device
+    rest_gib: float  # that is there without rows
+    row_gib: float  # that a row adds at least
 
 
-def first_guess(cfg, model_cfg, mesh, row_gib: float, programs, limit: float) -> int:
-    """Rows of a device that about fit its memory, from sizes."""
+def guess_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> Guess:
+    """limit: GiB of a device. width: tokens of a row."""
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
-    resting_gib = device_bytes((state, grads)) / GIB
+    bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
     # All of the embedding, the largest parameter, is there while it is used, and all of its
     # gradient, in float32, until the devices share it out.
-    bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize + 4
-    embedding_gib = model_cfg.V * model_cfg.D * bytes_of_a_value / GIB
-    free_gib = limit - resting_gib - embedding_gib
-    return max(1, int(min(free_gib / row_gib, 2**20)))
+    embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + 4)
+    rest_gib = (device_bytes((state, grads)) + embedding) / GIB
+    # Of a row the inputs of all layers are kept, the last hidden states, and two gradients.
+    row_gib = (model_cfg.L + 3) * width * model_cfg.D * bytes_of_a_value / GIB
+    if (limit - rest_gib) / row_gib < rows_to_fill(cfg, mesh):
+        # Of several micro-batches the sum of gradients is there too.
+        rest_gib += device_bytes(grads) / GIB
+    rows = int(min((limit - rest_gib) / row_gib, 2**20))
+    return Guess(max(1, rows), rest_gib, row_gib)
 
 
-def largest_that_fits(
-    need: Callable, limit: float, most: int, first: int, row_gib: float
-) -> tuple[int, dict]:
+def largest_that_fits(need: Callable, limit: float, most: int, guess: Guess) -> tuple[int, dict]:
     """-> (the largest micro-batch up to `most` that fits, 0 if none; all that was tried).
 
-    need(n) -> (GiB, does it fit). first: what to try first; a good guess is the only one to be
-    compiled. row_gib: what a row takes at least: it tells the second, and the line through two any
-    other.
+    need(n) -> (GiB, does it fit). A good guess is the only one to be tried; what a row takes at
+    least tells the second, and the line through two any other.
     """
     tried = {}
     # The answer is at least `fits`, and below `too_many`.
     fits = 0
     too_many = most + 1
-    guess = min(max(first, 1), most)
+    n = min(guess.rows, most)
     while fits + 1 < too_many:
-        tried[guess] = need(guess)
-        gib, does_fit = tried[guess]
+        tried[n] = need(n)
+        gib, does_fit = tried[n]
         if does_fit:
-            fits = guess
+            fits = n
         else:
-            too_many = guess
+            too_many = n
         if len(tried) == 1:
-            guess = where_line_meets(limit, guess, gib, guess + 1, gib + row_gib)
+            n = where_line_meets(limit, n, gib, n + 1, gib + guess.row_gib)
         else:
             # Of the smallest two where there is none on either side of the limit.
             n0, n1 = (fits, too_many) if fits and too_many in tried else sorted(tried)[:2]
-            guess = where_line_meets(limit, n0, tried[n0][0], n1, tried[n1][0])
-        if fits and guess <= fits:
+            n = where_line_meets(limit, n0, tried[n0][0], n1, tried[n1][0])
+        if fits and n <= fits:
             # What was too much may take less than its compiler says: what fits tells better.
             gib, _ = tried[fits]
-            guess = where_line_meets(limit, fits, gib, fits + 1, gib + row_gib)
-            if guess <= fits:
+            n = where_line_meets(limit, fits, gib, fits + 1, gib + guess.row_gib)
+            if n <= fits:
                 break
-        guess = min(max(guess, fits + 1), too_many - 1)
+        n = min(max(n, fits + 1), too_many - 1)
     return fits, tried
 
 
@@ -240,9 +244,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     filled = rows_to_fill(cfg, mesh)
     most = asked or filled
     limit = chips.device_memory(mesh.devices.flat[0])
-    row_gib = gib_of_a_row(cfg, model_cfg, width)
-    first = first_guess(cfg, model_cfg, mesh, row_gib, programs, limit)
-    search = partial(largest_that_fits, need, limit, most, first, row_gib)
+    guess = guess_by_sizes(cfg, model_cfg, mesh, width, programs, limit)
+    search = partial(largest_that_fits, need, limit, most, guess)
     # Where the run's files lie, and its seed, change no program.
     program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, width)
     chosen, gib, gib_of_most = search_or_remember(search, limit, most, program)

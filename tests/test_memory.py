@@ -48,7 +48,8 @@ def search(gib, most, limit=30.1, first=82, estimated=True):
         fits = gib(n) <= limit
         return (gib(n) if fits or estimated else 99.0), fits
 
-    return memory.largest_that_fits(need, limit, most, first, row_gib)[0], asked
+    guess = memory.Guess(first, 7.0, row_gib)
+    return memory.largest_that_fits(need, limit, most, guess)[0], asked
 
 
 def test_micro_batch_is_found_by_few_compilations():
@@ -146,6 +147,15 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
     assert two == three and four == eight
     assert_allclose(three - four, of_gradients, rtol=1e-6)
 
+    def guess(batch):
+        larger = dataclasses.replace(cfg, batch=batch)
+        return memory.guess_by_sizes(larger, SMALL, mesh(), 32, train.UPDATE, limit=1.0)
+
+    # A guess counts that sum too, where so many rows do not fit at once.
+    filling, several = guess(2), guess(2**18)
+    assert memory.rows_to_fill(cfg, mesh()) == 4 < several.rows < filling.rows < 2**19
+    assert_allclose(several.rest_gib - filling.rest_gib, of_gradients, rtol=1e-6)
+
 
 # ---------------------------------------------------------------- devices
 def test_a_gpu_has_what_jax_takes_less_a_margin(monkeypatch):
@@ -240,19 +250,13 @@ def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     assert re.search(r"^ +\d+ .* GiB too much$", text, re.M), text
 
 
-def test_others_are_estimated_from_one_that_was_compiled_or_from_two():
-    """Rows of 0.25 GiB by their sizes, that take 0.5 where a second one was compiled to tell."""
-
-    def estimates(*compiled, filled=1):
-        gib = {n: (10.0 + 0.5 * n, True) for n in compiled}
-        return plan.gib_of_others(6, gib, row_gib=0.25, filled=filled)
-
-    assert estimates(6) == {1: 11.75, 2: 12.0, 4: 12.5, 8: 13.5}
-    assert estimates(6, 9) == {1: 10.5, 2: 11.0, 4: 12.0, 8: 14.0}
-    # Those that fill a minibatch lie on another line, and 9 is of no use for the rest.
-    assert estimates(6, 9, filled=7) == {1: 11.75, 2: 12.0, 4: 12.5}
-    assert estimates(6, filled=4) == {4: 12.5, 8: 13.5}
-    assert plan.gib_of_others(0, {4: (99.0, False)}, 0.25, 1) == {}, "where nothing fits"
+def test_others_are_estimated_between_no_rows_and_the_largest():
+    """10 GiB without rows, 13 with 6."""
+    assert plan.gib_of_others(6, 13.0, 10.0, filled=1) == {1: 10.5, 2: 11.0, 4: 12.0, 8: 14.0}
+    # Those that do not fill a minibatch hold their sum too.
+    assert plan.gib_of_others(6, 13.0, 10.0, filled=4) == {4: 12.0, 8: 14.0}
+    assert plan.gib_of_others(6, 13.0, 10.0, filled=7) == {1: 10.5, 2: 11.0, 4: 12.0}
+    assert plan.gib_of_others(0, 99.0, 10.0, filled=1) == {}, "where nothing fits"
 
 
 def test_what_was_compiled_is_remembered_by_its_text(tmp_path, monkeypatch):

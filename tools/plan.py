@@ -68,12 +68,11 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 
 
 # ---------------------------------------------------------------- the memory of the update
-def plan_update(cfg, model_cfg, mesh, row_gib: float, limit: float) -> tuple[int, dict, dict]:
+def plan_update(cfg, model_cfg, mesh, guess: memory.Guess, limit: float) -> tuple[int, dict, dict]:
     """Compile the update with --micro_batch, or with several to find the largest that fits.
 
-    row_gib: what a row takes at least. limit: GiB of a device. -> (that micro-batch, 0 if it is too
-    much; {each that was compiled: (GiB that it takes of a device, does it fit)}; {each: the
-    compiler's estimates of its time})
+    limit: GiB of a device. -> (that micro-batch, 0 if it is too much; {each that was compiled: (GiB
+    that it takes of a device, does it fit)}; {each: the compiler's estimates of its time})
     """
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
     clocks = {}
@@ -94,27 +93,18 @@ def plan_update(cfg, model_cfg, mesh, row_gib: float, limit: float) -> tuple[int
     if cfg.micro_batch:
         gib, fits = need(cfg.micro_batch)
         return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}, clocks
-    first = memory.first_guess(cfg, model_cfg, mesh, row_gib, train.UPDATE, limit)
-    return *memory.largest_that_fits(need, limit, 1024, first, row_gib), clocks
+    return *memory.largest_that_fits(need, limit, 1024, guess), clocks
 
 
-def gib_of_others(largest: int, compiled: dict, row_gib: float, filled: int) -> dict:
+def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dict:
     """{micro-batch: about what it takes, in GiB} of the powers of two up to twice the largest.
 
-    compiled: those that were compiled, as plan_update tells. row_gib: what a row takes by sizes.
+    They lie on the line from no rows, which take rest_gib by sizes, to the largest and its gib.
     """
+    others = [2**i for i in range(11) if 2**i <= 2 * largest]
     # From `filled` rows on a minibatch is one micro-batch, and gradients are held once.
-    alike = [n for n in sorted(compiled) if (n < filled) == (largest < filled)]
-    if len(alike) > 1:
-        n0, n1 = alike[:2]
-        row_gib = (compiled[n1][0] - compiled[n0][0]) / (n1 - n0)
-    powers = [2**i for i in range(11) if 2**i <= 2 * largest]
-    # There memory grows about linearly.
-    return {
-        n: compiled[largest][0] + (n - largest) * row_gib
-        for n in powers
-        if (n < filled) == (largest < filled)
-    }
+    alike = [n for n in others if (n < filled) == (largest < filled)]
+    return {n: rest_gib + n * (gib - rest_gib) / largest for n in alike}
 
 
 def table_of_update(compiled: dict, others: dict, limit: float) -> str:
@@ -167,15 +157,15 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
             f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
             f"{cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
-        row_gib = memory.gib_of_a_row(cfg, model_cfg, width)
-        largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, row_gib, limit)
+        guess = memory.guess_by_sizes(cfg, model_cfg, mesh, width, train.UPDATE, limit)
+        largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)
         filled = memory.rows_to_fill(cfg, mesh)
+        gib, _ = compiled[largest or min(compiled)]
         # Who asks for one micro-batch is told of that.
-        others = {} if cfg.micro_batch else gib_of_others(largest, compiled, row_gib, filled)
+        others = {} if cfg.micro_batch else gib_of_others(largest, gib, guess.rest_gib, filled)
         say(table_of_update(compiled, others, limit))
         if largest > filled:
             say(f"this batch fills {filled} rows per device, and a run takes no more")
-        gib, _ = compiled[largest or min(compiled)]
         rows.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
     if not largest:
