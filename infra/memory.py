@@ -167,8 +167,8 @@ class Guess(NamedTuple):
     """What an update takes, from sizes, without compiling it."""
 
     rows: int  # that about fit a device
-    rest_gib: float  # that is there without rows
-    row_gib: float  # that a row adds at least
+    rest_gib: float  # GiB of a device without any row
+    row_gib: float  # GiB that a row adds at least
 
 
 def guess_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> Guess:
@@ -185,6 +185,7 @@ def guess_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> 
     if (limit - rest_gib) / row_gib < rows_to_fill(cfg, mesh):
         # Of several micro-batches the sum of gradients is there too.
         rest_gib += device_bytes(grads) / GIB
+    # The limit may be infinite.
     rows = int(min((limit - rest_gib) / row_gib, 2**20))
     return Guess(max(1, rows), rest_gib, row_gib)
 

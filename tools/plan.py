@@ -161,7 +161,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)
         filled = memory.rows_to_fill(cfg, mesh)
         gib, _ = compiled[largest or min(compiled)]
-        # Who asks for one micro-batch is told of that.
+        # Who asks for one micro-batch is told of no others.
         others = {} if cfg.micro_batch else gib_of_others(largest, gib, guess.rest_gib, filled)
         say(table_of_update(compiled, others, limit))
         if largest > filled:
