@@ -13,9 +13,11 @@
 #     run       start train.py on all workers, follow logs     follow again
 #     status    the VM and the last line of each      stop     SIGTERM to train.py on all workers
 #     fetch     bring final/, config.json and *.jsonl into out/NAME/
+#     ssh [WORKER|all] [COMMAND]   a shell on worker 0, or a command in ~/podgrpo
 #     down      delete the VM, or its queued request  test     loss, model, rollout on worker 0's TPU
 #     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued (waits its turn)
 #     --create "FLAGS" (whatever else gcloud's create takes)  --down (delete after a run that has finished)
+#     --ssh "FLAGS" (of every ssh and scp: --internal-ip, --tunnel-through-iap)
 #     --yes (to down)
 #   bash launch.sh plan [TYPE] [flags]          what fits there, or here, how fast; takes no TPU; --sweep micro_batch=8,16
 #     TYPE is a TPU's, or a100-N, h100-N, h200-N: N GPUs, 8 of them a host
@@ -288,17 +290,17 @@ case "$command" in
   v[0-9]*-*)
     check_type "$command"
     command=tpu
-    case "${1:-}" in up | setup | run | logs | status | stop | fetch | down | test) action="$1" && shift ;; esac
+    case "${1:-}" in up | setup | run | logs | status | stop | fetch | ssh | down | test) action="$1" && shift ;; esac
     ;;
   a100-* | h100-* | h200-*) die "$command is no place to train: plan $command plans for it, gpu and slurm train" ;;
 esac
 
 # This launcher's options are taken out; what remains is train.py's.
-flags=() options=() create_flags=() processes=1
+flags=() options=() create_flags=() ssh_flags=() processes=1
 name='' zones='' zone='' state='' spot='' queued='' yes='' delete_when_done='' maybe_paid='' run_id=''
 while [ $# -gt 0 ]; do
   case "$command ${1%%=*}" in
-    tpu\ --name | tpu\ --zone | tpu\ --create | cpu\ --processes | slurm\ --sbatch | slurm\ --nodes | \
+    tpu\ --name | tpu\ --zone | tpu\ --create | tpu\ --ssh | cpu\ --processes | slurm\ --sbatch | slurm\ --nodes | \
       slurm\ --*-per-node | slurm\ --cpus-per-task | slurm\ --partition | slurm\ --time | slurm\ --account | \
       slurm\ --qos)
       # --option value is --option=value
@@ -317,6 +319,7 @@ while [ $# -gt 0 ]; do
     tpu\ --name=*) name="${1#*=}" options+=("$1") ;;
     tpu\ --zone=*) zones="${1#*=}" options+=("$1") ;;
     tpu\ --create=*) split "${1#*=}" && create_flags+=(${words[@]+"${words[@]}"}) && options+=("$1") ;;
+    tpu\ --ssh=*) split "${1#*=}" && ssh_flags+=(${words[@]+"${words[@]}"}) && options+=("$1") ;;
     cpu\ --processes=*) processes="${1#*=}" ;;
     slurm\ --sbatch=*) split "${1#*=}" && options+=(${words[@]+"${words[@]}"}) ;;
     slurm\ --nodes=* | slurm\ --*-per-node=* | slurm\ --cpus-per-task=* | slurm\ --partition=* | slurm\ --time=* | \
@@ -331,10 +334,11 @@ if [ -n "$type" ]; then name="${name:-podgrpo-$type}" zones="${zones:-$all_zones
 scratch="$(mktemp -d)"
 errors="$scratch/errors"
 : >"$errors"
+log=''
 to_send="$scratch/tree"
 # What is printed can be pasted later.
 [ -z "$dry_run" ] || to_send="${TMPDIR:-/tmp}/$name"
-trap 'tell_what_is_paid; rm -rf "$scratch"' EXIT
+trap 'tell_log $?; tell_what_is_paid; rm -rf "$scratch"' EXIT
 
 case "$command" in
   cpu) cmd_cpu "$processes" "$@" ;;
@@ -344,10 +348,14 @@ case "$command" in
     [ -n "$type" ] || die "unknown command tpu; give a type: v6e-16"
     case "$action/${1:--}" in
       train/* | run/*) check_words "$@" ;;
-      test/*) ;;
+      test/* | ssh/*) ;;
       *) [ $# = 0 ] || die "$action does not take $1" ;;
     esac
     [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
+    if [ -z "$dry_run" ]; then
+      log="$here/out/launch/$name-$(date +%Y%m%d-%H%M%S)-$$.log"
+      mkdir -p "$here/out/launch"
+    fi
     "cmd_tpu_$action" "$@"
     ;;
   help | -h | --help) cmd_help ;;

@@ -5,7 +5,9 @@
 #   $name $zones $options           what it is called, where it may be, and this launcher's options as they were given
 #   $spot $queued $create_flags     how it is made
 #   $delete_when_done $yes          --down, --yes
-#   $scratch $to_send $errors       directories, and a file for what gcloud complains of
+#   $ssh_flags                      how its workers are reached, by --ssh
+#   $scratch $to_send               directories
+#   $errors $log                    files: the last call's complaints, and all calls with theirs
 #
 # and here are set, as things happen: $zone and $state of the slice, $run_id, and $maybe_paid, the zones in which
 # something may be that costs money.
@@ -44,9 +46,25 @@ again() {
   printf 'bash launch.sh %s' "$type $1"
   [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
 }
-# every call of gcloud; what it complains of goes to a file, for `fault`
-cloud() { run gcloud "$@" --quiet 2>"$errors" </dev/null; }
+# every call of gcloud; its stderr goes to a file, for `fault`, and with the command and its exit code to the log
+cloud() {
+  local code=0
+  run gcloud "$@" --quiet 2>"$errors" </dev/null || code=$?
+  [ -n "$dry_run" ] || {
+    printf '%s gcloud' "$(date +%T)"
+    printf ' %q' "$@"
+    printf '\nexit code %s\n' "$code"
+    cat "$errors"
+  } >>"$log"
+  return "$code"
+}
 vm() { cloud compute tpus tpu-vm "$1" "$name" --zone="$zone" "${@:2}"; }
+# ssh or scp, as --ssh says; gcloud's alpha alone goes through the Identity-Aware Proxy
+reach() { # ssh|scp ARGUMENTS...
+  local alpha=''
+  case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=1 ;; esac
+  cloud ${alpha:+alpha} compute tpus tpu-vm "$@" --zone="$zone" ${ssh_flags[@]+"${ssh_flags[@]}"}
+}
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
 # One word for what gcloud has complained of, by the texts of gcloud 528 and of the services behind it. They end
@@ -60,14 +78,18 @@ fault() {
     *BILLING_DISABLED* | *'billing to be enabled'* | *'billing account'*) echo billing ;;
     *SERVICE_DISABLED* | *'has not been used in project'*) echo api ;;
     *NOT_FOUND*) echo missing ;;
-    # Compute Engine, which ssh asks for the project's keys, words it so.
-    *PERMISSION_DENIED* | *'does not have permission'* | *"Required '"*"' permission"*) echo permission ;;
+    *'matched no objects'*) echo absent ;;
+    # Compute Engine, which ssh asks for the project's keys, and storage word it so.
+    *PERMISSION_DENIED* | *'does not have permission'* | *'HTTPError 403'* | *"Required '"*"' permission"*) echo permission ;;
     *RATE_LIMIT_EXCEEDED*) echo other ;;
     *[Qq]uota*) echo quota ;;
-    *[Rr]eserv*) echo reservation ;;
+    # Zones without capacity speak of reserved capacity also to those who asked for no reservation.
+    *[Rr]eserv*) case " ${create_flags[*]-} " in *' --reserved '*) echo reservation ;; *) echo capacity ;; esac ;;
     *apacity*) echo capacity ;;
     *'be found in the zonal'* | *'not found in zone'*) echo type ;;
-    *'SSH Key is not'* | *publickey*) echo key ;;
+    *'SSH Key is not'*) echo key ;;
+    *publickey*) echo refused ;;
+    *'Host key verification failed'*) echo host_key ;;
     *'infra/worker.sh: No such file'*) echo unsent ;;
     *) echo other ;;
   esac
@@ -86,18 +108,29 @@ why() {
     reservation) advice="the reservation is elsewhere, or full: try another --zone, or --spot" ;;
     capacity) advice="$zone has no $type left" ;;
     type) advice="$zone offers no $type: try another --zone" ;;
-    key) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
+    key | refused) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
+    host_key) advice='another machine had this address: remove its lines from ~/.ssh/google_compute_known_hosts' ;;
+    absent) advice='the bucket does not have it' ;;
     unsent) advice="send the tree first: $(again setup)" ;;
     *) advice="look at it: $(again status)" ;;
   esac
   grep -q ERROR "$errors" || grep -vE '^(Using ssh|S[SC][HP]: Attempting)' "$errors" | tail -n 5 >&2 || :
-  say "$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
+  say "$(ssh_words)$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
 }
 # may what gcloud has complained of pass by itself?
-may_pass() { case "$(fault)" in missing | network | other) ;; *) return 1 ;; esac }
+may_pass() { case "$(fault)" in missing | network | refused | other) ;; *) return 1 ;; esac }
+
+# ssh's own last line, and the workers whose connection failed, where gcloud says only that ssh failed
+ssh_words() {
+  local line failed
+  grep -q 'exited with return code' "$errors" || return 0
+  line="$(grep -vE '^(Using ssh|S[SC][HP]: |Retrying: |#####|ERROR|Warning: |$)' "$errors" | tail -n 1 | cut -c 1-200)"
+  failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' "$errors" | sort -u | tr '\n' ' ')"
+  [ -z "$line$failed" ] || printf '%s: ' "$failed${line%.}"
+}
 
 # one line of gcloud's complaint
-complaint() { { grep -m 1 ERROR "$errors" || tail -n 1 "$errors"; } | cut -c 1-200; }
+complaint() { ssh_words && { grep -m 1 ERROR "$errors" || tail -n 1 "$errors"; } | cut -c 1-200; }
 
 DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds, an hour in all
 # a call of gcloud, again after some time where that may help; 1 where it did not, with a message
@@ -180,7 +213,18 @@ delete() {
 delete_vm() { vm delete >&2 || [ "$(fault)" = missing ]; }
 delete_queued_resource() { queued_resource delete --force >&2 || [ "$(fault)" = missing ]; }
 
-# waits until the slice in $zone is READY; 1 where that will never be; then it is deleted
+# shows why the queued request in $zone has FAILED; ends where quota or permission lack, as no later request helps
+tell_failure() {
+  local error
+  error="$(queued_resource describe --format='value(state.failedData.error)')" || return 0
+  [ -n "$error" ] || return 0
+  printf 'ERROR: the queued request failed: %s\n' "$error" >"$errors"
+  why
+  case "$(fault)" in quota | permission | billing | api) delete && exit 1 ;; esac
+}
+
+# waits until the slice in $zone is READY; 1 where that will never be, 2 where its queued request has FAILED; then it
+# is deleted
 wait_until_ready() {
   local now before='-' polls=0
   [ -z "$dry_run" ] || return 0
@@ -192,7 +236,12 @@ wait_until_ready() {
     fi
     case "$now" in
       READY) return 0 ;;
-      PREEMPTED | TERMINATED | FAILED | SUSPENDED)
+      FAILED)
+        tell_failure
+        delete || exit 1
+        return 2
+        ;;
+      PREEMPTED | TERMINATED | SUSPENDED)
         delete || exit 1
         return 1
         ;;
@@ -210,7 +259,7 @@ wait_until_ready() {
 
 # a READY slice: the one that is there, or a new one in the first zone that has room
 up() {
-  local worth_waiting
+  local worth_waiting code pause=60 failures=0
   find_slice
   if [ -n "$state" ]; then
     maybe_paid=" $zone"
@@ -221,17 +270,28 @@ up() {
     for zone in ${zones//,/ }; do
       maybe_paid="$maybe_paid $zone"
       if create_or_find; then
-        if wait_until_ready; then return; fi
+        code=0
+        wait_until_ready || code=$?
+        [ "$code" != 0 ] || return 0
         worth_waiting=1
+        if [ "$code" = 2 ]; then failures=$((failures + 1)); fi
       else
         maybe_paid="${maybe_paid// $zone/}"
         if [ "$(fault)" = capacity ]; then worth_waiting=1; fi
       fi
     done
     [ -n "$worth_waiting" ] || exit 1
-    say 'trying again in a minute'
-    sleep 60
+    [ "$failures" -lt 10 ] || die "$failures queued requests of $name failed; look at the errors above" 1
+    # A request that failed may fail again for the same reason.
+    if [ "$failures" -gt 0 ]; then pause=$((pause < 600 ? pause * 2 : 600)); fi
+    say "trying again in $pause seconds"
+    sleep "$pause"
   done
+}
+
+# after a failure, names the log of the calls of gcloud
+tell_log() { # EXIT_CODE
+  if [ "$1" != 0 ] && [ -s "$log" ]; then say "all calls of gcloud: $log"; fi
 }
 
 # at the end, whatever the end is, names the zones where something may be that costs money
@@ -245,7 +305,7 @@ tell_what_is_paid() {
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
 # a command in ~/podgrpo of worker $1, or of all; it must bear being run again, as gcloud does when ssh breaks
 workers() {
-  vm ssh --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
+  reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
 
 # a command for workers, again while the connection or gcloud fails; 75 where the slice has gone
@@ -265,6 +325,8 @@ persistently() {
     fi
     cp "$errors.first" "$errors"
     if [ -z "$delay" ] || ! may_pass; then break; fi
+    # The keys of a fresh VM take minutes to arrive, not longer.
+    if [ "$(fault)" = refused ] && [ "$delay" -gt 160 ]; then break; fi
     say "the connection fails: $(complaint); trying again in $delay seconds"
     sleep "$delay"
   done
@@ -272,28 +334,42 @@ persistently() {
   return 1
 }
 
-# this tree as git sees it, in $to_send; after a preemption the same is sent again
+# this tree as git sees it, in $to_send; after a preemption the same is sent again. Each command is checked here, since
+# `send` is called in conditions, where errexit is off.
 pack() {
-  if [ -f "$to_send/tree.tgz" ]; then return; fi
-  run mkdir -p "$to_send"
+  local packed="$to_send/tree.tgz" size
+  if [ -z "$dry_run" ] && [ -f "$packed" ]; then return; fi
+  run mkdir -p "$to_send" || exit
   # What git knows and is deleted is left out.
   # shellcheck disable=SC2016 # it is for another shell
   shell "$(printf 'cd %q && git ls-files -coz --exclude-standard | xargs -0 sh -c %q sh >%q' "$here" \
     'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
     die "$here is no git checkout; what git knows is what is sent"
-  shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")"
-  run env COPYFILE_DISABLE=1 tar -C "$here" --null -T "$to_send/run.sent" -czf "$to_send/tree.tgz"
+  shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")" || exit
+  run env COPYFILE_DISABLE=1 tar -C "$here" --null -T "$to_send/run.sent" -czf "$packed.unfinished" ||
+    die 'this tree could not be packed, and nothing was sent; see the message of tar' 1
+  run mv "$packed.unfinished" "$packed" || exit
+  [ -z "$dry_run" ] || return 0
+  size="$(($(wc -c <"$packed") / 1000000))"
+  say "this tree has $size MB, packed"
+  if [ "$size" -gt 100 ]; then
+    say "that is much to send to $hosts workers; the largest files, which .gitignore may leave out:"
+    (cd "$here" && xargs -0 du -k <"$to_send/run.sent" | sort -rn | head -n 5) >&2 || :
+  fi
 }
+
+# prints a word for each worker on which a run is going on
+is_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
 
 # this tree and .env to all workers; then the install there
 send() { # FLAGS..., which may need more packages
   local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
-  persistently workers all 'flock -n run.lock true || echo busy' >"$scratch/busy" || return
+  is_busy >"$scratch/busy" || return
   [ ! -s "$scratch/busy" ] || die "a run is going on there: $(again logs), or stop"
   pack
   if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'no .env is here'; fi
   say "sending this tree to $hosts workers"
-  persistently cloud compute tpus tpu-vm scp "${files[@]}" "$name:podgrpo/" --zone="$zone" --worker=all >&2 || return
+  persistently reach scp "${files[@]}" "$name:podgrpo/" --worker=all >&2 || return
   say 'installing there, about 2 minutes the first time'
   # One at a time, should gcloud run it again.
   persistently workers all "exec 8>setup.lock; flock 8; tar -xzf tree.tgz infra/worker.sh
@@ -332,6 +408,7 @@ follow() { # LINE of worker 0's log to begin with
   trap - INT
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
   [ -n "$worker" ] || return 0
+  case "$code" in '' | *[!0-9]*) code=1 ;; esac # it came from a VM
   # The run on a spot VM that is about to go fails first, mostly by SIGTERM.
   if [ -n "$spot" ] && [ "$code" != 2 ]; then
     sleep 60
@@ -364,16 +441,34 @@ stop_rest() {
 
 # what a run leaves behind, from worker 0 to out/$name; nothing where it is in a bucket
 fetch() {
-  local out to="out/$name"
-  out="$(persistently workers 0 'bash infra/worker.sh results')" || return
+  local out='' marker='' to="out/$name" found="$scratch/results"
+  persistently workers 0 'bash infra/worker.sh results' >"$found" || return
+  [ -n "$dry_run" ] || { read -r out && read -r marker || :; } <"$found"
   case "$out" in
-    gs://*) say "its results are in $out" && return ;;
+    gs://*)
+      is_in_bucket "$out" "$marker" || return
+      say "its results are in $out"
+      return
+      ;;
+    */* | .*) die "worker 0 names its results $out, which is no name of a directory" 1 ;;
   esac
   run mkdir -p "$to"
   say "fetching ${out:-the results} to $to"
-  persistently cloud compute tpus tpu-vm scp --recurse "$name:podgrpo/results/$out" "$to" --zone="$zone" \
-    --worker=0 >&2 || return
+  persistently reach scp --recurse "$name:podgrpo/results/$out" "$to" --worker=0 >&2 || return
   [ -n "$dry_run" ] || say "its results are in $to/$out"
+}
+
+# does bucket $1 have the run's results? $2: final/podgrpo.json of worker 0, empty for an evaluation alone
+is_in_bucket() {
+  local there
+  if [ -z "$2" ]; then
+    patiently cloud storage ls "$1/metrics.jsonl" >/dev/null
+    return
+  fi
+  there="$(patiently cloud storage cat "$1/final/podgrpo.json" | tr -d '\n')" || return
+  [ "$there" != "$2" ] || return 0
+  say "$1/final is not the model of this run, which is on worker 0"
+  return 1
 }
 
 RESUMES='The command that started the run resumes it from a bucket'
@@ -385,10 +480,19 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     code=0
     one_life "$life" "$line" "$@" || code=$?
     [ "$code" = 75 ] || break
-    [ -n "$spot" ] ||
-      die "$name is ${state:-gone}; only with --spot is it made again. $RESUMES" 1
-    say "making $name again"
-    life=up line=1
+    case "$state" in
+      REPAIRING | RESTARTING | REIMAGING)
+        say "waiting for $name, which is $state"
+        life=repaired
+        ;;
+      *)
+        [ -n "$spot" ] ||
+          die "$name is ${state:-gone}; only with --spot is it made again. $RESUMES" 1
+        say "making $name again"
+        life=up
+        ;;
+    esac
+    line=1
   done
   if [ "$code" = 0 ]; then
     fetch || die "the run has finished, and its results are not here: $(again fetch)" 1
@@ -397,9 +501,15 @@ live_and_finish() { # up|start|follow LINE FLAGS...
   exit "$code"
 }
 
-one_life() { # up|start|follow LINE FLAGS...
+one_life() { # up|repaired|start|follow LINE FLAGS...
   local life="$1" line="$2"
   shift 2
+  if [ "$life" = repaired ]; then
+    up
+    # The run may have survived the repair.
+    is_busy >"$scratch/busy" || return
+    if [ -s "$scratch/busy" ]; then life=follow; else life=up; fi
+  fi
   if [ "$life" = up ]; then
     up
     send "$@" || return
@@ -434,14 +544,19 @@ cmd_tpu_run() {
 }
 
 cmd_tpu_logs() {
-  local lines there
+  local lines='' flag there="$scratch/there"
   need_slice
-  # Its flags are for the run on a new VM, should this one be preempted.
-  there="$(persistently workers 0 'wc -l <run.log && cat run.id run.flags')" || {
+  # Its flags are for the run on a new VM, should this one be preempted. They are read as data, a NUL after each.
+  persistently workers 0 'wc -l <run.log && cat run.id run.flags' >"$there" || {
     [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
     die "no run was started there: $(again run)" 1
   }
-  { read -r lines && read -r run_id && eval "flags=($(cat))"; } <<<"$there" || [ -n "$dry_run" ]
+  flags=()
+  [ -n "$dry_run" ] || {
+    read -r lines && read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
+  } <"$there"
+  case "$lines$run_id" in *[!0-9.]*) die "run.log or run.id on worker 0 is not as it should be" 1 ;; esac
+  [ ${#flags[@]} -gt 0 ] || [ -n "$dry_run" ] || die "run.flags on worker 0 has no flags" 1
   # Of what was said before, the last 50 lines.
   live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${flags[@]+"${flags[@]}"}
 }
@@ -450,6 +565,19 @@ cmd_tpu_status() {
   need_slice
   say "$name in $zone is $state"
   case "$state" in READY | '') persistently workers all 'bash infra/worker.sh status' || exit 1 ;; esac
+}
+
+# a shell on one worker, or a command on one or all
+cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
+  local worker="${1:-0}"
+  need_slice
+  maybe_paid=''
+  if [ $# -gt 1 ]; then
+    persistently workers "$worker" "${*:2}" || exit
+    return
+  fi
+  [ -t 0 ] || [ -n "$dry_run" ] || die 'ssh without a command needs a terminal'
+  run gcloud compute tpus tpu-vm ssh "$name" --worker="$worker" --zone="$zone" ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
 cmd_tpu_stop() {

@@ -8,12 +8,14 @@
 #                                                 begins, REST: where the others do, both as `tail -n` has them
 #   bash infra/worker.sh status | stop [ID]       its last line | SIGTERM, and SIGKILL after 30 seconds
 #   bash infra/worker.sh test ARGUMENTS           pytest with these
-#   bash infra/worker.sh results                  links to what is worth keeping; prints its name, or gs://...
+#   bash infra/worker.sh results                  links to what is worth keeping; prints its name, or gs://... and, on a
+#                                                 second line, final/podgrpo.json
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# A run holds run.lock from before it starts until it has ended.
-is_free() { flock -n run.lock true; }
+# A run holds run.lock from before it starts until it has ended. The lock of a probe is shared, and `start` waits for
+# it, so that no probe is taken for a run.
+is_free() { flock -n -s run.lock true; }
 
 # this worker's number in its slice
 number() {
@@ -33,10 +35,13 @@ unpack() {
 start() {
   local id="$1" lock=/tmp/libtpu_lockfile sudo='sudo -n'
   shift
+  # gcloud may run this call again while the first one is still at work.
+  exec 8>start.lock
+  flock 8
   if [ "$(cat run.id 2>/dev/null)" = "$id" ]; then return; fi # the same call again
-  flock setup.lock bash launch.sh setup tpu "$@" # these flags may need more than there is
+  flock setup.lock bash launch.sh setup tpu "$@" 8>&- # these flags may need more than there is
   exec 9>run.lock # whoever follows finds it held, until the run has ended
-  if ! flock -n 9; then
+  if ! flock -w 10 9; then
     echo 'launch.sh: a run is going on here' >&2
     return 1
   fi
@@ -45,9 +50,9 @@ start() {
   if [ -z "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ]; then $sudo rm -f "$lock"; fi
   rm -f run.exit
   : >run.log
-  printf '%q ' "$@" >run.flags
+  printf '%s\0' "$@" >run.flags
   printf '%s\n' "$id" >run.id
-  setsid bash infra/worker.sh train "$@" </dev/null >/dev/null 2>&1 &
+  setsid bash infra/worker.sh train "$@" </dev/null >/dev/null 2>&1 8>&- &
   echo $! >run.pid
 }
 
@@ -95,10 +100,17 @@ run_tests() {
 }
 
 results() {
-  local flags=() out file
-  eval "flags=($(cat run.flags))"
+  local flags=() flag out file
+  while IFS= read -r -d '' flag; do flags+=("$flag"); done <run.flags
   out="$(JAX_PLATFORMS=cpu .venv/bin/python -c 'import sys, train; print(train.parse(sys.argv[1:]).out)' "${flags[@]}")"
-  case "$out" in out/gs/*) echo "gs://${out#out/gs/}" && return ;; esac
+  case "$out" in
+    out/gs/*)
+      printf 'gs://%s\n' "${out#out/gs/}"
+      # The marker of a complete model, which the bucket must have too; an evaluation alone makes no model.
+      if [ -f "$out/final/podgrpo.json" ]; then tr -d '\n' <"$out/final/podgrpo.json"; fi
+      return
+      ;;
+  esac
   out="$(cd "$out" && pwd)"
   rm -rf results
   mkdir -p "results/${out##*/}"

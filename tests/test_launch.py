@@ -239,8 +239,7 @@ REFUSALS = {
     "UNAUTHENTICATED: Request had invalid credentials. Please run: gcloud auth login":
         "log in: gcloud auth login",
     "RESOURCE_EXHAUSTED: Quota limit 'TPUV6EPerProject' has been exceeded": "or try --spot",
-    "{ code: 9, Insufficient reserved capacity. [EID: 0x1]":
-        "the reservation is elsewhere, or full",
+    "{ code: 9, Insufficient reserved capacity. [EID: 0x1]": "a has no v6e-8 left",
     "{ code: 8, There is no more capacity in the zone a": "a has no v6e-8 left",
     "INVALID_ARGUMENT: the accelerator v6e-8 was not found in zone a": "a offers no v6e-8",
     "SSH Key is not present in the SSH agent.": "ssh-add",
@@ -371,6 +370,140 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
     assert "may still be there" in text and not (cloud.stub / "both").exists(), text
 
 
+def test_a_queued_request_that_failed_says_why(cloud):
+    """A lack of quota ends the wait; other causes are tried again with growing pauses, to a limit."""
+    write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
+    (cloud.stub / "queue").write_text("ACCEPTED FAILED")
+    up = "v6e-8 up --queued --name qr --zone us-east5-b"
+    (cloud.stub / "queue_error").write_text("{'code': 8, 'message': 'Quota limit was exceeded'}")
+    text = cloud.launch(up, code=1)
+    assert "Quota limit was exceeded" in text and "ask for more (console: IAM, Quotas)" in text, text
+    assert cloud.count("queued-resources create") == 1, text
+    assert "may still be there" not in text, text
+    (cloud.stub / "queue_error").write_text("{'code': 13, 'message': 'an internal error'}")
+    text = cloud.launch(up, code=1)
+    assert text.count("an internal error") == 10, text
+    pauses = [int(seconds) for seconds in re.findall(r"trying again in (\d+) seconds", text)]
+    assert pauses[:3] == [120, 240, 480] and max(pauses) < 1200 and len(pauses) == 9, pauses
+    assert "10 queued requests of qr failed" in text, text
+    assert not list((cloud.stub / "queued").iterdir()), "a request is left"
+
+
+def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
+    """The zones are tried again; with --reserved, another zone has to be named."""
+    write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
+    said = "ERROR: (gcloud.x) { code: 9, Insufficient reserved capacity. [EID: 0x1]"
+    cloud.fail("create", said, times=2)
+    text = cloud.launch("v6e-8 up --zone a,us-east5-b --name vm")
+    assert "has no v6e-8 left" in text and "trying again in 60 seconds" in text, text
+    assert cloud.count(" create ") == 3, text
+    cloud.fail("create", said, times=2)
+    text = cloud.launch(
+        "v6e-8 up --zone a,us-east5-b --name other --create --reserved", code=1
+    )
+    assert "the reservation is elsewhere, or full" in text, text
+
+
+def test_keys_of_a_fresh_vm_are_waited_for(cloud):
+    """ssh's own words are shown, with the workers that failed; patience has an end."""
+    write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
+    ssh_failed = "ERROR: (gcloud.x) [/usr/bin/ssh] exited with return code [255]."
+    refused = (
+        "me@10.0.0.2: Permission denied (publickey).\n"
+        "##### Command execution on worker 1 failed with exit status 255. Continuing.\n"
+    )
+    cloud.fail("tpu-vm ssh", refused + ssh_failed, code=255)
+    text = cloud.launch("v4-16 setup --name vm")
+    shown = "the connection fails: w1 me@10.0.0.2: Permission denied (publickey): ERROR"
+    assert shown in text and "trying again in 5 seconds" in text, text
+    cloud.fail("tpu-vm ssh", refused + ssh_failed, code=255, times=99)
+    text = cloud.launch("v4-16 setup --name vm", code=1)
+    assert text.count("trying again in") == 6 and "ssh-add" in text, text
+
+
+def test_a_host_key_that_changed_is_told_at_once(cloud):
+    text = "Host key verification failed.\n"
+    text += "ERROR: (gcloud.x) [/usr/bin/ssh] exited with return code [255]."
+    cloud.launch("v6e-1 up --name vm")
+    cloud.fail("tpu-vm ssh", text, code=255)
+    text = cloud.launch("v6e-1 setup --name vm", code=1)
+    assert "Host key verification failed" in text and "google_compute_known_hosts" in text, text
+    assert "trying again" not in text, text
+
+
+def test_a_tree_that_cannot_be_packed_is_not_sent(cloud):
+    """Whatever tar had written by then."""
+    write(
+        cloud.stub / "bin/tar",
+        f"""#!/bin/sh
+case "$*" in *-czf*) for last; do :; done; echo half >"$last"; exit 2 ;; esac
+exec {shutil.which("tar")} "$@"
+""",
+        0o755,
+    )
+    text = cloud.launch("v6e-1 setup --name vm", code=1)
+    assert "could not be packed, and nothing was sent" in text, text
+    assert cloud.count("tpu-vm scp") == 0, "a part of the tree was sent"
+    assert "vm in us-east5-b may still be there, and paid for" in text, text
+
+
+def test_a_large_tree_is_told_before_it_is_sent(cloud):
+    (cloud.clone / "weights.bin").write_bytes(os.urandom(110_000_000))
+    (cloud.clone / "infra/small.txt").write_text("small")
+    text = cloud.launch("v6e-1 setup --name vm")
+    assert re.search(r"this tree has 1[01]\d MB, packed", text), text
+    assert "the largest files, which .gitignore may leave out:" in text, text
+    assert "weights.bin" in text and "small.txt" not in text, text
+
+
+def test_nothing_from_a_vm_is_evaluated(cloud):
+    """Flags, the number of lines and the name of the results are data."""
+    cloud.launch("v6e-1 --name vm", POD_FLAGS, ENDS, code=2)
+    pod = cloud.stub / "vm/w0/podgrpo"
+    trap = cloud.clone / "evaluated"
+    (pod / "run.flags").write_bytes(f"$(touch {trap})\0--lr\0none\0".encode())
+    cloud.launch("v6e-1 logs --name vm", code=2)
+    assert not trap.exists()
+    (pod / "run.id").write_text(f"a[$(touch {trap})]\n")
+    text = cloud.launch("v6e-1 logs --name vm", code=1)
+    assert "is not as it should be" in text and not trap.exists(), text
+    (pod / "run.flags").write_bytes(f"--steps\0x\0$(touch {trap})\0".encode())
+    cloud.launch("v6e-1 fetch --name vm", code=1)
+    assert not trap.exists()
+
+
+def test_every_call_of_gcloud_is_in_one_log(cloud):
+    """With its exit code and all that it said; a failure names the log."""
+    cloud.fail("create", "Waiting...\nERROR: (gcloud.x) PERMISSION_DENIED: no such luck")
+    text = cloud.launch("v6e-1 up --name vm --zone us-east5-b", code=1)
+    (path,) = re.findall("all calls of gcloud: (.*)", text)
+    log = open(path).read()
+    assert "Waiting...\nERROR: (gcloud.x) PERMISSION_DENIED: no such luck" in log, log
+    assert re.search(r"gcloud compute tpus tpu-vm create vm .*\nexit code 1\n", log), log
+    assert log.count("exit code ") == len(cloud.calls()), log
+    assert "all calls of gcloud" not in cloud.launch("v6e-1 up --name vm --zone us-east5-b")
+
+
+def test_workers_are_reached_as_the_site_wants(cloud):
+    """Every ssh and scp has the flags; the Identity-Aware Proxy is of gcloud's alpha."""
+    cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal-ip"])
+    for argv in cloud.worker_calls():
+        assert "--internal-ip" in argv, argv
+    before = len(cloud.calls())
+    tunnel = ["--ssh", "--tunnel-through-iap"]
+    text = cloud.launch("v6e-1 ssh --name vm", tunnel, "0 pwd")
+    assert "podgrpo" in text, text
+    (call,) = [argv for argv in cloud.calls()[before:] if "ssh" in argv]
+    assert call[0] == "alpha" and "--tunnel-through-iap" in call, call
+
+
+def test_a_command_runs_on_one_worker_or_on_all(cloud):
+    cloud.launch("v4-16 up --name vm")
+    assert cloud.launch("v4-16 ssh --name vm all echo it runs").count("it runs") == 2
+    assert cloud.launch("v4-16 ssh --name vm 1 echo it runs").count("it runs") == 1
+    assert "needs a terminal" in cloud.launch("v4-16 ssh --name vm", code=2)
+
+
 @pytest.mark.slow
 def test_a_vm_that_is_repaired_is_not_waited_for_for_ever(cloud):
     cloud.launch("v6e-8 up --name vm")
@@ -409,8 +542,8 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --spot --name spot", code=2)
     assert "making spot again" in text and cloud.count("tpu-vm create") == 2, text
-    flags = shlex.split((cloud.stub / "spot/w0/podgrpo/run.flags").read_text())
-    assert flags[-4:] == ["--lr", "none", "--system", "it's $HOME"], flags
+    flags = (cloud.stub / "spot/w0/podgrpo/run.flags").read_text().split("\0")
+    assert flags[-5:] == ["--lr", "none", "--system", "it's $HOME", ""], flags
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --name spot", code=1)
     assert "spot is PREEMPTED; only with --spot is it made again" in text, text
