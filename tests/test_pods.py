@@ -1,5 +1,6 @@
 """Pods: launch.sh from nothing to results, on a stand-in for gcloud with processes for workers."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -269,3 +270,71 @@ def test_a_run_that_takes_its_time_to_start_is_followed(cloud):
     finally:
         (cloud.stub / "bin/setsid").unlink()
     assert text.count("[w0] no such luck") == 1, text
+
+
+def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
+    """With --down, whatever train.py's exit code says; the marker of final/ is compared."""
+    (cloud.stub / "gs/bucket").mkdir(parents=True)
+    write(cloud.stub / "finishes", "")
+    start = ("v6e-1 --name vm --down", POD_FLAGS, "--out gs://bucket/run")
+    text = cloud.launch(*start, code=1)
+    assert "the bucket does not have it" in text and "deleting" not in text, text
+    assert "vm in us-east5-b may still be there, and paid for" in text, text
+    assert (cloud.stub / "vm/w0").exists()
+    # The model of an earlier run is in its place.
+    marker = cloud.stub / "gs/bucket/run/final/podgrpo.json"
+    write(marker, '{"step": 1}')
+    text = cloud.launch("v6e-1 fetch --name vm", code=1)
+    assert "gs://bucket/run/final is not the model of this run" in text, text
+    write(marker, '{"step": 2}\n')
+    text = cloud.launch(*start)
+    assert "its results are in gs://bucket/run" in text and "deleting vm" in text, text
+    assert not (cloud.stub / "vm").exists() and "may still be there" not in text, text
+
+
+def test_the_same_start_twice_at_once_is_one_run(cloud):
+    """gcloud makes a call again while the first one still installs what the flags need."""
+    cloud.launch("v6e-1 setup --name vm")
+    write(cloud.stub / "idle", "")
+    pod = cloud.stub / "vm/w0/podgrpo"
+    command = "--command=cd podgrpo; bash infra/worker.sh start 7.7 --lr 1"
+    ssh = ["compute", "tpus", "tpu-vm", "ssh", "vm", "--zone=us-east5-b", command]
+    with open(pod / "setup.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        calls = [when(lambda: True, lambda: cloud.gcloud(*ssh)) for _ in range(2)]
+        time.sleep(3)  # both have looked whether this run is there
+    for call in calls:
+        call.result(60)
+    assert when(lambda: says(cloud.stub / "vm/w0/said", "waits"), lambda: True).result(60)
+    other = [word.replace("7.7", "8.8") for word in ssh]
+    with pytest.raises(AssertionError, match="a run is going on here"):
+        cloud.gcloud(*other)
+    assert (pod / "run.id").read_text() == "7.7\n"
+    cloud.launch("v6e-1 stop --name vm")
+
+
+def test_a_vm_that_is_repaired_is_waited_for(cloud):
+    """Also without --spot; a run that survived the repair is followed."""
+    write(cloud.stub / "idle", "")
+    cloud.launch("v6e-1 setup --name pod")
+    home = cloud.stub / "pod/w0"
+
+    def repair():
+        write(cloud.stub / "pod/state", "REPAIRING")
+        # The connection breaks, unless it was not there yet.
+        with contextlib.suppress(AssertionError):
+            cloud.gcloud("kill", "pod", "0", "tail -n")
+        until_it_works(lambda: seen(3))
+        write(cloud.stub / "pod/state", "READY")
+        until_it_works(lambda: cloud.launch("v6e-1 stop --name pod"))
+
+    def seen(times):
+        assert cloud.count(" describe ") > looked + times
+
+    looked = cloud.count(" describe ")
+    repaired = when(lambda: says(home / "said", "waits"), repair)
+    text = cloud.launch("v6e-1 run --name pod", POD_FLAGS, code=143)
+    repaired.result()
+    assert "waiting for pod, which is REPAIRING" in text, text
+    assert "pod in us-east5-b is READY" in text and "starting train.py" in text, text
+    assert text.count("starting train.py") == 1, "the run was started again"
