@@ -118,12 +118,12 @@ def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
 
 
 def send_rest(out: str) -> None:
-    """Send all but checkpoints, and but the marker of final/. Raises BucketError."""
+    """Send all but checkpoints and the marker of final/. Raises BucketError."""
     rsync(out, bucket_of(out), (*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)))
 
 
 def send_results(out: str) -> None:
-    """Send all but checkpoints. The marker of final/ is there only while the model is complete.
+    """Send all but checkpoints. In the bucket the marker stands only beside a complete model.
     Raises BucketError."""
     marker = f"{bucket_of(out)}/{MARKER}"
     here = ""
