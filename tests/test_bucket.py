@@ -11,6 +11,7 @@ from conftest import ROOT, arguments, read_jsonl, run, without_times
 from safetensors.numpy import load_file
 
 from infra import bucket as buckets
+from infra import checkpoint
 
 FLAGS = (
     "--model tiny --data arith --eval_data none --max_prompt 80 --max_answer 8 --batch 1 --npq 4 "
@@ -145,6 +146,17 @@ def test_the_marker_of_a_complete_model_arrives_last(tmp_path, waits):
     before = len(words)
     buckets.send_results(RUN)
     assert [argv[1] for argv in calls(bucket)][before:] == ["cat", "rsync"]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_all_processes_end_alike_where_process_0_cannot_send(process, tmp_path, waits, monkeypatch):
+    fail(tmp_path / "gs/bucket/run", "storage", times=99)
+    # Two processes, as either sees them: only process 0 has a fault.
+    monkeypatch.setattr(checkpoint.jax, "process_index", lambda: process)
+    monkeypatch.setattr(checkpoint, "all_gather_hosts", lambda value: np.array([True, False]))
+    with pytest.raises(SystemExit) as end:
+        checkpoint.send_results(RUN)
+    assert end.value.code == 1 and len(waits) == (0 if process else len(buckets.PATIENCE))
 
 
 def test_what_a_failed_try_has_removed_is_gone(tmp_path, waits):
