@@ -220,7 +220,7 @@ def test_a_claim_is_read_with_patience_and_its_signs_do_not_wait(
     other = {"host": "elsewhere", "pid": 7, "since": "noon", "signs": 3}
     claim.write_claim(f"{out}/claim.json", bucket, other)
     waited = []
-    monkeypatch.setattr("infra.bucket.time.sleep", waited.append)
+    monkeypatch.setattr("time.sleep", waited.append)
 
     def fail(times):
         rule = {"match": "storage (cp|rm)", "stderr": "ERROR: HTTPError 503", "times": times}
