@@ -869,9 +869,9 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         about = {"step": total_steps, "commit": cluster.commit(), "system": cfg.system}
         params = state["params"]
         hf.write_final(cfg.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
-    checkpoint.send_small_files(cfg.out)
     if host == 0:
         log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)
+    checkpoint.send_results(cfg.out)
 
 
 @exit_on(files.CheckpointError, "these files cannot be used")

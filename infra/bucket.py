@@ -5,33 +5,73 @@ is in the bucket need not stay here: the disk of a TPU VM has 100 GB. On resume 
 back, and of the checkpoints only the one that is used. Nothing of the user's is deleted there.
 """
 
+import contextlib
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterable
+
+from infra.log import warn
 
 # Not for the bucket: half-written files, the tiny model, which each process makes anew, the claim,
 # which claim.py sends by itself, and what was put aside, which put_aside moves there.
 STAYS_HERE = (r".*\.tmp", ".*tiny-seed", r"claim\.json", "old-")
 # Checkpoints have functions of their own, as a process sends and fetches only its part of them.
 CHECKPOINTS = r"step_\d{6}/"
+# The file that says that a model is complete: the last one of final/ to arrive.
+MARKER = "final/podgrpo.json"
+# Seconds to wait before each further try. Google mends most faults of its own in some minutes.
+PATIENCE = (2, 5, 10, 20, 40, 80, 160)
+# gcloud's words where the source is not there, as for a run that has not begun.
+ABSENT = r"matched no objects|Did not find existing container"
+# gcloud's words for what no further try would mend: rights, a login, a bucket that is not there.
+REFUSED = (
+    r"(Error|code|status|:) ?40[13]\b|PERMISSION_DENIED|does not have|not found: 404|"
+    r"do not currently have an active account"
+)
 
 
 class BucketError(OSError):
     """gcloud could not do what it was asked to; the message ends with its last words."""
 
 
-def gcloud(*words: str) -> str:
-    """What `gcloud storage ...` prints. Raises BucketError."""
+class AbsentError(BucketError):
+    """What was to be read or removed is not in the bucket."""
+
+
+class RefusedError(BucketError):
+    """The bucket cannot be used, however often one tries."""
+
+
+def gcloud(*words: str, tries: int = 1 + len(PATIENCE)) -> str:
+    """What `gcloud storage ...` prints, after at most so many tries. Raises BucketError."""
+    for seconds in PATIENCE[: tries - 1]:
+        try:
+            return gcloud_once(*words)
+        except (AbsentError, RefusedError):
+            raise
+        except BucketError as e:
+            warn(f"gcloud storage {words[0]} failed, and is tried again in {seconds} s: {e}")
+            time.sleep(seconds)
+    return gcloud_once(*words)
+
+
+def gcloud_once(*words):
     try:
         run = subprocess.run(
             ["gcloud", "storage", *words], capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
-        raise BucketError("gcloud is not installed here") from None
+        raise RefusedError("gcloud is not installed here") from None
     if run.returncode:
-        # The last line says what went wrong; progress and warnings may stand before it.
-        raise BucketError((run.stderr.strip() or "gcloud failed").splitlines()[-1])
+        # The last error says what went wrong; progress and warnings may stand before it.
+        lines = (run.stderr.strip() or "gcloud failed").splitlines()
+        errors = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
+        text = " ".join(lines[errors[-1] if errors else -1 :])
+        if re.search(ABSENT, text):
+            raise AbsentError(text)
+        raise (RefusedError if re.search(REFUSED, text) else BucketError)(text)
     return run.stdout
 
 
@@ -47,10 +87,11 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
     patterns = "|".join(excluded)
     try:
         gcloud("rsync", "--recursive", "--exclude", patterns, *flags, source, target)
+    except AbsentError:
+        # There is nothing to copy yet.
+        return
     except BucketError as e:
-        # These are gcloud's words where the source is not there, as for a run that has not begun.
-        if "Did not find existing container" not in str(e):
-            raise BucketError(f"{source} cannot be copied to {target}: {e}") from None
+        raise type(e)(f"{source} cannot be copied to {target}: {e}") from None
 
 
 def others_parts(process: int, processes: int) -> str:
@@ -77,8 +118,27 @@ def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
 
 
 def send_rest(out: str) -> None:
-    """Send all but checkpoints. Raises BucketError."""
-    rsync(out, bucket_of(out), (*STAYS_HERE, CHECKPOINTS))
+    """Send all but checkpoints and the marker of final/. Raises BucketError."""
+    rsync(out, bucket_of(out), (*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)))
+
+
+def send_results(out: str) -> None:
+    """Send all but checkpoints. In the bucket the marker stands only beside a complete model.
+    Raises BucketError."""
+    marker = f"{bucket_of(out)}/{MARKER}"
+    here = ""
+    with contextlib.suppress(FileNotFoundError), open(f"{out}/{MARKER}", encoding="utf-8") as f:
+        here = f.read()
+    there = ""
+    if here:
+        with contextlib.suppress(AbsentError):
+            there = gcloud("cat", marker)
+    # A run that was given more steps has sent an older model.
+    if there and there != here:
+        remove(marker)
+    send_rest(out)
+    if here and there != here:
+        gcloud("cp", f"{out}/{MARKER}", marker)
 
 
 def fetch_rest(out: str, final: bool) -> None:
@@ -94,11 +154,9 @@ def names(out: str) -> list[str]:
     """Names of the files and folders of the run in the bucket; [] where there are none."""
     try:
         listed = gcloud("ls", f"{bucket_of(out)}/")
-    except BucketError as e:
+    except AbsentError:
         # A bucket has no empty folders: a run that has not begun is an error to gcloud.
-        if "matched no objects" in str(e):
-            return []
-        raise
+        return []
     # Lines are gs://bucket/run/NAME, with a slash at the end if it is a folder.
     return [line.rstrip("/").rpartition("/")[2] for line in listed.splitlines()]
 
@@ -112,11 +170,20 @@ def saved_steps(out: str) -> list[int]:
 def remove_checkpoints(out: str, steps: Iterable[int]) -> None:
     """Remove the checkpoints of these steps from the bucket. Raises BucketError."""
     for step in steps:
-        gcloud("rm", "--recursive", f"{bucket_of(out)}/step_{step:06}")
+        remove("--recursive", f"{bucket_of(out)}/step_{step:06}")
+
+
+def remove(*words: str) -> None:
+    """gcloud storage rm. Raises BucketError."""
+    # A try that was said to fail may have removed it.
+    with contextlib.suppress(AbsentError):
+        gcloud("rm", *words)
 
 
 def put_aside(out: str, old: str, pattern: str) -> None:
     """Move what has such a name into the folder `old` in the bucket. Raises BucketError."""
     for name in names(out):
         if re.fullmatch(pattern, name):
-            gcloud("mv", f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}")
+            # A try that was said to fail may have moved it.
+            with contextlib.suppress(AbsentError):
+                gcloud("mv", f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}")

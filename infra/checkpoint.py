@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -400,6 +401,26 @@ def too_old(steps: list, newest: int, kept: int) -> list:
     # What is newer than the newest complete one may be under way.
     steps = [step for step in steps if step <= newest]
     return steps[: max(0, len(steps) - kept)]
+
+
+def send_results(out: str) -> None:
+    """Send final/ and the small files to the bucket, if the run has one. Exits 1, in all processes,
+    where that fails: who reads the exit code may delete this disk."""
+    target = bucket.bucket_of(out)
+    if not target:
+        return
+    fault = ""
+    if jax.process_index() == 0:
+        try:
+            bucket.send_results(out)
+        except bucket.BucketError as e:
+            fault = str(e)
+            warn(
+                f"{fault}\nthe results are NOT in {target}, but in {os.path.abspath(out)} on "
+                f"{socket.gethostname()}; the same command given again there sends them"
+            )
+    if all_gather_hosts(bool(fault)).any():
+        raise SystemExit(1)
 
 
 def send_small_files(out: str) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from infra.bucket import BucketError, gcloud
+from infra.bucket import AbsentError, BucketError, gcloud
 
 SECONDS_BETWEEN_SIGNS = 20
 # Longer than a sign takes that was late, or that a bucket failed to take once.
@@ -42,12 +42,12 @@ class InUse(Exception):
 
 
 def read_claim(path: str, bucket: str) -> dict:
-    """What the claim says, {} where there is none. With a bucket, the claim there counts."""
+    """What the claim says, {} where there is none. With a bucket, the claim there counts, and
+    BucketError is raised where that cannot be reached."""
     if bucket:
         try:
             gcloud("cp", f"{bucket}/claim.json", path)
-        except BucketError:
-            # There is none, or the bucket cannot be reached, which its next use reports.
+        except AbsentError:
             return {}
     try:
         with open(path, encoding="utf-8") as f:
@@ -67,7 +67,8 @@ def write_claim(path: str, bucket: str, claim: dict) -> None:
             json.dump(claim, f)
         os.replace(f"{path}.tmp", path)
         if bucket:
-            gcloud("cp", path, f"{bucket}/claim.json")
+            # A sign that comes minutes late is none.
+            gcloud("cp", path, f"{bucket}/claim.json", tries=1)
 
 
 def in_use(out: str, holder: dict) -> InUse:
@@ -111,7 +112,7 @@ def locked(out: str, holder: dict) -> Iterator[bool]:
 def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> Iterator[None]:
     """Inside, no other run uses the directory `out`, nor `bucket` (gs://..., or "" for none).
 
-    Raises InUse where one does.
+    Raises InUse where one does, and BucketError where the bucket cannot be reached.
     """
     path = f"{out}/claim.json"
     holder = read_claim(path, bucket)
@@ -173,4 +174,4 @@ def signs_of_life(path: str, bucket: str, claim: dict) -> Iterator[None]:
             os.unlink(path)
         if bucket:
             with contextlib.suppress(BucketError):
-                gcloud("rm", f"{bucket}/claim.json")
+                gcloud("rm", f"{bucket}/claim.json", tries=1)

@@ -66,7 +66,20 @@ def write_config(out: str, flags: dict) -> None:
     versions = {module.__name__: module.__version__ for module in (jax, optax, np)}
     content = {"config": flags, "commit": cluster.commit(), "versions": versions}
     files.write_json(f"{out}/config.json", content)
-    check(checkpoint.send_small_files(out), f"--out {out} cannot be written to; see above")
+    if bucket.bucket_of(out) and jax.process_index() == 0:
+        with exit_without_bucket():
+            bucket.send_rest(out)
+
+
+@contextlib.contextmanager
+def exit_without_bucket():
+    """Inside, exit 2 where the bucket can never be used, and 1 where it cannot be reached now."""
+    try:
+        with exit_on(bucket.RefusedError, "--out cannot be used"):
+            yield
+    except bucket.BucketError as e:
+        warn(f"{e}; --out cannot be reached now: give the same command again later")
+        raise SystemExit(1) from None
 
 
 def claim_out(out: str, claims: contextlib.ExitStack) -> None:
@@ -76,7 +89,8 @@ def claim_out(out: str, claims: contextlib.ExitStack) -> None:
         os.makedirs(out, exist_ok=True)
         if jax.process_index() == 0:
             try:
-                claims.enter_context(claimed(out, bucket.bucket_of(out), say))
+                with exit_without_bucket():
+                    claims.enter_context(claimed(out, bucket.bucket_of(out), say))
             except InUse as e:
                 fault = str(e)
     is_in_use = all_gather_hosts(bool(fault)).any()
@@ -92,13 +106,14 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
     the run has finished.
     """
     if bucket.bucket_of(out):
-        with exit_on(bucket.BucketError, "--out cannot be used"):
+        with exit_without_bucket():
             bucket.fetch_rest(out, final=jax.process_index() == 0)
     refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
     # Process 0 writes final/; the disk of another process may be its own.
     has_final, final_step = all_gather_hosts([os.path.isdir(f"{out}/final"), step_of_final(out)])[0]
     if done and min(done, final_step) >= total_steps:
+        send_what_is_here(out, done)
         say(f"{out} is finished: {done} steps; see {out}/final and {out}/metrics.jsonl")
         raise SystemExit(0)
     if has_final and not done:
@@ -109,6 +124,18 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
         )
         put_aside(out)
     return done, paths, int(about.get("skipped", 0))
+
+
+def send_what_is_here(out: str, done: int) -> None:
+    """Send what a run that has finished could not send; exit 1 where its results cannot be."""
+    if not bucket.bucket_of(out):
+        return
+    checkpoint.send_results(out)
+    try:
+        index, count = jax.process_index(), jax.process_count()
+        bucket.send_checkpoint(out, f"step_{done:06}", index, count)
+    except bucket.BucketError as e:
+        warn(f"the model is in the bucket, its last checkpoint only here: {e}")
 
 
 def step_of_final(out: str) -> int:
@@ -184,7 +211,7 @@ def steps_of_all_hosts(out):
     """Steps of the checkpoints, complete or not, that any process finds, newest first."""
     steps = set(checkpoint.saved_steps(out))
     if bucket.bucket_of(out):
-        with exit_on(bucket.BucketError, "--out cannot be used"):
+        with exit_without_bucket():
             steps.update(bucket.saved_steps(out))
     # As many numbers from each process; no step is 0.
     padded = np.array([0] * 99 + sorted(steps))[-99:]
@@ -196,7 +223,7 @@ def complete_checkpoint(out, step):
     """This process's files of a checkpoint, fetched from the bucket if the run has one."""
     name = f"step_{step:06}"
     if bucket.bucket_of(out):
-        with exit_on(bucket.BucketError, "--out cannot be used"):
+        with exit_without_bucket():
             bucket.fetch_checkpoint(out, name, jax.process_index(), jax.process_count())
     return checkpoint.complete_checkpoint(f"{out}/{name}")
 
@@ -220,7 +247,7 @@ def put_aside(out: str) -> None:
     old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(now))
     os.makedirs(f"{out}/{old}", exist_ok=True)
     if bucket.bucket_of(out) and jax.process_index() == 0:
-        with exit_on(bucket.BucketError, "--out cannot be used"):
+        with exit_without_bucket():
             bucket.put_aside(out, old, WRITTEN)
     for name in os.listdir(out):
         if re.fullmatch(WRITTEN, name):

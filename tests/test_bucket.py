@@ -10,10 +10,22 @@ import pytest
 from conftest import ROOT, arguments, read_jsonl, run, without_times
 from safetensors.numpy import load_file
 
+from infra import bucket as buckets
+from infra import checkpoint
+
 FLAGS = (
     "--model tiny --data arith --eval_data none --max_prompt 80 --max_answer 8 --batch 1 --npq 4 "
     "--minibatches 1 --sft_steps 0 --steps 4 --save_every 1 --keep 2 --entropy_bonus 0.1"
 )
+# train.py as it is, but for how long it waits for a bucket.
+IMPATIENT = """
+import runpy, sys
+del sys.argv[0]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+from infra import bucket
+bucket.PATIENCE = (0.1, 0.2)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture
@@ -29,9 +41,24 @@ def machine(tmp_path, monkeypatch):
 
     def train(*more, code=0):
         flags = arguments([FLAGS, "--out gs://bucket/run", *more])
-        return run(sys.executable, ROOT / "train.py", *flags, cwd=home, code=code)
+        program = (sys.executable, "-c", IMPATIENT, ROOT / "train.py")
+        return run(*program, *flags, cwd=home, code=code)
 
     return home / "out/gs/bucket/run", stub / "gs/bucket/run", train
+
+
+RUN = "out/gs/bucket/run"
+UNAVAILABLE = "ERROR: HTTPError 503: Service Unavailable"
+FORBIDDEN = (
+    "ERROR: (gcloud.storage.rsync) HTTPError 403: a@example.com does not have "
+    "storage.objects.list access to the Google Cloud Storage bucket."
+)
+
+
+def fail(bucket, match, stderr=UNAVAILABLE, times=1):
+    """Have so many calls fail that match."""
+    rule = {"match": match, "stderr": stderr, "times": times}
+    (bucket.parents[2] / "fail").write_text(json.dumps(rule) + "\n")
 
 
 def steps(directory):
@@ -41,6 +68,140 @@ def steps(directory):
 
 def calls(bucket):
     return [json.loads(line) for line in open(bucket.parents[2] / "calls.log")]
+
+
+@pytest.fixture
+def waits(tmp_path, monkeypatch):
+    """-> the seconds that this process waited for a bucket, without waiting. In RUN is a model."""
+    (tmp_path / "gs/bucket/run").mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{ROOT}/.ci:/usr/bin:/bin")
+    monkeypatch.setenv("GCLOUD_STUB", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    final = tmp_path / "out/gs/bucket/run/final"
+    final.mkdir(parents=True)
+    (final / "model.safetensors").write_text("weights")
+    (final / "podgrpo.json").write_text('{"step": 4}')
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    return waited
+
+
+def test_a_bucket_is_asked_again_with_growing_patience(tmp_path, waits, capfd):
+    bucket = tmp_path / "gs/bucket/run"
+    fail(bucket, "rsync", times=len(buckets.PATIENCE))
+    buckets.send_rest(RUN)
+    assert (bucket / "final/model.safetensors").read_text() == "weights"
+    assert waits == sorted(buckets.PATIENCE) and 120 < sum(waits) < 900, waits
+    said = capfd.readouterr().err
+    assert said.count(UNAVAILABLE) == len(waits) and "again in 160 s" in said, said
+    # It ends, and names both ends and the cause.
+    fail(bucket, "rsync", times=99)
+    with pytest.raises(buckets.BucketError, match=f"{RUN} cannot be copied to gs://.*503"):
+        buckets.send_rest(RUN)
+    assert waits == 2 * list(buckets.PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        FORBIDDEN,
+        "ERROR: (gcloud.storage.rsync) PERMISSION_DENIED: no",
+        "WARNING: slow\nERROR: (gcloud.storage.rsync) gs://bucket not found: 404.",
+        "ERROR: (gcloud.storage.ls) You do not currently have an active account selected.\n"
+        "Please run:\n\n  $ gcloud auth login\n\nto obtain new credentials.",
+    ],
+)
+def test_what_can_never_succeed_is_not_tried_again(stderr, tmp_path, waits):
+    fail(tmp_path / "gs/bucket/run", "storage", stderr, times=99)
+    for ask in (buckets.send_rest, buckets.saved_steps, buckets.send_results):
+        with pytest.raises(buckets.RefusedError):
+            ask(RUN)
+    assert waits == []
+
+
+def test_nothing_there_and_no_gcloud_are_answers_at_once(tmp_path, waits, monkeypatch):
+    assert buckets.saved_steps("out/gs/bucket/none") == []
+    buckets.fetch_rest("out/gs/bucket/none", final=True)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(buckets.RefusedError, match="gcloud is not installed"):
+        buckets.saved_steps(RUN)
+    assert waits == []
+
+
+def test_the_marker_of_a_complete_model_arrives_last(tmp_path, waits):
+    bucket = tmp_path / "gs/bucket/run"
+    # An older model is there, complete, as of a run that was given more steps.
+    (bucket / "final").mkdir()
+    (bucket / "final/podgrpo.json").write_text('{"step": 2}')
+    fail(bucket, "rsync", times=99)
+    with pytest.raises(buckets.BucketError):
+        buckets.send_results(RUN)
+    assert not (bucket / "final/podgrpo.json").exists()
+    (tmp_path / "fail").unlink()
+    buckets.send_results(RUN)
+    assert (bucket / "final/podgrpo.json").read_text() == '{"step": 4}'
+    words = [argv[1] for argv in calls(bucket)]
+    assert words[-3:] == ["cat", "rsync", "cp"], words
+    # Sent once more, it is at no time missing.
+    before = len(words)
+    buckets.send_results(RUN)
+    assert [argv[1] for argv in calls(bucket)][before:] == ["cat", "rsync"]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_all_processes_end_alike_where_process_0_cannot_send(process, tmp_path, waits, monkeypatch):
+    fail(tmp_path / "gs/bucket/run", "storage", times=99)
+    # Two processes, as either sees them: only process 0 has a fault.
+    monkeypatch.setattr(checkpoint.jax, "process_index", lambda: process)
+    monkeypatch.setattr(checkpoint, "all_gather_hosts", lambda value: np.array([True, False]))
+    with pytest.raises(SystemExit) as end:
+        checkpoint.send_results(RUN)
+    assert end.value.code == 1 and len(waits) == (0 if process else len(buckets.PATIENCE))
+
+
+def test_what_a_failed_try_has_removed_is_gone(tmp_path, waits):
+    bucket = tmp_path / "gs/bucket/run"
+    (bucket / "step_000001").mkdir()
+    (bucket / "step_000001/shard").write_text("")
+    rule = {"match": "storage rm", "stderr": UNAVAILABLE, "does": True}
+    (tmp_path / "fail").write_text(json.dumps(rule) + "\n")
+    buckets.remove_checkpoints(RUN, [1])
+    assert buckets.saved_steps(RUN) == [] and len(waits) == 1
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_in_the_bucket_ends_the_run_with_1(machine):
+    """The same command given again sends it, once that is possible."""
+    here, bucket, train = machine
+    fail(bucket, r"rsync .* gs://bucket/run(/step_000002)?$|cp .*final", times=99)
+    # The small files go before the first step, and cannot go later.
+    rule = {"match": "rsync .*/run gs://bucket/run$", "stderr": "", "code": 0, "times": 1}
+    path = bucket.parents[2] / "fail"
+    path.write_text(json.dumps(rule) + "\n" + path.read_text())
+    for _ in range(2):
+        text = train("--steps 2", code=1)
+        assert f"NOT in gs://bucket/run, but in {here}" in text, text
+        assert "same command given again" in text and UNAVAILABLE in text, text
+        assert "is finished" not in text, text
+        assert not (bucket / "final/podgrpo.json").exists()
+        assert (here / "final/podgrpo.json").exists() and steps(bucket) == [1], steps(bucket)
+    path.unlink()
+    text = train("--steps 2")
+    assert "is finished" in text, text
+    assert (bucket / "final/podgrpo.json").exists() and steps(bucket) == [1, 2], steps(bucket)
+    assert (bucket / "metrics.jsonl").read_bytes() == (here / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("match", "stderr", "code"),
+    [("cp .*claim", UNAVAILABLE, 1), ("storage ls", UNAVAILABLE, 1), ("rsync", FORBIDDEN, 2)],
+)
+def test_a_bucket_out_of_reach_at_the_start_is_a_fault_of_a_service(match, stderr, code, machine):
+    _, bucket, train = machine
+    fail(bucket, match, stderr, times=99)
+    text = train("--steps 1", code=code)
+    assert stderr in text and ("cannot be used" in text) == (code == 2), text
 
 
 @pytest.mark.slow
@@ -79,11 +240,9 @@ def test_local_copies_go_once_they_are_in_the_bucket(machine):
 def test_a_bucket_that_cannot_be_reached_keeps_checkpoints_here(machine):
     """They are sent later, and nothing that is newer here is overwritten."""
     here, bucket, train = machine
-    fail = bucket.parents[2] / "fail"
-    rule = {"match": "rsync.*step_00000[12]", "stderr": "ERROR: unavailable", "times": 2}
-    fail.write_text(json.dumps(rule) + "\n")
+    fail(bucket, "rsync.*step_00000[12]", times=6)
     text = train("--steps 2")
-    assert "step 1 cannot be saved" in text and "ERROR: unavailable" in text, text
+    assert "step 1 cannot be saved" in text and UNAVAILABLE in text, text
     assert steps(here) == [1, 2] and steps(bucket) == [], (steps(here), steps(bucket))
     # Now the bucket can be reached.
     shutil.rmtree(here / "final")

@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, lives, read_jsonl, running, until
 
 from infra import claim
+from infra.bucket import BucketError
 
 HOLD = """
 import sys, time
@@ -210,6 +211,33 @@ def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, buck
     said.clear()
     with claim.claimed(there, bucket, said.append):
         assert said == []
+
+
+def test_a_claim_is_read_with_patience_and_its_signs_do_not_wait(
+    tmp_path, monkeypatch, bucket, quick
+):
+    out = directory(tmp_path)
+    other = {"host": "elsewhere", "pid": 7, "since": "noon", "signs": 3}
+    claim.write_claim(f"{out}/claim.json", bucket, other)
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+
+    def fail(times):
+        rule = {"match": "storage (cp|rm)", "stderr": "ERROR: HTTPError 503", "times": times}
+        (tmp_path / "stub/fail").write_text(json.dumps(rule))
+
+    fail(3)
+    assert claim.read_claim(f"{out}/claim.json", bucket) == other
+    assert waited == [2, 5, 10]
+    # A bucket that cannot be reached does not say that there is no claim.
+    fail(99)
+    with pytest.raises(BucketError, match="503"):
+        claim.claimed(out, bucket).__enter__()
+    waited.clear()
+    claim.write_claim(f"{out}/claim.json", bucket, other)
+    with claim.signs_of_life(f"{out}/claim.json", bucket, other):
+        pass
+    assert waited == []
 
 
 # ---------------------------------------------------------------- complete runs
