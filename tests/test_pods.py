@@ -326,6 +326,7 @@ def test_a_vm_that_is_repaired_is_waited_for(cloud):
             cloud.gcloud("kill", "pod", "0", "tail -n")
         until_it_works(lambda: seen(3))
         write(cloud.stub / "pod/state", "READY")
+        assert when(lambda: cloud.count("worker.sh follow") == 2, lambda: True).result(60)
         until_it_works(lambda: cloud.launch("v6e-1 stop --name pod"))
 
     def seen(times):
