@@ -371,13 +371,14 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
 
 
 def test_a_queued_request_that_failed_says_why(cloud):
-    """A lack of quota ends the wait; other causes are tried again with growing pauses, to a limit."""
+    """A lack of quota ends it; other causes are tried again, with longer pauses, to a limit."""
     write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
     (cloud.stub / "queue").write_text("ACCEPTED FAILED")
     up = "v6e-8 up --queued --name qr --zone us-east5-b"
     (cloud.stub / "queue_error").write_text("{'code': 8, 'message': 'Quota limit was exceeded'}")
     text = cloud.launch(up, code=1)
-    assert "Quota limit was exceeded" in text and "ask for more (console: IAM, Quotas)" in text, text
+    assert "Quota limit was exceeded" in text, text
+    assert "ask for more (console: IAM, Quotas)" in text, text
     assert cloud.count("queued-resources create") == 1, text
     assert "may still be there" not in text, text
     (cloud.stub / "queue_error").write_text("{'code': 13, 'message': 'an internal error'}")
