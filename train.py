@@ -700,6 +700,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     config = dataclasses.asdict(cfg)
     total_steps = cfg.sft_steps + cfg.steps
     done, paths, skipped = run_dir.open_run(cfg.out, total_steps, config, cfg.resume)
+    run_dir.keep_compiled(cfg.out)
 
     # The model, without its weights, and where they will lie.
     model_dir = data.model_directory(cfg, "*.json", "*.txt", "*.jinja")

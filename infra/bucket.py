@@ -6,6 +6,7 @@ back, and of the checkpoints only the one that is used. Nothing of the user's is
 """
 
 import contextlib
+import glob
 import os
 import re
 import subprocess
@@ -118,8 +119,24 @@ def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
 
 
 def send_rest(out: str) -> None:
-    """Send all but checkpoints and the marker of final/. Raises BucketError."""
-    rsync(out, bucket_of(out), (*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)))
+    """Send all but checkpoints and the marker of final/, and compiled programs only if they are no
+    larger than a checkpoint. Raises BucketError."""
+    excluded = [*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)]
+    checkpoints = [size(path) for path in glob.glob(f"{glob.escape(out)}/step_*")]
+    if size(f"{out}/compiled") > max(checkpoints, default=0):
+        excluded.append("compiled/")
+    rsync(out, bucket_of(out), excluded)
+
+
+def size(directory: str) -> int:
+    """Bytes of the files that lie in a directory, 0 if it is not there."""
+    paths = glob.glob(f"{glob.escape(directory)}/*")
+    total = 0
+    for path in paths:
+        # A checkpoint that has become old may be deleted meanwhile.
+        with contextlib.suppress(OSError):
+            total += os.path.getsize(path)
+    return total
 
 
 def send_results(out: str) -> None:

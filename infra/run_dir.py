@@ -4,6 +4,7 @@ config.json      the run's flags, with commit and versions
 metrics.jsonl    one row a step, and one for each evaluation
 samples.jsonl    some prompts with answers and rewards
 step_NNNNNN/     a checkpoint
+compiled/        what JAX has compiled, so that a run which resumes need not compile again
 final/           the trained model, as a Hugging Face directory
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.experimental.compilation_cache import compilation_cache
 
 from infra import bucket, checkpoint, cluster, files, log
 from infra.chips import GIB
@@ -97,6 +99,16 @@ def claim_out(out: str, claims: contextlib.ExitStack) -> None:
     check(not is_in_use, fault or f"{out} is in use, as process 0 tells")
 
 
+def keep_compiled(out: str) -> None:
+    """Let JAX keep compiled programs in `out`/compiled, unless the user has chosen a place, as with
+    JAX_COMPILATION_CACHE_DIR. Of several processes JAX lets process 0 write."""
+    if jax.config.jax_compilation_cache_dir:
+        return
+    jax.config.update("jax_compilation_cache_dir", f"{out}/compiled")
+    # The first program that was compiled, in the roll call, has told JAX that there is no cache.
+    compilation_cache.reset_cache()
+
+
 # ---------------------------------------------------------------- where a run resumes
 def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int, list, int]:
     """`out`, once claimed -> (step, files, skipped updates in a row) of its newest complete
@@ -149,7 +161,7 @@ def step_of_final(out: str) -> int:
 def refuse_other_run(out, flags, resume):
     """Exit 2 where `out` holds something else than this run."""
     # A killed process may have left half of the first file.
-    harmless = r"tiny-seed|claim\.json$|.*\.tmp$"
+    harmless = r"tiny-seed|claim\.json$|compiled$|.*\.tmp$"
     found = {name for name in os.listdir(out) if not re.match(harmless, name)}
     if not found:
         return

@@ -1,6 +1,7 @@
 """A run whose checkpoints are in a bucket, on the stand-in for gcloud."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -234,6 +235,41 @@ def test_local_copies_go_once_they_are_in_the_bucket(machine):
         np.testing.assert_array_equal(weight, weights[name])
     # What a killed run has left is newer than this run's last: nobody's to delete.
     assert steps(here) == [5] and steps(bucket) == [3, 4, 5], (steps(here), steps(bucket))
+
+
+def test_compiled_programs_are_sent_if_they_are_no_larger_than_a_checkpoint(tmp_path, waits):
+    bucket = tmp_path / "gs/bucket/run"
+    for name, size in (("compiled/a-cache", 9), ("compiled/b-cache", 9), ("step_000001/x", 17)):
+        path = tmp_path / RUN / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("#" * size)
+    buckets.send_rest(RUN)
+    assert (bucket / "final/model.safetensors").exists()
+    assert not (bucket / "compiled").exists() and not steps(bucket)
+    (tmp_path / RUN / "step_000001/y").write_text("#")
+    buckets.send_rest(RUN)
+    assert len(list((bucket / "compiled").iterdir())) == 2 and not steps(bucket)
+
+
+@pytest.mark.slow
+def test_a_run_that_comes_back_on_a_new_machine_compiles_nothing_again(machine, monkeypatch):
+    here, bucket, train = machine
+    # The tests share a cache; this run has its own, also for programs that take no second.
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+    def compiled(directory):
+        names = {path.name for path in (directory / "compiled").iterdir()}
+        return {name for name in names if re.match("jit_(gradients|apply|prefill|decode)-", name)}
+
+    train("--steps 2")
+    programs = compiled(bucket)
+    assert len(programs) >= 4 and programs == compiled(here), programs
+    # Another machine, where the run takes two more steps.
+    shutil.rmtree(here)
+    text = train("--steps 4 --resume force")
+    assert "resuming out/gs/bucket/run after step 2" in text, text
+    assert compiled(here) == programs
 
 
 @pytest.mark.slow
