@@ -81,7 +81,8 @@ fault() {
     *'matched no objects'*) echo absent ;;
     # Compute Engine, which ssh asks for the project's keys, and storage word it so.
     *PERMISSION_DENIED* | *'does not have permission'* | *'HTTPError 403'* | *"Required '"*"' permission"*) echo permission ;;
-    *RATE_LIMIT_EXCEEDED*) echo other ;;
+    # What passes by itself, of any service. A quota of requests a minute comes as a 429 too.
+    *RATE_LIMIT_EXCEEDED* | *UNAVAILABLE* | *'rror 429'* | *'rror 50'[0-9]*) echo busy ;;
     *[Qq]uota*) echo quota ;;
     # Zones without capacity speak of reserved capacity also to those who asked for no reservation.
     *[Rr]eserv*) case " ${create_flags[*]-} " in *' --reserved '*) echo reservation ;; *) echo capacity ;; esac ;;
@@ -112,13 +113,14 @@ why() {
     host_key) advice='another machine had this address: remove its lines from ~/.ssh/google_compute_known_hosts' ;;
     absent) advice='the bucket does not have it' ;;
     unsent) advice="send the tree first: $(again setup)" ;;
+    busy) advice='give the same command again later' ;;
     *) advice="look at it: $(again status)" ;;
   esac
   grep -q ERROR "$errors" || grep -vE '^(Using ssh|S[SC][HP]: Attempting)' "$errors" | tail -n 5 >&2 || :
   say "$(ssh_words)$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
 }
 # may what gcloud has complained of pass by itself?
-may_pass() { case "$(fault)" in missing | network | refused | other) ;; *) return 1 ;; esac }
+may_pass() { case "$(fault)" in missing | network | busy | refused | other) ;; *) return 1 ;; esac }
 
 # ssh's own last line, and the workers whose connection failed, where gcloud says only that ssh failed
 ssh_words() {
@@ -277,7 +279,7 @@ up() {
         if [ "$code" = 2 ]; then failures=$((failures + 1)); fi
       else
         maybe_paid="${maybe_paid// $zone/}"
-        if [ "$(fault)" = capacity ]; then worth_waiting=1; fi
+        case "$(fault)" in capacity | busy | network) worth_waiting=1 ;; esac
       fi
     done
     [ -n "$worth_waiting" ] || exit 1

@@ -56,14 +56,18 @@ class Cloud:
     def launch(self, *flags, code=0, clone=None, shell=("bash",), **env):
         """The output of `bash launch.sh FLAGS` in the clone, which must end with this exit code."""
         clone = clone or self.clone
-        env = {
+        env = self.environment() | env
+        return run(*shell, clone / "launch.sh", *arguments(flags), code=code, cwd=clone, **env)
+
+    def environment(self):
+        """What tells launch.sh of the stand-in for gcloud."""
+        return {
             "PATH": f"{self.stub}/bin:{ROOT}/.ci:{os.environ['PATH']}",
             "PYTHON": f"{self.stub}/bin/python3.12",
             "REAL_PYTHON": sys.executable,
             "GCLOUD_STUB": str(self.stub),
             "HOME": str(self.home),
-        } | env
-        return run(*shell, clone / "launch.sh", *arguments(flags), code=code, cwd=clone, **env)
+        }
 
     def gcloud(self, *words):
         run(ROOT / ".ci/gcloud", *words, GCLOUD_STUB=str(self.stub))

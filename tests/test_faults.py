@@ -1,0 +1,106 @@
+"""A whole life of a run on a spot VM, some of whose calls to Google Cloud fail: created, installed,
+started, preempted, created again, resumed, finished, deleted. Whatever fails, no result is lost,
+nothing is paid for in silence, and the exit code is 0 only with the model in the bucket."""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pods
+import pytest
+from conftest import arguments, read_jsonl, without_times
+from pods import POD_FLAGS, UNAVAILABLE
+from safetensors.numpy import load_file
+
+# The fixture.
+cloud = pods.cloud
+
+STEPS = 3
+TOO_MANY = "ERROR: (gcloud.x) HTTPError 429: Too Many Requests, rate limit exceeded."
+
+
+def live(cloud, *rules):
+    """One life, with rules for .ci/gcloud -> (exit code, output, calls of gcloud)."""
+    for name in ("life", "gs", "queued", "calls.log", "fail"):
+        path = cloud.stub / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+    shutil.rmtree(cloud.clone / "out", ignore_errors=True)
+    (cloud.stub / "gs/bucket").mkdir(parents=True)
+    # The VM goes while it sends the second checkpoint.
+    cloud.fail("rsync.*step_000002 gs://", "Killed", preempt="life")
+    for rule in rules:
+        cloud.fail(**rule)
+    flags = ("v4-8 --name life --spot --down", POD_FLAGS, f"--steps {STEPS} --out gs://bucket/run")
+    done = subprocess.run(
+        ["bash", "launch.sh", *arguments(flags)],
+        cwd=cloud.clone,
+        env=os.environ | cloud.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
+    )
+    return done.returncode, done.stdout, cloud.calls()
+
+
+def outcome(cloud, code, text, calm=None):
+    """What a life left, as a line, once it has been checked. calm: the weights of an undisturbed
+    life."""
+    run = cloud.stub / "gs/bucket/run"
+    is_there = (cloud.stub / "life").exists()
+    is_complete = (run / "final/podgrpo.json").exists()
+    if code == 0:
+        assert is_complete and not is_there, text
+        rows = without_times(read_jsonl(run / "metrics.jsonl"))
+        assert [row["step"] for row in rows] == [*range(1, STEPS + 1)], text
+        weights = load_file(run / "final/model.safetensors")
+        assert calm is None or all((weights[name] == calm[name]).all() for name in calm), text
+    if is_there:
+        assert code != 0 and "life in us-central2-b may still be there, and paid for" in text, text
+    # A model that was trained is in the bucket, or on a VM that stays.
+    assert is_complete or is_there or "done: " not in text, text
+    model = "in the bucket" if is_complete else "not in the bucket"
+    vm = "paid, and said so" if is_there else "gone"
+    return f"exit code {code}, model {model}, VM {vm}"
+
+
+def name_of(argv):
+    """A call in a few words: its command, and what it is about."""
+    words = [word for word in argv if not word.startswith("-")]
+    command = [word.rpartition("; ")[2] for word in argv if word.startswith("--command=")]
+    return " ".join(words + command)[:100]
+
+
+@pytest.mark.slow
+def test_a_life_survives_that_a_fifth_of_its_calls_fail(cloud):
+    """With a 503 or a 429."""
+    code, text, calls = live(cloud)
+    assert "resuming out/gs/bucket/run after step 1" in text, text
+    assert outcome(cloud, code, text) == "exit code 0, model in the bucket, VM gone", text
+    calm = load_file(cloud.stub / "gs/bucket/run/final/model.safetensors")
+    faults = [{"chance": 0.1, "text": UNAVAILABLE}, {"chance": 0.2, "text": TOO_MANY}]
+    code, text, more_calls = live(cloud, *[{"pattern": ".", "times": 999} | f for f in faults])
+    assert "UNAVAILABLE" in text and "429" in text, text
+    print(f"{len(calls)} calls of gcloud in a life, {len(more_calls)} in one that meets faults")
+    assert outcome(cloud, code, text, calm) == "exit code 0, model in the bucket, VM gone", text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("text", [UNAVAILABLE, TOO_MANY], ids=["503", "429"])
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+def test_a_life_survives_a_fault_at_each_of_its_calls(times, text, cloud):
+    code, said, calls = live(cloud)
+    outcome(cloud, code, said)
+    calm = load_file(cloud.stub / "gs/bucket/run/final/model.safetensors")
+    table = []
+    while len(table) < len(calls):
+        place = len(table)
+        fault = {"pattern": ".", "text": text, "times": times, "after": place}
+        code, said, calls = live(cloud, fault)
+        table.append(f"{place:3} {outcome(cloud, code, said, calm)}: {name_of(calls[place])}")
+        print(table[-1], flush=True)
+    print(f"{len(table)} places")
