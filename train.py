@@ -33,6 +33,7 @@ import model
 from infra import checkpoint, cluster, data, files, flags, hf, layouts, log, memory, packing
 from infra import quantise, rewards, rollout, run_dir
 # isort: on
+from infra.answers import final_number
 from infra.attention import ATTENTION, segment_attention
 from infra.cluster import all_gather_hosts
 from infra.layouts import LAYOUTS
@@ -138,8 +139,8 @@ def eval_data(cfg: Config) -> str:
 # ---------------------------------------------------------------- rewards: made to be edited
 def correct(row: dict, answer: str) -> float:
     """1 if the answer's final number is that of row["answer"], the reference."""
-    number = data.final_number(answer)
-    return float(number is not None and number == data.final_number(row["answer"]))
+    number = final_number(answer)
+    return float(number is not None and number == final_number(row["answer"]))
 
 
 def formatted(row: dict, answer: str) -> float:

@@ -1,11 +1,10 @@
-"""Data sets to rows of questions, tokenizer and chat template, final numbers, the tiny model.
+"""Data sets to rows of questions, tokenizer and chat template, the tiny model.
 
 A row is a dict of all columns of the data. Its `question`, `answer` and, where the data has one,
 `demonstration` are texts; other columns are as the data has them, for reward functions to read.
 """
 
 import contextlib
-import fractions
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ import numpy as np
 import tokenizers
 
 from infra import files, hf
+from infra.answers import final_number
 from infra.log import check, exit_on, say
 
 # config.json of the tiny model: two layers, 0.3M parameters, made in code.
@@ -285,7 +285,10 @@ def load_questions(
         summary += f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
     without_number = sum(final_number(row["answer"]) is None for row in questions)
     if without_number:
-        summary += f"; {without_number} have no number in their answer"
+        summary += (
+            f"; {without_number} have no number as their answer, which equals nothing: compare "
+            "formulas by math-verify (README, How to fork it)"
+        )
     say(summary)
     return questions
 
@@ -302,56 +305,6 @@ def question_order(seed: int, start: int, count: int, n_questions: int) -> list[
         rng = np.random.default_rng((seed, int(epoch)))
         permutations[epoch] = rng.permutation(n_questions)
     return [int(permutations[place // n_questions][place % n_questions]) for place in places]
-
-
-# ---------------------------------------------------------------- final numbers
-# Digits, with or without thousands separators, and decimals: 7, 1,450.25, .5
-DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-# The minus sign of a number, not that of a subtraction: 10-5, (3)-2 and 10%-5 have none.
-MINUS = r"((?<![\w)\]}%])-)?"
-# A minus sign may stand after the currency, too.
-CURRENCY = r"(?:[$€£]\s?(-)?)?"
-# A number that does not begin within another, and is no exponent, as in m^2; its denominator.
-FRACTION = rf"(?<![\^\d])({DECIMAL})(?:\s?/\s?({DECIMAL}))?"
-NUMBER = re.compile(MINUS + CURRENCY + FRACTION)
-
-# LaTeX's \boxed{}, with braces inside up to two deep.
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)")
-
-
-def last_number(text: str) -> fractions.Fraction | None:
-    """The last number in a text, or None: '$1,450.' 1450, '-5' -5, '1/2' 1/2, '50%' 50."""
-    numbers = NUMBER.findall(text)
-    if not numbers:
-        return None
-    minus, inner_minus, numerator, denominator = numbers[-1]
-    try:
-        value = fractions.Fraction(numerator.replace(",", ""))
-        value /= fractions.Fraction(denominator.replace(",", "") or 1)
-    # x/0, or more digits than Python converts
-    except (ZeroDivisionError, ValueError):
-        return None
-    return -value if minus or inner_minus else value
-
-
-def final_number(text: str) -> fractions.Fraction | None:
-    r"""The final answer in a text, or None.
-
-    It is the last number of the last <answer> that holds one, nested, closed or not; without such
-    tags of the last \boxed{}; else of the last line after ####; else of the text.
-    """
-    # LaTeX's thin spaces, escaped $ and %, comma in braces and fractions; the sign for minus
-    text = re.sub(r"\\([!,]|(?=[$%]))", "", text)
-    text = text.replace("{,}", ",").replace("\u2212", "-")
-    text = re.sub(r"\\[dt]?frac\{([\d.,]+)\}\{([\d.,]+)\}", r"\1/\2", text)
-    marked = (
-        re.findall(r"<answer>(.*?)(?=<answer>|</answer>|\Z)", text, re.S)
-        or BOXED.findall(text)
-        or re.findall(r"####(.*)", text)
-        or [text]
-    )
-    numbers = (last_number(part) for part in reversed(marked))
-    return next((number for number in numbers if number is not None), None)
 
 
 # ---------------------------------------------------------------- the model's files

@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose
 
 import train
 from infra import data
+from infra.answers import final_number
 from tools import ablations, compare_trl, runs, word_problems
 
 TOOLS = [word_problems, compare_trl, ablations]
@@ -86,12 +87,12 @@ def test_word_problems_are_what_their_words_say():
     for row in training[:2000] + held_out:
         right = result_of(row["question"], "*")
         assert right > 0
-        assert data.final_number(row["answer"]) == right == check_lines(row["answer"])
+        assert final_number(row["answer"]) == right == check_lines(row["answer"])
         # Each step of GSM8K's answers stands in << >>.
         assert len(re.findall(r"<<\d+[*+-]\d+=\d+>>", row["answer"])) >= 2
         first_sign = re.search(r"\D", row["demonstration"])[0]
         shown = result_of(row["question"], first_sign)
-        assert data.final_number(row["demonstration"]) == shown
+        assert final_number(row["demonstration"]) == shown
         assert check_lines(row["demonstration"]) == shown
         signs[first_sign] += 1
     assert signs == {"*": 834, "+": 1666}

@@ -5,11 +5,12 @@ import io
 import re
 import signal
 import sys
+import textwrap
 import time
 
 import numpy as np
 import pytest
-from conftest import arguments, read_jsonl, refused, restored_signals, run
+from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, run
 from numpy.testing import assert_array_equal
 
 import train
@@ -259,3 +260,32 @@ def test_solved_is_one_named_function(monkeypatch, tmp_path):
     for row in rows:
         if "solved" in row:
             assert row["solved"] == pytest.approx(0.5 * (1 - row["truncated"])), row
+
+
+# ---------------------------------------------------------------- math-verify
+def readme_reward():
+    """The reward function by math-verify that README shows."""
+    text = (ROOT / "README.md").read_text()
+    (lines,) = re.findall(r"((?:^    .*\n)*^    .*math_verify.*\n(?:^    .*\n)*)", text, re.M)
+    names = {}
+    exec(textwrap.dedent(lines), names)
+    return names["same"]
+
+
+def test_math_verify_compares_formulas_under_our_time_limit(monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(rewards, "REWARD_SECONDS", 2)
+    same = readme_reward()
+    ends = time.time() + 20
+
+    def same_and_slow(row, answer):
+        score = same(row, answer)
+        while answer == "hang":
+            assert time.time() < ends, "the alarm was cancelled"
+        return score
+
+    rows = [{"question": "q", "answer": r"10 - 2\sqrt{5}"}] * 4
+    texts = [r"so \boxed{-2\sqrt5 + 10}", r"\boxed{3+\sqrt{5}}", "hang", "no"]
+    scores, faults = rewards.score_answers([same_and_slow], rows, texts, [False] * 4)
+    assert_array_equal(scores, [[1], [0], [0], [0]])
+    assert faults == {"same_and_slow": {2: "TooSlow: no score within 2 s"}}

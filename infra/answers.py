@@ -1,0 +1,255 @@
+r"""The final number of a text, as an exact fraction, or None for an answer that is no number.
+
+A number may have words, a unit, a currency or a percent sign around it, and nothing else of
+mathematics: of 2\pi, x^2 + 1 or (1, 2) no part is compared as if it were the answer.
+"""
+
+import fractions
+import re
+from collections.abc import Iterator
+
+# Digits, with or without thousands separators, and decimals: 7, 1,450.25, .5
+DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+TOKEN = re.compile(
+    rf"""
+    (?P<number>
+        # Of a power of ten the exponent is short: 10^999999999 would fill the memory.
+        (?P<sign>(?<![\w)\]}}%])[-+])?
+        (?:
+            (?P<whole>\d+)\s+(?P<part>\d+)\s?/\s?(?P<parts>\d+)
+            | (?P<bare>10)\^(?P<power>[-+]?\d{{1,3}})(?!\d)
+            | (?P<decimal>{DECIMAL})
+              (?:
+                (?:[eE]|\s?\*\s?10\^)(?P<exponent>[-+]?\d{{1,3}})(?!\d)
+                | \s?/\s?(?P<denominator>{DECIMAL})
+              )?
+        )
+    )
+    | (?P<command>\\[A-Za-z]+|\\.)
+    | (?P<word>[^\W\d_]+(?:['\u2019/-][^\W\d_]+)*)
+    | (?P<line>\n)
+    | (?P<symbol>[^\s])
+    """,
+    re.X,
+)
+# Symbols of a sentence; every other symbol is one of mathematics.
+PUNCTUATION = set(".,;:?!\"'()[]%\u00b0\u2019\u201c\u201d-\u2013\u2014")
+OPENING = set("([")
+EQUALS = set("=\u2248")
+# Between two numbers these words make a pair of them.
+JOINING = {"and", "or", "to", "by", "over", "through", "x", "vs"}
+MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
+# Units that may stand against the number, as in 5cm, and short words that may follow one.
+UNITS = set(
+    "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
+    "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
+    "pts usd USD EUR GBP".split()
+)
+SHORT_WORDS = set("of is at on as an if we he it so am be my are was has had her his".split())
+LETTERS_AS_UNITS = set("mgshlL")
+LETTERS_AS_WORDS = set("aAI")
+TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+# LaTeX's \boxed{}, with braces inside up to three deep.
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+
+
+def final_number(text: str) -> fractions.Fraction | None:
+    r"""The final answer in a text, or None where that is no number.
+
+    It is the last <answer> that holds something, nested, closed or not; without such tags the last
+    \boxed{}; else the last line after ####; else the last number of the text, with its formula.
+    """
+    marked = (
+        re.findall(r"<answer>(.*?)(?=<answer>|</answer>|\Z)", text, re.S)
+        or BOXED.findall(text)
+        or re.findall(r"####(.*)", text)
+    )
+    if not marked:
+        return read_number(text, is_marked=False)
+    # An answer may hold a \boxed{} in its turn.
+    last = next((part for part in reversed(marked) if part.strip()), "")
+    boxed = BOXED.findall(last)
+    return read_number(boxed[-1] if boxed else last, is_marked=True)
+
+
+def plain(text: str) -> str:
+    """A text whose LaTeX is written as people write: 3\\frac12 becomes 3 1/2."""
+    text = text.replace("\u2212", "-").replace("{,}", ",")
+    # Spaces of LaTeX, and commands that only set type.
+    text = re.sub(r"\\!", "", text)
+    text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3})", "", text)
+    text = re.sub(r"\\(?:[,;: ()\[\]]|(?:q?quad|left|right|displaystyle)(?![A-Za-z]))|~", " ", text)
+    text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}", r" \1", text)
+    text = re.sub(r"\\([%$])", r"\1", text)
+    text = re.sub(r"\^?\{?(?:\\circ|\\degree)(?![A-Za-z])\s?\}?", "\u00b0", text)
+    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])|[\u00d7\u00b7]", "*", text)
+    text = re.sub(r"\\(?:approx|simeq)(?![A-Za-z])", "\u2248", text)
+    # Fractions of numbers, as in \frac{1}{2}, \frac1{2} and \frac12.
+    argument = rf"\s?(?:\{{\s?(-?{DECIMAL})\s?\}}|(\d))"
+    text = re.sub(rf"(\d\s?)?\\[dt]?frac{argument}{argument}", fraction_text, text)
+    # Powers: 10^{-3}, 10**3, 10\u207b\u00b3. Other pairs of stars are bold type.
+    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
+    text = re.sub(r"(?<=\w)\*\*(?=[-\w])", "^", text).replace("**", "")
+    text = re.sub(r"\^\{\s?([-+]?\d+)\s?\}", r"^\1", text)
+    text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
+    # The exponent of a unit, as in 25 cm^2 or 25 m^2, is no number of its own.
+    text = re.sub(r"((?<=\d)\s*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
+    # A currency, or the dollars around a formula.
+    text = re.sub(r"\b(?:minus|negative)\s(?=[$€£\d.])", "-", text)
+    text = re.sub(r"-\s?[$€£]\s?(?=[\d.])", "-", text)
+    return re.sub("[$€£]", " ", text)
+
+
+def fraction_text(match: re.Match) -> str:
+    """The text a/b of a LaTeX fraction, apart from a whole number before it."""
+    before, numerator, digit, denominator, last_digit = match.groups()
+    text = f"{numerator or digit}/{denominator or last_digit}"
+    return f"{before} {text}" if before else text
+
+
+def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
+    """The only number of a marked answer, or the last one of a text; None if it is part of more."""
+    tokens = list(TOKEN.finditer(plain(text)))
+    places = [i for i, token in enumerate(tokens) if token["number"]]
+    if not places:
+        return None
+    last = places[-1]
+    before = tokens[:last]
+    sign = 1
+    # A minus sign with a space after it, where nothing is subtracted from.
+    if before and before[-1][0] in "-+" and (len(before) == 1 or before[-2][0] in EQUALS):
+        sign = -1 if before[-1][0] == "-" else 1
+        before = before[:-1]
+    value = value_of(tokens[last])
+    # Digits that are joined to what stands before them, as in x2 or _8.
+    if value is None or re.search(r"[\w.)\]}]$", tokens[last].string[: tokens[last].start()]):
+        return None
+    scale = scale_after(tokens[last], tokens[last + 1 :], is_marked)
+    if scale is None or not may_precede(before, tokens[last], is_marked):
+        return None
+    return sign * value * scale
+
+
+def value_of(token: re.Match) -> fractions.Fraction | None:
+    """The number of a token; None for x/0, and for more digits than Python converts."""
+    sign = -1 if token["sign"] == "-" else 1
+    try:
+        if token["whole"]:
+            part = fractions.Fraction(int(token["part"]), int(token["parts"]))
+            # 2 3/2 is no mixed number.
+            return sign * (int(token["whole"]) + part) if part < 1 else None
+        if token["bare"]:
+            return sign * fractions.Fraction(10) ** int(token["power"])
+        value = fractions.Fraction(token["decimal"].replace(",", ""))
+        value *= fractions.Fraction(10) ** int(token["exponent"] or 0)
+        value /= fractions.Fraction((token["denominator"] or "1").replace(",", ""))
+        return sign * value
+    except (ZeroDivisionError, ValueError):
+        return None
+
+
+def is_maths(token: re.Match) -> bool:
+    """Whether a token belongs to a formula: an operator, a command of LaTeX, the root's name."""
+    is_operator = token["symbol"] and token[0] not in PUNCTUATION
+    return bool(is_operator or token["command"] or token[0].lower() in MATHS)
+
+
+def scale_after(
+    number: re.Match, after: list[re.Match], is_marked: bool
+) -> fractions.Fraction | int | None:
+    """What the words after a number multiply it by, as a million; None where a formula goes on."""
+    for place, token in enumerate(after):
+        if token["line"] or is_end_of_sentence(token):
+            break
+        if is_maths(token):
+            return None
+        is_letter = token["word"] and len(token[0]) == 1
+        if is_letter and is_marked and token[0] not in LETTERS_AS_UNITS | LETTERS_AS_WORDS:
+            return None
+        # A minus sign before a letter.
+        if place and is_letter and after[place - 1][0] == "-":
+            return None
+    while after and after[0][0] in "%\u00b0":
+        after = after[1:]
+    if not after or after[0]["line"]:
+        return 1
+    first = after[0]
+    is_attached = first.start() == number.end()
+    if first["word"]:
+        return word_scale(first[0], is_attached)
+    # A factorial, a product, an argument.
+    return None if is_attached and first[0] in "!([:" else 1
+
+
+def word_scale(word: str, is_attached: bool) -> int | None:
+    """What the word after a number multiplies it by; None for a variable, as in 2x or 2 xy."""
+    if word in TIMES:
+        return 10 ** TIMES[word]
+    parts = re.split("[/-]", word)
+    if is_attached and parts[0] not in UNITS:
+        return None
+    for part in parts:
+        is_known = part in UNITS | SHORT_WORDS | LETTERS_AS_UNITS | LETTERS_AS_WORDS
+        is_word = len(part) >= 3 and re.search("[aeiouyAEIOUY]|[^a-zA-Z]", part)
+        if not is_known and not is_word:
+            return None
+    return 1
+
+
+def is_end_of_sentence(token: re.Match) -> bool:
+    return token[0] in ".?!;" and token.string[token.end() : token.end() + 1] in ("", " ", "\n")
+
+
+def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bool:
+    """Whether tokens leave the number after them on its own."""
+    # (1,200) may be a pair.
+    if before and before[-1][0] in OPENING and "," in number[0]:
+        return False
+    if before and before[-1][0] in EQUALS:
+        return is_left_side(list(run_back(before[:-1])))
+    # A dash stands apart in a sentence only.
+    if before and before[-1][0] == "-" and (is_marked or before[-1].end() == number.start()):
+        return False
+    if is_marked:
+        return all(
+            not is_maths(token)
+            and not token["number"]
+            and (len(token[0]) > 1 or not token["word"] or token[0] in LETTERS_AS_WORDS)
+            for token in before
+        ) and not is_call(before, number)
+    for place in reversed(range(len(before))):
+        token = before[place]
+        earlier = before[place - 1] if place else None
+        if token["line"] or is_end_of_sentence(token):
+            return True
+        if token["number"] or is_maths(token) or is_call(before[: place + 1], number):
+            return False
+        if token["word"]:
+            is_pair = token[0] in JOINING and earlier and earlier["number"]
+            return not is_pair and (len(token[0]) > 1 or token[0] in LETTERS_AS_WORDS)
+    return True
+
+
+def is_call(before: list[re.Match], number: re.Match) -> bool:
+    """Whether the number is an argument, or within brackets that hold a product: f(5), (3)(5)."""
+    if not before or before[-1][0] not in OPENING:
+        return False
+    return bool(re.search(r"[\w)\]]$", number.string[: before[-1].start()]))
+
+
+def run_back(before: list[re.Match]) -> Iterator[re.Match]:
+    """The tokens of the formula at the end of a text, from the last one back."""
+    for token in reversed(before):
+        if token["line"] or is_end_of_sentence(token) or (token["word"] and len(token[0]) > 1):
+            return
+        yield token
+
+
+def is_left_side(tokens: list[re.Match]) -> bool:
+    """Whether an equation with this left side says what a number is: x = 5, 2 + 3 = 5."""
+    letters = [token for token in tokens if token["word"]]
+    if letters:
+        return len(tokens) == 1
+    return all(token["number"] or token[0] in "+-*/()%=\u2248.:,\u00f7" for token in tokens)
