@@ -629,7 +629,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
 
 
 # ---------------------------------------------------------------- metrics
-def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
+def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
     """Metrics over the answers of all hosts. Reward functions that failed are named.
 
     scores: [answers, 1 + functions], the first of which is SOLVED.
@@ -642,6 +642,8 @@ def rollout_metrics(reward_B, prompts, out, scores, faults, cfg) -> dict:
         "truncated": out["truncated_B"],
     }
     per_answer |= rewards.by_name(scores, REWARDS)
+    if SOLVED is correct:
+        per_answer["no_number"] = [final_number(text) is None for text in texts]
     table = np.column_stack(list(per_answer.values()))
     table = all_gather_hosts(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
@@ -807,7 +809,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
             reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
             advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
-            metrics |= rollout_metrics(reward_B, prompts, out, scores, faults, cfg)
+            metrics |= rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg)
             outputs.samples.append(*[
                 log.sample(step, rows[i], texts[i], reward=reward_B[i],
                        truncated=bool(out["truncated_B"][i]),

@@ -6,10 +6,13 @@ import json
 import math
 import os
 import shutil
+import string
 import sys
 import time
 
 import jax
+
+from infra import advice
 
 # The line of a step, made of its metrics: fixed order, greppable.
 SFT_LINE = (
@@ -100,11 +103,15 @@ class Terminal:
         # Tokens a second of each phase, as it runs or when it last ran.
         self.rates = {}
         self.printed = time.time()
+        # The metrics of the last GRPO steps, and the step after which advice was given.
+        self.recent = []
+        self.advised = -math.inf
 
     def begin(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
         """A phase of a step begins, or its next round, after `done` of `total` questions."""
         # As the lines of steps have it.
-        kind = "sft" if step <= self.sft_steps else "step"
+        is_supervised = self.sft_steps and step <= self.sft_steps
+        kind = "sft" if is_supervised else "step"
         self.phase = phase
         self.place = f"{phase} | {kind} {step}/{self.total_steps}"
         self.asked = f" | {done}/{total} questions" if total else ""
@@ -159,9 +166,19 @@ class Terminal:
         is_tenth = step % SFT_STEPS_PER_LINE == 0
         if not is_supervised or is_tenth or step in (self.first_step, self.sft_steps):
             self.print(step_line(metrics, self.total_steps))
+        if not is_supervised:
+            self.advise(metrics)
         if step == self.sft_steps:
             # GRPO's steps have a pace of their own.
             self.ended = 0
+
+    def advise(self, metrics: dict) -> None:
+        """Say why nothing is learned, if so, and if that has not been said just now."""
+        self.recent = (self.recent + [metrics])[-advice.STEPS :]
+        line = advice.why_nothing_is_learned(self.recent)
+        if line and metrics["step"] >= self.advised + advice.STEPS_BETWEEN:
+            self.advised = metrics["step"]
+            self.print(line)
 
     def print(self, line: str) -> None:
         self.printed = time.time()
@@ -172,7 +189,15 @@ def step_line(metrics: dict, total: int) -> str:
     """The line that a step prints."""
     line = GRPO_LINE if "reward/mean" in metrics else SFT_LINE
     thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
-    return line.format(total=total, thousands=thousands, **metrics)
+    return Defined().format(line, total=total, thousands=thousands, **metrics)
+
+
+class Defined(string.Formatter):
+    """Formats a number that is not defined, as the clip fraction of no tokens, as `-`."""
+
+    def format_field(self, value, spec: str) -> str:
+        is_defined = not isinstance(value, float) or not math.isnan(value)
+        return super().format_field(value, spec) if is_defined else "-"
 
 
 # ---------------------------------------------------------------- mistakes

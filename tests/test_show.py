@@ -70,6 +70,8 @@ def metrics_of(rng, step, sft_steps):
     row = {"step": step} | {name: rng.uniform(0, 9) for name in names}
     if step > sft_steps:
         row["rollout/tokens_per_s"] = rng.uniform(1e3, 1e5)
+        row["group/zero_variance"] = 0.0
+        row["truncated"] = 0.0
     return row | {"valid_tokens": int(rng.integers(1000, 9000))}
 
 

@@ -1,0 +1,63 @@
+"""Why a run learns nothing: the likeliest cause, from the metrics of its last GRPO steps."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# So many steps are looked at, and advice is given again after so many at the earliest.
+STEPS = 5
+STEPS_BETWEEN = 50
+# Nothing is learned where fewer groups than these have answers of unequal rewards.
+FEW = 0.05
+# Metrics that are no function's.
+OF_ALL_FUNCTIONS = {"reward/mean", "reward/std", "reward/faults"}
+
+
+def why_nothing_is_learned(steps: Sequence[dict]) -> str:
+    """One line of advice, or "" while groups have a variance, or there are too few steps.
+
+    steps: the metrics of GRPO steps, the newest last. A group whose rewards are all equal has no
+    advantage, and so no gradient.
+    """
+    steps = steps[-STEPS:]
+    if len(steps) < STEPS:
+        return ""
+    mean = {name: np.mean([step[name] for step in steps]) for name in steps[-1] if counts(name)}
+    equal = mean["group/zero_variance"]
+    if equal <= 1 - FEW:
+        return ""
+    start = f"nothing is learned: in {equal:.0%} of the last {STEPS} steps' groups all rewards are"
+    return f"{start} equal; {likeliest_cause(steps, mean)}"
+
+
+def counts(name: str) -> bool:
+    """Whether the advice looks at this metric."""
+    return name in ("solved", "truncated", "no_number", "group/zero_variance")
+
+
+def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
+    """A cause with its number, and what to do: causes that hide others come first."""
+    if mean["truncated"] > 0.5:
+        longest = steps[-1]["len/answer_max"]
+        return (
+            f"{mean['truncated']:.0%} of the answers are truncated at {longest:.0f} tokens and "
+            "score 0: raise --max_answer, or ask for short answers by --system"
+        )
+    if mean["solved"] > 1 - FEW:
+        return f"{mean['solved']:.0%} of the answers are right already: take harder questions"
+    if mean.get("no_number", 0) > 0.5:
+        return (
+            f"{mean['no_number']:.0%} of the answers end in no number: ask for "
+            "<answer>number</answer> by --system, or begin with --sft_steps; look at samples.jsonl"
+        )
+    if mean["solved"] < FEW:
+        return (
+            f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or take "
+            "easier questions; look at samples.jsonl"
+        )
+    for name in steps[-1]:
+        is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
+        values = [step.get(name) for step in steps]
+        if is_function and min(values) == max(values):
+            return f"{name} is {values[0]:.2f} on average in each of these steps: mend it"
+    return "the answers of a group are alike: raise --temperature or --npq; look at samples.jsonl"

@@ -1,0 +1,78 @@
+"""Why nothing is learned (infra/advice.py), and how a step's line shows a number not defined."""
+
+import math
+
+import pytest
+from conftest import run_train
+
+from infra import advice, log
+
+STEP = {
+    "group/zero_variance": 1.0,
+    "truncated": 0.0,
+    "solved": 0.0,
+    "no_number": 0.0,
+    "len/answer_max": 96.0,
+    "reward/mean": 0.1,
+    "reward/std": 0.0,
+    "reward/faults": 0,
+    "reward/correct": 0.0,
+    "reward/brief": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    "metrics, wanted",
+    [
+        ({"truncated": 0.9, "no_number": 0.9}, "90% of the answers are truncated at 96 tokens"),
+        ({"no_number": 0.8}, "80% of the answers end in no number"),
+        ({"solved": 1.0}, "100% of the answers are right already"),
+        ({"solved": 0.02, "no_number": 0.1}, "98% of the answers are wrong: begin with --sft"),
+        ({"solved": 0.5}, "reward/correct is 0.00 on average"),
+    ],
+)
+def test_the_likeliest_cause_is_said_with_its_number(metrics, wanted):
+    steps = [STEP | metrics] * advice.STEPS
+    assert wanted in advice.why_nothing_is_learned(steps)
+    # Nothing is said before some steps have run, nor while groups have a variance.
+    assert advice.why_nothing_is_learned(steps[1:]) == ""
+    learning = STEP | metrics | {"group/zero_variance": 0.5}
+    assert advice.why_nothing_is_learned([learning] * advice.STEPS) == ""
+
+
+def test_groups_that_are_alike_are_said_where_no_cause_is_found():
+    steps = [STEP | {"solved": 0.5, "reward/correct": i, "reward/brief": i} for i in range(5)]
+    assert "are alike: raise --temperature or --npq" in advice.why_nothing_is_learned(steps)
+
+
+def test_advice_is_given_again_after_fifty_steps(capsys):
+    show = log.Terminal(0, 120, 0)
+    for step in range(1, 121):
+        show.advise(STEP | {"step": step})
+        said = capsys.readouterr().out
+        assert ("nothing is learned" in said) == (step in (5, 55, 105)), (step, said)
+
+
+def test_a_number_that_is_not_defined_is_a_dash():
+    metrics = STEP | {"step": 1, "clip_fraction": math.nan, "kl": 0.0, "grad_norm": math.nan}
+    metrics |= {"len/answer": 9.0, "time/rollout_s": 1.0, "time/update_s": 1.0}
+    line = log.step_line(metrics, 5)
+    assert "| clip - | kl 0.000 | gnorm - |" in line
+    assert "nan" not in line
+
+
+def test_a_run_without_supervised_steps_begins_with_steps(capsys, monkeypatch):
+    monkeypatch.setattr(log, "show_status", print)
+    log.Terminal(0, 24, 0).begin("evaluating", 0, 0, 9)
+    assert "step 0/24" in capsys.readouterr().out
+
+
+def test_a_run_whose_answers_are_truncated_says_so(tmp_path):
+    text = run_train(
+        "--steps 6 --sft_steps 0 --batch 2 --npq 2 --max_answer 4 --eval_data none",
+        *["--out", tmp_path / "run"],
+    )
+    (line,) = [line for line in text.splitlines() if "nothing is learned" in line]
+    assert "of the answers are truncated at 4 tokens" in line, line
+    assert "| clip - |" in text and "nan" not in text, text
+    assert "sft 0/" not in text
