@@ -55,7 +55,8 @@ class Config:
     # The comment beside a flag is its help; a number has its range in infra/flags.py.
     # what to train, on what
     model: str = "tiny"  # tiny (made in code) | a Hugging Face directory | a hub id, of a Qwen2
-    data: str = "gsm8k"  # arith | gsm8k | a hub id[:config] | file.jsonl: `question`, `answer`, ..
+    data: str = "gsm8k"  # arith | gsm8k | hub id[:config] | directory | .jsonl .json .csv .parquet
+    columns: str = ""  # question=...,answer=... of data and eval_data; "" = by their usual names
     eval_data: str = ""  # held-out questions, as data; "" = the held-out part of data | none
     system: str = SYSTEM  # the system prompt, for Qwen's tokenizer
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
@@ -132,8 +133,7 @@ def parse(argv: list[str]) -> Config:
 
 def eval_data(cfg: Config) -> str:
     """Where held-out questions come from: a file has none beside it."""
-    is_file = cfg.data.endswith(".jsonl")
-    return cfg.eval_data or ("none" if is_file else cfg.data)
+    return cfg.eval_data or ("none" if data.is_file(cfg.data) else cfg.data)
 
 
 # ---------------------------------------------------------------- rewards: made to be edited

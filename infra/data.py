@@ -14,13 +14,14 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import tokenizers
 
-from infra import files, hf
+from infra import columns, files, hf
 from infra.answers import final_number
 from infra.log import check, exit_on, say
 
@@ -94,20 +95,44 @@ def arith(held_out: bool) -> list[dict]:
 
 
 # ---------------------------------------------------------------- rows of files and of the hub
-def load_rows(name: str, held_out: bool) -> list[dict]:
-    """The rows of a data set: arith, gsm8k, a .jsonl file, or a data set of the hub.
+# Kinds of files: how `datasets` calls what reads them. A .jsonl file is read here, line by line.
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def is_file(name: str) -> bool:
+    """Whether --data names a file, which has no held-out part beside it."""
+    return os.path.splitext(name)[1] in FILE_KINDS
+
+
+def load_rows(name: str, held_out: bool, named: str = "") -> list[dict]:
+    """The rows of a data set: arith, gsm8k, a file, a directory, or a data set of the hub.
+
+    named: --columns, where the question and the answer have no usual names.
 
     Stops, with exit code 2, where a row has no question or answer, or the data cannot be loaded.
     """
     if name == "arith":
         return arith(held_out)
-    rows = read_jsonl(name) if name.endswith(".jsonl") else read_hub_set(name, held_out)
+    if name.endswith(".jsonl"):
+        numbered = read_jsonl(name)
+    else:
+        numbered = enumerate(read_hub_set(name, held_out), 1)
+    rows = []
+    chosen = None
+    for number, row in numbered:
+        if chosen is None:
+            with exit_on(ValueError, "--columns cannot be used"):
+                chosen = columns.choose_columns(row, named)
+        with exit_on_bad_row(name, number, row):
+            rows.append(check_row(columns.rename(row, chosen)))
     check(rows, f"{name} is empty")
+    if any(ours != theirs for ours, theirs in chosen.items()):
+        say(f"{name}: " + ", ".join(f"{ours} = {theirs}" for ours, theirs in chosen.items()))
     return rows
 
 
-def read_jsonl(path: str) -> list[dict]:
-    """The rows of a file that holds one JSON object a line; blank lines are skipped."""
+def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
+    """(number of the line, row) of a file of one JSON object a line; blank lines are skipped."""
     check(os.path.isfile(path), f"{path} does not exist, or is no file")
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
@@ -115,20 +140,24 @@ def read_jsonl(path: str) -> list[dict]:
         open(path, encoding="utf-8-sig", errors="surrogateescape") as f,
     ):
         lines = f.readlines()
-    rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         with exit_on_bad_row(path, number, line):
             # This raises for bytes that were not UTF-8, so that the message has their line.
             line.encode()
-            rows.append(check_row(json.loads(line.strip())))
-    return rows
+            row = json.loads(line.strip())
+        yield number, row
 
 
 def read_hub_set(name: str, held_out: bool) -> list[dict]:
-    """The rows of the split `test` or `train` of NAME or NAME:CONFIG, on the hub or a directory."""
-    check(not os.path.isfile(name), f"{name} is no .jsonl file, which has a JSON object a line")
+    """The rows of a file, or of the split `test` or `train` of a directory, NAME or NAME:CONFIG."""
+    kind = FILE_KINDS.get(os.path.splitext(name)[1])
+    check(
+        kind or not os.path.isfile(name),
+        f"{name} is no file of questions; try {', '.join(FILE_KINDS)}",
+    )
+    check(not kind or os.path.isfile(name), f"{name} does not exist, or is no file")
     no_answer = "" if os.path.exists(name) else reach_hub()
     with exit_on(Exception, f"{name} cannot be loaded{no_answer}"):
         # Slow to import, and not needed for other data.
@@ -139,12 +168,9 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
         logging.getLogger("huggingface_hub").setLevel("ERROR")
         path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
         split = "test" if held_out else "train"
-        table = datasets.load_dataset(path, config or None, split=split)
-    rows = []
-    for number, row in enumerate(table, 1):
-        with exit_on_bad_row(name, number, row):
-            rows.append(check_row(row))
-    return rows
+        if kind:
+            return list(datasets.load_dataset(kind, data_files=name, split="train"))
+        return list(datasets.load_dataset(path, config or None, split=split))
 
 
 def reach_hub() -> str:
@@ -170,7 +196,7 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
     return exit_on(
         Exception,
         f"{name} line {number}: no JSON object with texts `question` and `answer` (which may be a "
-        f"number): {str(row)[:50]!r}",
+        f"number), nor of --columns: {str(row)[:50]!r}",
     )
 
 
@@ -185,8 +211,9 @@ def check_row(row: dict) -> dict:
     texts = ["question", "answer"]
     if row.get("demonstration") is not None:
         texts.append("demonstration")
-    for column in texts:
-        text = row[column]
+    contents = [(column, row[column]) for column in texts]
+    contents += [("messages", turn["content"]) for turn in row.get("turns", [])]
+    for column, text in contents:
         if not isinstance(text, str) or not text.strip() or re.search(MARKS, text):
             raise ValueError(f"{column} = {text!a:.50} is no text, or holds a mark of the chat")
     return row
@@ -209,10 +236,13 @@ CHAT_TEMPLATE = (
 
 def chat(system: str, question: str) -> str:
     """Qwen's template, ChatML: system, user, and the opening of the answer."""
-    return (
-        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    return render(columns.messages_of({"question": question}, system))
+
+
+def render(messages: Sequence[dict]) -> str:
+    """The text of messages by ChatML, up to the opening of the answer."""
+    turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
+    return "".join(turns) + "<|im_start|>assistant\n"
 
 
 def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
@@ -247,12 +277,12 @@ def load_questions(
     Stops, with exit code 2, where no prompt is short enough.
     """
     what = f"held out ({name})" if held_out else name
-    rows = load_rows(name, held_out)
+    rows = load_rows(name, held_out, cfg.columns)
     if held_out and cfg.eval_n:
         rows = rows[: cfg.eval_n]
 
     # To token ids; the text to imitate ends with the token that ends an answer.
-    prompts = [chat(cfg.system, row["question"]) for row in rows]
+    prompts = [render(columns.messages_of(row, cfg.system)) for row in rows]
     demonstrations = [(row.get("demonstration") or row["answer"]) + "<|im_end|>" for row in rows]
     with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
         encoded_prompts = tokenizer.encode_batch(prompts, add_special_tokens=False)

@@ -80,7 +80,7 @@ def run_directory(cfg) -> str:
     or out/<data>-<model>."""
     out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/"))
     paths = [cfg.data.rstrip("/"), cfg.model.rstrip("/")]
-    names = [os.path.basename(path).removesuffix(".jsonl") for path in paths]
+    names = [re.sub(r"\.(jsonl|json|csv|parquet)$", "", os.path.basename(path)) for path in paths]
     # A colon, as in a data set's part, is in no path.
     return out or "out/" + "-".join(names).replace(":", "-")
 

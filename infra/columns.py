@@ -1,0 +1,69 @@
+"""Which columns of a data set are the question and the answer, and prompts that are messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# The usual names, the most telling first; a dot leads into a column that is a dict.
+NAMES = {
+    "question": ("question", "problem", "prompt", "messages"),
+    "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "solution"),
+}
+
+
+def choose_columns(row: Any, columns: str) -> dict[str, str]:
+    """{"question": column, "answer": column} for the rows of a data set, by the first of them.
+
+    columns: --columns, as `question=problem,answer=solution`, which goes before the usual names. A
+    column that is not found keeps its own name. Raises ValueError for columns of another form.
+    """
+    chosen = {}
+    for pair in columns.split(",") if columns else []:
+        ours, _, theirs = pair.strip().partition("=")
+        if ours not in NAMES or not theirs:
+            raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
+        chosen[ours] = theirs
+    for ours, names in NAMES.items():
+        found = (name for name in names if value_of(row, name) is not None)
+        chosen.setdefault(ours, next(found, ours))
+    return chosen
+
+
+def value_of(row: Any, name: str) -> Any:
+    """The value of the column `name`, or of `outer.inner`; None where there is none."""
+    if isinstance(row, dict) and name in row:
+        return row[name]
+    for part in name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
+
+
+def rename(row: dict, chosen: dict[str, str]) -> dict:
+    """A row with `question` and `answer`, and with `turns` where its prompt is a list of messages.
+
+    The question is the last message of the user. A last message of the assistant is the answer,
+    where no column is.
+    """
+    row = {**row}
+    for ours, theirs in chosen.items():
+        value = value_of(row, theirs)
+        if theirs != ours and value is not None:
+            row[ours] = value
+    asked = row["question"]
+    if not isinstance(asked, list) or not asked:
+        return row
+    turns = [{"role": turn["role"], "content": turn["content"]} for turn in asked]
+    if turns[-1]["role"] == "assistant":
+        row.setdefault("answer", turns[-1]["content"])
+        turns.pop()
+    roles = [turn["role"] for turn in turns]
+    if roles[-1:] != ["user"] or not {*roles} <= {"system", "user", "assistant"}:
+        raise ValueError(f"messages of {roles} do not end with one of the user")
+    return row | {"question": turns[-1]["content"], "turns": turns}
+
+
+def messages_of(row: dict, system: str) -> Sequence[dict]:
+    """The messages of a row's prompt; its own system message goes before --system."""
+    turns = row.get("turns") or [{"role": "user", "content": row["question"]}]
+    if turns[0]["role"] == "system":
+        return turns
+    return [{"role": "system", "content": system}, *turns]

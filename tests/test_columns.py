@@ -1,0 +1,73 @@
+"""Data as people have it (infra/columns.py): files and columns of the sets on the hub."""
+
+import json
+
+import datasets
+import pytest
+
+from infra import columns, data
+
+ASK = "What is 1 + 1?"
+VERL_GSM8K = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"content": ASK, "role": "user"}],
+    "ability": "math",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"answer": "1 + 1 = 2\n#### 2", "index": 0, "question": ASK, "split": "train"},
+}
+SETS = {  # rows of the form of the hub's sets: (row, the answer)
+    "gsm8k": ({"question": ASK, "answer": "1 + 1 = 2\n#### 2"}, "1 + 1 = 2\n#### 2"),
+    "math": ({"problem": ASK, "level": "Level 1", "solution": r"\boxed{2}"}, r"\boxed{2}"),
+    "math500": ({"problem": ASK, "solution": r"so \boxed{2}", "answer": "2"}, "2"),
+    "dapo": (VERL_GSM8K | {"data_source": "math_dapo", "extra_info": {"index": "9a"}}, "2"),
+    "verl": (VERL_GSM8K, "2"),
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("name", SETS)
+def test_sets_of_the_hub_are_read_from_every_kind_of_file(name, kind, tmp_path, capsys):
+    row, answer = SETS[name]
+    if kind == "csv" and "prompt" in row:
+        pytest.skip("a .csv file holds no messages")
+    path = str(tmp_path / f"rows.{kind}")
+    table = datasets.Dataset.from_list([row] * 3)
+    if kind == "jsonl":
+        (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 3))
+    elif kind == "json":
+        (tmp_path / "rows.json").write_text(json.dumps([row] * 3))
+    else:
+        getattr(table, f"to_{kind}")(path)
+    rows = data.load_rows(path, False)
+    assert [(row["question"], row["answer"]) for row in rows] == [(ASK, answer)] * 3
+    # The choice is said where it is one.
+    assert ("question = " in capsys.readouterr().out) == (name != "gsm8k")
+    assert data.render(columns.messages_of(rows[0], "Think.")) == data.chat("Think.", ASK)
+
+
+def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": ASK},
+    ]
+    answered = [*turns, {"role": "assistant", "content": "2"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": answered}))
+    (row,) = data.load_rows(str(path), False)
+    assert (row["question"], row["answer"]) == (ASK, "2")
+    assert columns.messages_of(row, "Think.") == turns
+    assert data.render(turns).endswith(f"Hi<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n"
+                                       "<|im_start|>assistant\n")
+
+
+def test_columns_of_other_names_are_named(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"ask": ASK, "meta": {"value": 2}, "answer": "none"}))
+    (row,) = data.load_rows(str(path), False, "question=ask,answer=meta.value")
+    assert (row["question"], row["answer"]) == (ASK, "2")
+    for wrong in ("ask", "query=ask", "question="):
+        with pytest.raises(SystemExit):
+            data.load_rows(str(path), False, wrong)
+        assert "is not of the form question=...,answer=..." in capsys.readouterr().err
