@@ -62,7 +62,7 @@ def final_number(text: str) -> fractions.Fraction | None:
     \boxed{}; else the last line after ####; else the last number of the text, with its formula.
     """
     marked = (
-        re.findall(r"<answer>(.*?)(?=<answer>|</answer>|\Z)", text, re.S)
+        re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S)
         or BOXED.findall(text)
         or re.findall(r"####(.*)", text)
     )
@@ -77,6 +77,8 @@ def final_number(text: str) -> fractions.Fraction | None:
 def plain(text: str) -> str:
     """A text whose LaTeX is written as people write: 3\\frac12 becomes 3 1/2."""
     text = text.replace("\u2212", "-").replace("{,}", ",")
+    # Half a character that was decoded alone.
+    text = text.replace("\ufffd", " ")
     # Spaces of LaTeX, and commands that only set type.
     text = re.sub(r"\\!", "", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3})", "", text)

@@ -54,6 +54,7 @@ EQUAL = [
     ("#### -5", "x = -5"), ("#### -5", "negative 5"), ("#### 5", "<answer>+5</answer>"),
     ("#### 50", "50%"), ("#### 50", r"\boxed{50\%}"), ("#### 50", "50 percent"),
     ("#### 5", "first 9, <answer> 5 apples </answer> then 8"), ("#### 5", "<answer>5"),
+    ("#### 1104", "<answer>1104</answeranswer>"), ("#### 768", "<answer>768\ufffd"),
     ("#### 5", "<answer>4</answer> <answer>5</answer>"), ("#### 5", r"\boxed{1} \boxed{5}"),
     ("#### 5", r"<answer>\boxed{5}</answer>"), ("#### 5", "it is 7, no, 5"),
     ("#### 5", "Answer: 5"), ("#### 5", "<answer>\n5\n</answer>"), ("#### 7", "007"),
