@@ -109,7 +109,7 @@ def test_supervised_steps_print_every_tenth(capsys):
 
 
 def test_a_status_is_replaced_and_fits_the_terminal(monkeypatch):
-    columns = int(np.random.default_rng().integers(50, 70))
+    columns = int(np.random.default_rng().integers(52, 70))
     monkeypatch.setenv("COLUMNS", str(columns))
     with terminal(columns) as (file, written):
         monkeypatch.setattr(sys, "stdout", file)
