@@ -113,7 +113,6 @@ why() {
     host_key) advice='another machine had this address: remove its lines from ~/.ssh/google_compute_known_hosts' ;;
     absent) advice='the bucket does not have it' ;;
     unsent) advice="send the tree first: $(again setup)" ;;
-    busy) advice='give the same command again later' ;;
     *) advice="look at it: $(again status)" ;;
   esac
   grep -q ERROR "$errors" || grep -vE '^(Using ssh|S[SC][HP]: Attempting)' "$errors" | tail -n 5 >&2 || :
