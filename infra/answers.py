@@ -126,7 +126,7 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
         before = before[:-1]
     value = value_of(tokens[last])
     # Digits that are joined to what stands before them, as in x2 or _8.
-    if value is None or re.search(r"[\w.)\]}]$", tokens[last].string[: tokens[last].start()]):
+    if value is None or re.search(r"[\w.)\]}]\Z", tokens[last].string[: tokens[last].start()]):
         return None
     scale = scale_after(tokens[last], tokens[last + 1 :], is_marked)
     if scale is None or not may_precede(before, tokens[last], is_marked):
@@ -238,7 +238,7 @@ def is_call(before: list[re.Match], number: re.Match) -> bool:
     """Whether the number is an argument, or within brackets that hold a product: f(5), (3)(5)."""
     if not before or before[-1][0] not in OPENING:
         return False
-    return bool(re.search(r"[\w)\]]$", number.string[: before[-1].start()]))
+    return bool(re.search(r"[\w)\]]\Z", number.string[: before[-1].start()]))
 
 
 def run_back(before: list[re.Match]) -> Iterator[re.Match]:

@@ -23,7 +23,8 @@ FINAL_NUMBERS = {  # a number: the texts whose final number it is
     "3/5": ["1.5/2.5"],
     # marked: <answer> before \boxed{} before ####, closed or not, nested or not
     5: [
-        "10 - 5 = 5", "<answer>5",
+        "10 - 5 = 5", "<answer>5", "Answer\n5", "we have 3 apples\n5", "we add (3)\n5", "so\n(5)",
+        "<answer>apples\n5</answer>",
         "<answer>3 <answer>5</answer> 9</answer>", "<answer><answer>5</answer></answer>",
         "<answer>4</answer> <answer>5</answer>", "<answer>5</answer> <answer></answer>",
         "first 9 <answer> 5 apples </answer> then 8",
