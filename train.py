@@ -643,7 +643,10 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
     }
     per_answer |= rewards.by_name(scores, REWARDS)
     if SOLVED is correct:
-        per_answer["no_number"] = [final_number(text) is None for text in texts]
+        # An answer that is solved has a number, so that it need not be read again.
+        per_answer["no_number"] = [
+            not solved and final_number(text) is None
+            for solved, text in zip(scores[:, 0], texts, strict=True)]
     table = np.column_stack(list(per_answer.values()))
     table = all_gather_hosts(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))

@@ -4,35 +4,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# So many steps are looked at, and advice is given again after so many at the earliest.
+# The advice looks at the last STEPS steps, since a single step may be bad luck.
 STEPS = 5
+# After one piece of advice, the next one waits this many steps.
 STEPS_BETWEEN = 50
-# Nothing is learned where fewer groups than these have answers of unequal rewards.
+# A fraction below this counts as hardly any.
 FEW = 0.05
-# Metrics that are no function's.
+# These metrics tell the cause. A run whose SOLVED reads no numbers has no `no_number`.
+CAUSES = ("group/zero_variance", "truncated", "solved", "no_number")
+# These names begin like the metric of a reward function, and are over all functions.
 OF_ALL_FUNCTIONS = {"reward/mean", "reward/std", "reward/faults"}
 
 
 def why_nothing_is_learned(steps: Sequence[dict]) -> str:
     """One line of advice, or "" while groups have a variance, or there are too few steps.
 
-    steps: the metrics of GRPO steps, the newest last. A group whose rewards are all equal has no
-    advantage, and so no gradient.
+    steps: the metrics of the last GRPO steps, at most STEPS, the newest last. A group whose
+    rewards are all equal has no advantage, and so no gradient.
     """
-    steps = steps[-STEPS:]
     if len(steps) < STEPS:
         return ""
-    mean = {name: np.mean([step[name] for step in steps]) for name in steps[-1] if counts(name)}
+    known = [name for name in CAUSES if name in steps[-1]]
+    mean = {name: np.mean([step[name] for step in steps]) for name in known}
     equal = mean["group/zero_variance"]
     if equal <= 1 - FEW:
         return ""
-    start = f"nothing is learned: in {equal:.0%} of the last {STEPS} steps' groups all rewards are"
-    return f"{start} equal; {likeliest_cause(steps, mean)}"
-
-
-def counts(name: str) -> bool:
-    """Whether the advice looks at this metric."""
-    return name in ("solved", "truncated", "no_number", "group/zero_variance")
+    fact = f"in {equal:.0%} of the last {STEPS} steps' groups all rewards are equal"
+    return f"nothing is learned: {fact}; {likeliest_cause(steps, mean)}"
 
 
 def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
@@ -55,6 +53,7 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
             f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or take "
             "easier questions; look at samples.jsonl"
         )
+    # The values of single answers are not here: a mean that never moves suggests a constant.
     for name in steps[-1]:
         is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
         values = [step.get(name) for step in steps]

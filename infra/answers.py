@@ -152,6 +152,11 @@ def value_of(token: re.Match) -> fractions.Fraction | None:
         return None
 
 
+def is_letter(token: re.Match) -> bool:
+    """Whether a token is a single letter, which may be a variable."""
+    return bool(token["word"]) and len(token[0]) == 1
+
+
 def is_maths(token: re.Match) -> bool:
     """Whether a token belongs to a formula: an operator, a command of LaTeX, the root's name."""
     is_operator = token["symbol"] and token[0] not in PUNCTUATION
@@ -167,11 +172,11 @@ def scale_after(
             break
         if is_maths(token):
             return None
-        is_letter = token["word"] and len(token[0]) == 1
-        if is_letter and is_marked and token[0] not in LETTERS_AS_UNITS | LETTERS_AS_WORDS:
+        is_known = token[0] in LETTERS_AS_UNITS | LETTERS_AS_WORDS
+        if is_marked and is_letter(token) and not is_known:
             return None
-        # A minus sign before a letter.
-        if place and is_letter and after[place - 1][0] == "-":
+        # A letter after a minus sign is subtracted.
+        if is_letter(token) and place > 0 and after[place - 1][0] == "-":
             return None
     while after and after[0][0] in "%\u00b0":
         after = after[1:]
@@ -215,12 +220,9 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
     if before and before[-1][0] == "-" and (is_marked or before[-1].end() == number.start()):
         return False
     if is_marked:
-        return all(
-            not is_maths(token)
-            and not token["number"]
-            and (len(token[0]) > 1 or not token["word"] or token[0] in LETTERS_AS_WORDS)
-            for token in before
-        ) and not is_call(before, number)
+        has_formula = any(token["number"] or is_maths(token) for token in before)
+        has_variable = any(is_variable(token) for token in before)
+        return not (has_formula or has_variable or is_call(before, number))
     for place in reversed(range(len(before))):
         token = before[place]
         earlier = before[place - 1] if place else None
@@ -230,8 +232,13 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
             return False
         if token["word"]:
             is_pair = token[0] in JOINING and earlier and earlier["number"]
-            return not is_pair and (len(token[0]) > 1 or token[0] in LETTERS_AS_WORDS)
+            return not (is_pair or is_variable(token))
     return True
+
+
+def is_variable(token: re.Match) -> bool:
+    """Whether a token before a number is a letter, and no word such as `a` or `I`."""
+    return is_letter(token) and token[0] not in LETTERS_AS_WORDS
 
 
 def is_call(before: list[re.Match], number: re.Match) -> bool:
@@ -244,7 +251,8 @@ def is_call(before: list[re.Match], number: re.Match) -> bool:
 def run_back(before: list[re.Match]) -> Iterator[re.Match]:
     """The tokens of the formula at the end of a text, from the last one back."""
     for token in reversed(before):
-        if token["line"] or is_end_of_sentence(token) or (token["word"] and len(token[0]) > 1):
+        is_word = token["word"] and not is_letter(token)
+        if token["line"] or is_end_of_sentence(token) or is_word:
             return
         yield token
 

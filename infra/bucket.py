@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 
+from infra.files import directory_bytes
 from infra.log import warn
 
 # Not for the bucket: half-written files, the tiny model, which each process makes anew, the claim,
@@ -122,21 +123,10 @@ def send_rest(out: str) -> None:
     """Send all but checkpoints and the marker of final/, and compiled programs only if they are no
     larger than a checkpoint. Raises BucketError."""
     excluded = [*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)]
-    checkpoints = [size(path) for path in glob.glob(f"{glob.escape(out)}/step_*")]
-    if size(f"{out}/compiled") > max(checkpoints, default=0):
+    checkpoints = [directory_bytes(path) for path in glob.glob(f"{glob.escape(out)}/step_*")]
+    if directory_bytes(f"{out}/compiled") > max(checkpoints, default=0):
         excluded.append("compiled/")
     rsync(out, bucket_of(out), excluded)
-
-
-def size(directory: str) -> int:
-    """Bytes of the files that lie in a directory, 0 if it is not there."""
-    paths = glob.glob(f"{glob.escape(directory)}/*")
-    total = 0
-    for path in paths:
-        # A checkpoint that has become old may be deleted meanwhile.
-        with contextlib.suppress(OSError):
-            total += os.path.getsize(path)
-    return total
 
 
 def send_results(out: str) -> None:

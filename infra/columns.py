@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-# The usual names, the most telling first; a dot leads into a column that is a dict.
+# The usual names of columns. Where a data set has several of these, the first one is taken: a set
+# with both `answer` and `solution` has the derivation in `solution`. A dot leads into a column
+# that is a dict.
 NAMES = {
     "question": ("question", "problem", "prompt", "messages"),
     "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "solution"),
@@ -17,11 +19,13 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
     column that is not found keeps its own name. Raises ValueError for columns of another form.
     """
     chosen = {}
-    for pair in columns.split(",") if columns else []:
+    pairs = columns.split(",") if columns else []
+    for pair in pairs:
         ours, _, theirs = pair.strip().partition("=")
         if ours not in NAMES or not theirs:
             raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
         chosen[ours] = theirs
+    # What --columns does not name is looked for among the usual names.
     for ours, names in NAMES.items():
         found = (name for name in names if value_of(row, name) is not None)
         chosen.setdefault(ours, next(found, ours))
@@ -30,6 +34,7 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
 
 def value_of(row: Any, name: str) -> Any:
     """The value of the column `name`, or of `outer.inner`; None where there is none."""
+    # A column whose own name has a dot goes first.
     if isinstance(row, dict) and name in row:
         return row[name]
     for part in name.split("."):
@@ -43,6 +48,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     The question is the last message of the user. A last message of the assistant is the answer,
     where no column is.
     """
+    # A copy: reward functions may read the other columns as the data has them.
     row = {**row}
     for ours, theirs in chosen.items():
         value = value_of(row, theirs)
@@ -51,6 +57,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     asked = row["question"]
     if not isinstance(asked, list) or not asked:
         return row
+    # Other fields of a message, as names or tool calls, are no part of the prompt.
     turns = [{"role": turn["role"], "content": turn["content"]} for turn in asked]
     if turns[-1]["role"] == "assistant":
         row.setdefault("answer", turns[-1]["content"])

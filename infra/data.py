@@ -95,7 +95,8 @@ def arith(held_out: bool) -> list[dict]:
 
 
 # ---------------------------------------------------------------- rows of files and of the hub
-# Kinds of files: how `datasets` calls what reads them. A .jsonl file is read here, line by line.
+# Endings of files of questions, and what `datasets` calls the reader of each. A .jsonl file is read
+# here instead, so that a message can name the line.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -120,6 +121,7 @@ def load_rows(name: str, held_out: bool, named: str = "") -> list[dict]:
     rows = []
     chosen = None
     for number, row in numbered:
+        # The columns are those of the first row.
         if chosen is None:
             with exit_on(ValueError, "--columns cannot be used"):
                 chosen = columns.choose_columns(row, named)
@@ -153,11 +155,11 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
 def read_hub_set(name: str, held_out: bool) -> list[dict]:
     """The rows of a file, or of the split `test` or `train` of a directory, NAME or NAME:CONFIG."""
     kind = FILE_KINDS.get(os.path.splitext(name)[1])
-    check(
-        kind or not os.path.isfile(name),
-        f"{name} is no file of questions; try {', '.join(FILE_KINDS)}",
-    )
-    check(not kind or os.path.isfile(name), f"{name} does not exist, or is no file")
+    if kind:
+        check(os.path.isfile(name), f"{name} does not exist, or is no file")
+    else:
+        endings = ", ".join(FILE_KINDS)
+        check(not os.path.isfile(name), f"{name} is no file of questions; try {endings}")
     no_answer = "" if os.path.exists(name) else reach_hub()
     with exit_on(Exception, f"{name} cannot be loaded{no_answer}"):
         # Slow to import, and not needed for other data.
@@ -166,10 +168,11 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
         datasets.disable_progress_bars()
         # It asks again where the hub does not answer, and would warn each time.
         logging.getLogger("huggingface_hub").setLevel("ERROR")
+        if kind:
+            # A file has one split, which `datasets` calls train.
+            return list(datasets.load_dataset(kind, data_files=name, split="train"))
         path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
         split = "test" if held_out else "train"
-        if kind:
-            return list(datasets.load_dataset(kind, data_files=name, split="train"))
         return list(datasets.load_dataset(path, config or None, split=split))
 
 

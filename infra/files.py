@@ -1,6 +1,7 @@
 """Files that appear complete or not at all, and JSON in and out."""
 
 import contextlib
+import glob
 import json
 import os
 from collections.abc import Iterator
@@ -69,3 +70,13 @@ def flush_to_disk(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def directory_bytes(directory: str) -> int:
+    """Bytes of the files that lie in a directory, 0 if it is not there."""
+    total = 0
+    for path in glob.glob(f"{glob.escape(directory)}/*"):
+        # Another thread or process may delete an old checkpoint meanwhile.
+        with contextlib.suppress(OSError):
+            total += os.path.getsize(path)
+    return total

@@ -80,7 +80,9 @@ def run_directory(cfg) -> str:
     or out/<data>-<model>."""
     out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/"))
     paths = [cfg.data.rstrip("/"), cfg.model.rstrip("/")]
-    names = [re.sub(r"\.(jsonl|json|csv|parquet)$", "", os.path.basename(path)) for path in paths]
+    names = [os.path.basename(path) for path in paths]
+    # The ending of a file of questions is no part of the run's name.
+    names = [os.path.splitext(name)[0] if data.is_file(name) else name for name in names]
     # A colon, as in a data set's part, is in no path.
     return out or "out/" + "-".join(names).replace(":", "-")
 

@@ -81,7 +81,7 @@ fault() {
     *'matched no objects'*) echo absent ;;
     # Compute Engine, which ssh asks for the project's keys, and storage word it so.
     *PERMISSION_DENIED* | *'does not have permission'* | *'HTTPError 403'* | *"Required '"*"' permission"*) echo permission ;;
-    # What passes by itself, of any service. A quota of requests a minute comes as a 429 too.
+    # A busy service recovers by itself. Too many requests a minute are a 429, and no lack of quota.
     *RATE_LIMIT_EXCEEDED* | *UNAVAILABLE* | *'rror 429'* | *'rror 50'[0-9]*) echo busy ;;
     *[Qq]uota*) echo quota ;;
     # Zones without capacity speak of reserved capacity also to those who asked for no reservation.

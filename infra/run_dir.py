@@ -101,11 +101,12 @@ def claim_out(out: str, claims: contextlib.ExitStack) -> None:
 
 def keep_compiled(out: str) -> None:
     """Let JAX keep compiled programs in `out`/compiled, unless the user has chosen a place, as with
-    JAX_COMPILATION_CACHE_DIR. Of several processes JAX lets process 0 write."""
+    JAX_COMPILATION_CACHE_DIR. All processes read there; JAX lets only process 0 write."""
+    # The environment variable sets this field too.
     if jax.config.jax_compilation_cache_dir:
         return
     jax.config.update("jax_compilation_cache_dir", f"{out}/compiled")
-    # The first program that was compiled, in the roll call, has told JAX that there is no cache.
+    # JAX compiled a program when the processes met, and remembers that it found no cache then.
     compilation_cache.reset_cache()
 
 
@@ -319,7 +320,7 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     if bucket.bucket_of(out):
         at_once = min(saves, 1) + resumed
     # The checkpoints that are there will have gone by then.
-    old = sum(os.path.getsize(path) for path in glob.glob(f"{glob.escape(out)}/step_*/*"))
+    old = sum(files.directory_bytes(path) for path in glob.glob(f"{glob.escape(out)}/step_*"))
     free = shutil.disk_usage(out).free + old
     need_gib, free_gib = worst_disk(out, (at_once * size + final) / GIB, free / GIB)
     what = f"{at_once} checkpoints at once, of {size / GIB:.2f} GiB a process, and final"

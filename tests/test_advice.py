@@ -7,6 +7,7 @@ from conftest import run_train
 
 from infra import advice, log
 
+# The metrics of a step in which no group has a variance, and every answer is wrong.
 STEP = {
     "group/zero_variance": 1.0,
     "truncated": 0.0,
@@ -24,6 +25,7 @@ STEP = {
 @pytest.mark.parametrize(
     "metrics, wanted",
     [
+        # A truncated answer has no number either: the cause that hides the other comes first.
         ({"truncated": 0.9, "no_number": 0.9}, "90% of the answers are truncated at 96 tokens"),
         ({"no_number": 0.8}, "80% of the answers end in no number"),
         ({"solved": 1.0}, "100% of the answers are right already"),

@@ -58,8 +58,9 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     (row,) = data.load_rows(str(path), False)
     assert (row["question"], row["answer"]) == (ASK, "2")
     assert columns.messages_of(row, "Think.") == turns
-    assert data.render(turns).endswith(f"Hi<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n"
-                                       "<|im_start|>assistant\n")
+    # The prompt ends with the last question, not with the answer to it.
+    end = f"Hi<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
+    assert data.render(turns).endswith(end)
 
 
 def test_columns_of_other_names_are_named(tmp_path, capsys):

@@ -82,6 +82,7 @@ def test_a_life_survives_that_a_fifth_of_its_calls_fail(cloud):
     assert "resuming out/gs/bucket/run after step 1" in text, text
     assert outcome(cloud, code, text) == "exit code 0, model in the bucket, VM gone", text
     calm = load_file(cloud.stub / "gs/bucket/run/final/model.safetensors")
+    # .ci/gcloud takes the first rule that is due: half of the faults are each.
     faults = [{"chance": 0.1, "text": UNAVAILABLE}, {"chance": 0.2, "text": TOO_MANY}]
     code, text, more_calls = live(cloud, *[{"pattern": ".", "times": 999} | f for f in faults])
     assert "UNAVAILABLE" in text and "429" in text, text
