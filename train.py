@@ -894,6 +894,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, cluster.end_at_once)
+    signal.signal(signal.SIGUSR1, cluster.end_at_once)
     log.open_streams()
     try:
         main(sys.argv[1:])

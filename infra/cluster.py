@@ -76,7 +76,9 @@ def metadata(key: str, timeout: float | None) -> str:
     server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/{key}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    return urllib.request.urlopen(request, timeout=timeout).read().decode()
+    # A proxy would answer for itself, or not at all.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(request, timeout=timeout).read().decode()
 
 
 def find_processes(cfg) -> Processes:
@@ -103,8 +105,14 @@ def slurm_processes() -> Processes:
     env = os.environ
     list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST" 2> /dev/null'
     nodes = subprocess.check_output(list_nodes, shell=True, text=True).split()
-    # Slurm puts as many tasks on each node.
-    tasks_per_node = int(env["SLURM_STEP_NUM_TASKS"]) // len(nodes)
+    tasks = int(env["SLURM_STEP_NUM_TASKS"])
+    # As in 2(x3),1: three nodes with two tasks, and one with one.
+    check(
+        "," not in env.get("SLURM_STEP_TASKS_PER_NODE", ""),
+        f"{tasks} tasks do not divide over {len(nodes)} nodes, which got "
+        f"{env.get('SLURM_STEP_TASKS_PER_NODE')}; give --ntasks-per-node, as many to each node",
+    )
+    tasks_per_node = tasks // len(nodes)
     # Two jobs on one node must not choose the same port.
     port = 12000 + int(env["SLURM_JOB_ID"]) % 20000
     # Where all tasks of a node find all its GPUs, each takes one.
@@ -143,7 +151,7 @@ def answer_the_roll(processes, names, facts, seconds):
     """Report to process 0, which may not be there yet -> its verdict on all."""
     server, port = processes.address.rsplit(":", 1)
     deadline = time.time() + seconds
-    # Process 0 may not listen yet.
+    cause = ""
     while time.time() < deadline:
         try:
             with (
@@ -154,11 +162,15 @@ def answer_the_roll(processes, names, facts, seconds):
                 connection.settimeout(seconds + 5)
                 print(json.dumps([processes.index, facts]), file=f, flush=True)
                 return json.loads(f.readline())
+        except socket.gaierror as e:
+            cause = f": the name {server} does not resolve here ({e.strerror})"
+        # Process 0 may not listen yet.
         except (OSError, ValueError):
-            time.sleep(0.5)
+            cause = ""
+        time.sleep(0.5)
     return (
         f"{names[processes.index]} of {len(names)} heard nothing from process 0 at "
-        f"{processes.address} for {seconds} s"
+        f"{processes.address} for {seconds} s{cause}"
     )
 
 
@@ -209,6 +221,21 @@ def first_difference(names, facts_of):
     return ""
 
 
+def bypass_proxies(hosts: set[str]) -> None:
+    """To be called before JAX connects: processes of one run never talk through a proxy.
+
+    gRPC reads no_grpc_proxy, or else no_proxy; Python reads no_proxy, or else NO_PROXY.
+    """
+    env = os.environ
+    for name in ("NO_PROXY", "no_proxy", "no_grpc_proxy"):
+        # A variable that is set here hides the one that was read in its place.
+        listed = env.get(name) or env.get("no_proxy") or env.get("NO_PROXY") or ""
+        names = [host for host in listed.split(",") if host]
+        env[name] = ",".join(names + sorted(hosts - set(names)))
+    # JAX would warn of these variables, and advise to unset them.
+    jax.config.update("jax_check_proxy_envs", False)
+
+
 def connect(cfg) -> None:
     """Join the run's other processes, if it has any, once all are there and have the same flags and
     code. Exits 2 where they do not belong together."""
@@ -224,6 +251,7 @@ def connect(cfg) -> None:
             f"this is process {found.index}, but there are {count}: 0, 1, ...",
         )
     if count > 1:
+        bypass_proxies({found.address.rsplit(":", 1)[0], *found.hosts} - {""})
         flags = dataclasses.asdict(cfg)
         facts = {name: flags[name] for name in flags if name not in FREE_PER_PROCESS}
         facts |= {"commit": commit(), "code": code_hash(), "jax": jax.__version__}
@@ -297,12 +325,17 @@ class StopSignal:
         # The same signal once more ends the process at once.
         signal.signal(number, signal.SIG_DFL)
 
+    def announce(self, *_):
+        """A SIGTERM is announced: the run ends as if it had come. The SIGTERM itself, which
+        follows, is then the first, and does not end the save."""
+        self.number = signal.SIGTERM
+
 
 SECONDS_BETWEEN_TRIES = 10  # to ask a metadata server that gives no answer
 
 
 def end_at_once(number, _frame=None) -> None:
-    """What SIGINT does before a run watches its signals: there is nothing to save."""
+    """What SIGINT and SIGUSR1 do before a run watches its signals: there is nothing to save."""
     erase_status()
     warn("interrupted before the first step: nothing is saved")
     # An orderly end would crash where JAX compiles in a thread of its own.
@@ -310,12 +343,13 @@ def end_at_once(number, _frame=None) -> None:
 
 
 def watch_signals() -> StopSignal:
-    """From now on SIGTERM, SIGINT and Google's notice that this VM will be preempted end the run
-    at its next `check_for_stop`."""
+    """From now on SIGTERM, SIGINT, SIGUSR1 (Slurm's warning of the time limit) and Google's notice
+    that this VM will be preempted end the run at its next `check_for_stop`."""
     stop_signal = StopSignal()
     # A handler may only note the signal: processes stop together, between two device calls.
     signal.signal(signal.SIGTERM, stop_signal.note)
     signal.signal(signal.SIGINT, stop_signal.note)
+    signal.signal(signal.SIGUSR1, stop_signal.announce)
     if on_tpu_vm():
         threading.Thread(target=wait_for_preemption, args=[stop_signal], daemon=True).start()
     return stop_signal
@@ -327,8 +361,7 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
         try:
             # The server answers when the value changes.
             if metadata("preempted?wait_for_change=true", None) == "TRUE":
-                # No signal: the VM's own, which follows, would be the second, and end the save.
-                stop_signal.number = signal.SIGTERM
+                stop_signal.announce()
                 return
         except (OSError, ValueError):
             time.sleep(SECONDS_BETWEEN_TRIES)

@@ -320,8 +320,9 @@ def refused(*flags):
 
 @contextlib.contextmanager
 def restored_signals():
-    """train.main, in this process, takes SIGTERM and SIGINT for itself."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """train.main, in this process, takes these signals for itself."""
+    taken = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    before = {number: signal.getsignal(number) for number in taken}
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import time
 from unittest import mock
 
 import pytest
-from conftest import ROOT, arguments, refused, restored_signals, run, run_train
+from conftest import ROOT, arguments, refused, restored_signals, run, run_to_end, run_train
 
 import train
 from infra import cluster, run_dir
@@ -276,6 +276,8 @@ def test_processes_that_are_not_all_there_are_refused(tmp_path):
     assert wanted in text
     text = refused(process_flags(1, 4, job=1), *flags)
     assert "process 1 of 4 heard nothing from process 0" in text
+    nowhere = "--coordinator nowhere.invalid:8476 --processes 4 --process_id 1"
+    assert "the name nowhere.invalid does not resolve here" in refused(nowhere, *flags)
     text = refused(process_flags(0, 1, job=2), "--require_processes=4 --require_devices=16", *flags)
     assert "expected 4 with 16" in text
 
@@ -317,7 +319,30 @@ def test_processes_with_other_flags_or_commits_are_refused(
     assert "Traceback" not in text, text
 
 
-def test_an_interrupt_while_programs_compile_ends_the_run_at_once(tmp_path):
+def test_processes_do_not_talk_through_a_proxy(tmp_path, monkeypatch):
+    """All variables name a proxy that does not answer, and one excludes another host from it."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.com")
+    # This is found once all processes are connected.
+    flags = arguments(["--require_devices 16 --npq 4"])
+    text = run_to_end(tmp_path / "run", flags, 2, code=2)
+    assert text.count("2 with 4 devices, expected 2 with 16") == 2, text
+    assert "proxy" not in text, text
+
+
+def test_hosts_are_added_to_those_that_no_proxy_serves(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "a,b")
+    for _ in range(2):
+        cluster.bypass_proxies({"c", "b"})
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            assert os.environ[name] == "a,b,c"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_a_signal_while_programs_compile_ends_the_run_at_once(number, code, tmp_path):
     command = [sys.executable, "-u", ROOT / "train.py", "--out", tmp_path / "run"]
     # Nothing is remembered: it compiles for seconds.
     env = os.environ | {"HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -327,7 +352,7 @@ def test_an_interrupt_while_programs_compile_ends_the_run_at_once(tmp_path):
             if line.startswith("tracing gradients"):
                 break
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.stdout.read()
-    assert process.returncode == 130
+    assert process.returncode == code
     assert rest == "train.py: interrupted before the first step: nothing is saved\n"

@@ -207,11 +207,22 @@ def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
     assert cluster.slurm_processes().local_gpu == 1
 
 
+def test_an_uneven_number_of_tasks_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(cluster.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
+    for tasks, layout in [(1.5, "2,1"), (2, "3,1")]:
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", layout)
+        text = told(capsys, lambda: of_task(monkeypatch, tasks, "0"))
+        wanted = f"{2 * tasks:.0f} tasks do not divide over 2 nodes, which got {layout}; give "
+        assert wanted + "--ntasks-per-node" in text, text
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
+    assert of_task(monkeypatch, 2, "0").hosts == ["n1", "n1", "n2", "n2"]
+
+
 def of_task(monkeypatch, tasks, visible):
     """What the last task of two nodes finds, with so many tasks and these GPUs on each."""
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(2 * tasks))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(int(2 * tasks)))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_PROCID", str(2 * tasks - 1))
-    monkeypatch.setenv("SLURM_LOCALID", str(tasks - 1))
+    monkeypatch.setenv("SLURM_PROCID", str(int(2 * tasks) - 1))
+    monkeypatch.setenv("SLURM_LOCALID", str(int(tasks) - 1))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     return cluster.slurm_processes()

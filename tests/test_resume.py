@@ -296,7 +296,8 @@ def test_many_kills(processes, kills, tmp_path, tmp_path_factory, record_propert
 
 
 def main_stopped_in_evaluation(number, flags):
-    """train.main, to which SIGTERM comes in its first or second evaluation, as it samples."""
+    """train.main, to which a signal comes in its first or second evaluation, as it samples:
+    SIGTERM, or SIGUSR1, with which Slurm warns of the time limit."""
     real_generate = rollout.generate
     evaluations_begun = 0
 
@@ -305,7 +306,7 @@ def main_stopped_in_evaluation(number, flags):
         # An evaluation samples one answer to a question.
         evaluations_begun += group == 1
         if evaluations_begun == number:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal([signal.SIGTERM, signal.SIGUSR1][number - 1])
         return real_generate(*args, group=group, **options)
 
     with mock.patch.object(rollout, "generate", generate_or_stop), pytest.raises(SystemExit) as end:
@@ -383,6 +384,17 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
         with pytest.raises(cluster.Stop):
             cluster.check_for_stop(stop_signal)
     assert set(asked) == {("/computeMetadata/v1/instance/preempted?wait_for_change=true", "Google")}
+
+
+def test_the_warning_of_a_time_limit_is_a_sigterm():
+    """The SIGTERM that follows the SIGUSR1 must not end the save, nor a second SIGUSR1."""
+    with restored_signals():
+        stop_signal = cluster.watch_signals()
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+            with pytest.raises(cluster.Stop) as stop:
+                cluster.check_for_stop(stop_signal)
+            assert stop.value.args == (signal.SIGTERM,)
 
 
 # ---------------------------------------------------------------- long runs

@@ -1,0 +1,164 @@
+"""launch.sh on stand-ins for Slurm's commands: jobs, tasks, signals. In CI, .ci/slurm has a real Slurm."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run, until
+from pods import says, write
+
+BANNER = "Welcome to site 7\n"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """launch.sh in a directory of its own, beside stand-ins for Slurm's commands."""
+    for name in ("launch.sh", "requirements.txt"):
+        write(tmp_path / name, (ROOT / name).read_text())
+    for path in ROOT.glob("infra/*.sh"):
+        write(tmp_path / "infra" / path.name, path.read_text())
+    # A .venv in which all is installed, as launch.sh notes.
+    write(tmp_path / ".venv/bin/python", "#!/bin/sh\nexit 0\n", 0o755)
+    run("bash", "-c", 'echo "$(cksum <requirements.txt) " >.venv/installed', cwd=tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def stand_in(site, name, program):
+    write(site / "bin" / name, f"#!/bin/bash\n{program}\n", 0o755)
+
+
+def start(site, *words):
+    """launch.sh in a session of its own, in which a stand-in writes `up` once it runs."""
+    log = open(site / "out.log", "w")
+    return subprocess.Popen(
+        ["bash", site / "launch.sh", *words],
+        cwd=site,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def end(site, process, number=None, to_all=False):
+    """Send a signal to launch.sh, or to all of its session, once it runs -> (exit code, output)."""
+    if number:
+        assert until((site / "up").exists, [process], seconds=60)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+    code = process.wait(60)
+    return code, Path(site / "out.log").read_text()
+
+
+# ---------------------------------------------------------------- the job, from outside
+# The log that a site's --output names, which the job writes in the end.
+SBATCH = 'printf "{banner}%s\\n" "{printed}"; sleep 3; echo "step 1/1" >>"{log}"; sleep 1; exit {code}'
+
+
+@pytest.mark.parametrize(
+    "banner, printed, log", [("", "7", "slurm-%j.log"), (BANNER, "7;east", "%j/x.log")]
+)
+def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
+    """What the site prints before the job's number is no number, and --output is Slurm's to know."""
+    path = site / log.replace("%j", "7")
+    path.parent.mkdir(exist_ok=True)
+    program = SBATCH.format(banner=banner, printed=printed, log=path, code=3)
+    stand_in(site, "sbatch", program)
+    stand_in(site, "scontrol", f'[ "$*" = "show job 7" ] && echo "   StdOut={site}/{log}"')
+    states = 'n="$(wc -l <asked)"; case "$n" in 1 | 2) echo "PENDING (Priority)" ;; *) echo "RUNNING (None)" ;; esac'
+    stand_in(site, "squeue", f"echo >>asked; {states}")
+    stand_in(site, "sleep", '[ "$1" -gt 3 ] || exec /bin/sleep "$1"; exec /bin/sleep 0.5')
+    code, text = end(site, start(site, "slurm", "--lr", "1"))
+    assert code == 3
+    assert f"launch.sh: job 7; its log: {path}; end it: scancel 7\n" in text, text
+    assert "\nstep 1/1\n" in text, text
+    assert text.count("launch.sh: job 7 is PENDING (Priority)\n") == 1, text
+    assert "gcloud" not in text, text
+    assert f"launch.sh: job 7 ended with 3; how: sacct -j 7, and {path}\n" in text, text
+
+
+def test_a_job_that_is_not_taken_ends_the_launcher(site):
+    stand_in(site, "sbatch", 'echo "no such partition" >&2; exit 1')
+    assert end(site, start(site, "slurm")) == (1, "no such partition\n")
+    stand_in(site, "sbatch", "echo maintenance")
+    assert end(site, start(site, "slurm")) == (1, "maintenance\nlaunch.sh: sbatch names no job\n")
+
+
+# ---------------------------------------------------------------- the job, from inside
+# srun until it gets SIGUSR1 or SIGTERM, or ends by itself; tasks have said with which code they ended.
+SRUN = """
+trap 'echo "{said}"; exit {code}' USR1 TERM
+echo $$ >up
+while :; do /bin/sleep 0.1; done
+"""
+FIRST_IS_2 = "launch.sh: task 1 ended with 2\nlaunch.sh: task 0 ended with 143"
+
+
+def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
+    """Once, with its number; not when training has ended by itself, has failed, or was cancelled,
+    nor when it had not begun, as no later job would get further."""
+    stand_in(site, "scontrol", 'echo "$*" >>requeued')
+    # Slurm's would signal all tasks.
+    stand_in(site, "scancel", '[ "$*" = "--signal=USR1 7" ] && kill -USR1 "$(cat up)"')
+    cases = [
+        ("saved", 143, signal.SIGUSR1, 143, True),
+        ("finished", 0, signal.SIGUSR1, 0, False),
+        ("failed", 1, signal.SIGUSR1, 1, False),
+        ("nothing is saved", 138, signal.SIGUSR1, 138, False),
+        ("saved", 143, signal.SIGTERM, 143, False),
+        (FIRST_IS_2, 143, signal.SIGUSR1, 2, False),
+    ]
+    for said, code, number, wanted, requeued in cases:
+        for name in ("up", "requeued"):
+            (site / name).unlink(missing_ok=True)
+        stand_in(site, "srun", SRUN.format(said=said, code=code))
+        # Slurm sends SIGTERM to all, and the warning to the job's shell alone.
+        to_all = number == signal.SIGTERM
+        found, text = end(site, start(site, "slurm_job", "--lr", "1"), number, to_all)
+        assert (found, said in text) == (wanted, True), text
+        assert (site / "requeued").exists() == requeued, text
+        if requeued:
+            assert (site / "requeued").read_text() == "requeue 7\n"
+            assert "launch.sh: the time limit is near: requeueing job 7, which will resume" in text
+        assert ("give a longer --time" in text) == (wanted == 138), text
+    assert not list(site.glob("tmp.*")), "a directory of its own is left"
+
+
+def test_a_job_ends_with_the_code_of_the_first_task_that_failed(site):
+    """srun has the highest, that of a task which was ended as the first one failed."""
+    stand_in(site, "srun", f'echo "{FIRST_IS_2}"; exit 143')
+    code, text = end(site, start(site, "slurm_job"))
+    assert code == 2 and FIRST_IS_2 in text, text
+    stand_in(site, "srun", "exit 5")
+    assert end(site, start(site, "slurm_job"))[0] == 5
+
+
+# ---------------------------------------------------------------- a task
+# train.py, which saves for a while when it is asked to end.
+SAVES = """#!/bin/bash
+trap 'touch saving; /bin/sleep 2; touch saved; exit 143' TERM
+touch up
+while :; do /bin/sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("tasks", ["1", "2"])
+def test_a_task_waits_while_train_py_saves_and_ends_with_its_code(site, monkeypatch, tasks):
+    """One of several, and one alone, for which train.py takes the place of the shell."""
+    write(site / ".venv/bin/python", SAVES, 0o755)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    code, text = end(site, start(site, "task", "--lr", "1"), signal.SIGTERM, to_all=True)
+    assert code == 143 and (site / "saved").exists(), text
+    assert says(site / "out.log", "launch.sh: task 1 ended with 143") == (tasks == "2"), text
+
+
+def test_a_signal_to_the_launcher_reaches_train_py(site):
+    """A job script of one's own may have `bash launch.sh cpu` as its task, and signal only that."""
+    write(site / ".venv/bin/python", SAVES, 0o755)
+    code, text = end(site, start(site, "cpu", "--lr", "1"), signal.SIGTERM)
+    assert code == 143 and (site / "saved").exists(), text
