@@ -298,7 +298,7 @@ cmd_slurm_job() {
       say "the time limit is near: requeueing job $SLURM_JOB_ID, which will resume"
       scontrol requeue "$SLURM_JOB_ID" || say 'it is not requeued; the same command resumes it'
       ;;
-    1138) say 'the warning of the time limit came before the first step: give a longer --time' ;;
+    1138) say 'the time limit came before a step was made, and would again: give a longer --time' ;;
   esac
   exit "$code"
 }
@@ -346,21 +346,21 @@ for word in "$@"; do
   if [ "$word" = --dry-run ]; then dry_run=1; else words+=("$word"); fi
 done
 set -- ${words[@]+"${words[@]}"}
-command="${1:-}" action=train
+command="${1:-}"
 shift $(($# > 0))
 type=''
 case "$command" in
   v[0-9]*-*)
     check_type "$command"
     command=tpu
-    case "${1:-}" in up | setup | run | logs | status | stop | fetch | ssh | down | test) action="$1" && shift ;; esac
+    case "${1:-}" in up | setup | run | logs | status | stop | fetch | ssh | down | test) ;; *) set -- train "$@" ;; esac
     ;;
   a100-* | h100-* | h200-*) die "$command is no place to train: plan $command plans for it, gpu and slurm train" ;;
 esac
 
 # This launcher's options are taken out; what remains is train.py's.
 flags=() options=() create_flags=() ssh_flags=() processes=1
-name='' zones='' zone='' state='' spot='' queued='' yes='' delete_when_done='' maybe_paid='' run_id=''
+name='' zones='' spot='' queued='' yes='' delete_when_done=''
 while [ $# -gt 0 ]; do
   case "$command ${1%%=*}" in
     tpu\ --name | tpu\ --zone | tpu\ --create | tpu\ --ssh | cpu\ --processes | slurm\ --sbatch | slurm\ --nodes | \
@@ -395,13 +395,7 @@ set -- ${flags[@]+"${flags[@]}"}
 
 if [ -n "$type" ]; then name="${name:-podgrpo-$type}" zones="${zones:-$all_zones}"; fi
 scratch="$(mktemp -d)"
-errors="$scratch/errors"
-: >"$errors"
-log=''
-to_send="$scratch/tree"
-# What is printed can be pasted later.
-[ -z "$dry_run" ] || to_send="${TMPDIR:-/tmp}/$name"
-trap 'tell_log $?; tell_what_is_paid; rm -rf "$scratch"' EXIT
+trap 'rm -rf "$scratch"' EXIT
 
 case "$command" in
   cpu) cmd_cpu "$processes" "$@" ;;
@@ -409,17 +403,7 @@ case "$command" in
   setup) setup "$@" ;;
   tpu)
     [ -n "$type" ] || die "unknown command tpu; give a type: v6e-16"
-    case "$action/${1:--}" in
-      train/* | run/*) check_words "$@" ;;
-      test/* | ssh/*) ;;
-      *) [ $# = 0 ] || die "$action does not take $1" ;;
-    esac
-    [ -n "$dry_run" ] || command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
-    if [ -z "$dry_run" ]; then
-      log="$here/out/launch/$name-$(date +%Y%m%d-%H%M%S)-$$.log"
-      mkdir -p "$here/out/launch"
-    fi
-    "cmd_tpu_$action" "$@"
+    cmd_tpu "$@"
     ;;
   help | -h | --help) cmd_help ;;
   '') cmd_help && exit 2 ;;

@@ -238,7 +238,7 @@ class Saver:
     """Writes the checkpoints of a run, beside training where the hosts have the memory for it.
 
     out: the run's directory; keep: how many of the newest stay; newest: the step of the newest
-    complete checkpoint, 0 for none.
+    complete checkpoint, 0 for none; start: that from which this process began.
     """
 
     def __init__(self, out: str, keep: int, newest: int):
@@ -248,6 +248,7 @@ class Saver:
         run = int(all_gather_hosts(int(time.time()))[0])
         self.about = {"run": str(run), "commit": cluster.commit()}
         self.newest = newest
+        self.start = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.latest = None  # (step, state, skipped): what to save should the run end here
         self.thread = ThreadPoolExecutor(1)
@@ -342,6 +343,11 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
     except cluster.Stop as stop:
         number = stop.args[0]
         say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
+        has_new_step = saver.latest and saver.latest[0] > saver.start
+        if number == signal.SIGUSR1 and has_new_step:
+            # Slurm's time limit, as any other SIGTERM. Without a step that is new, launch.sh must
+            # not requeue the job, as it would get no further the next time.
+            number = signal.SIGTERM
         # As a shell has it.
         raise SystemExit(128 + number) from None
     except OSError as e:

@@ -325,10 +325,9 @@ class StopSignal:
         # The same signal once more ends the process at once.
         signal.signal(number, signal.SIG_DFL)
 
-    def announce(self, *_):
-        """A SIGTERM is announced: the run ends as if it had come. The SIGTERM itself, which
-        follows, is then the first, and does not end the save."""
-        self.number = signal.SIGTERM
+    def warned(self, number, _frame=None):
+        """Note a warning that SIGTERM will come. That is then the first, and ends no save."""
+        self.number = number
 
 
 SECONDS_BETWEEN_TRIES = 10  # to ask a metadata server that gives no answer
@@ -349,7 +348,7 @@ def watch_signals() -> StopSignal:
     # A handler may only note the signal: processes stop together, between two device calls.
     signal.signal(signal.SIGTERM, stop_signal.note)
     signal.signal(signal.SIGINT, stop_signal.note)
-    signal.signal(signal.SIGUSR1, stop_signal.announce)
+    signal.signal(signal.SIGUSR1, stop_signal.warned)
     if on_tpu_vm():
         threading.Thread(target=wait_for_preemption, args=[stop_signal], daemon=True).start()
     return stop_signal
@@ -361,7 +360,7 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
         try:
             # The server answers when the value changes.
             if metadata("preempted?wait_for_change=true", None) == "TRUE":
-                stop_signal.announce()
+                stop_signal.warned(signal.SIGTERM)
                 return
         except (OSError, ValueError):
             time.sleep(SECONDS_BETWEEN_TRIES)

@@ -6,11 +6,9 @@
 #   $spot $queued $create_flags     how it is made
 #   $delete_when_done $yes          --down, --yes
 #   $ssh_flags                      how its workers are reached, by --ssh
-#   $scratch $to_send               directories
-#   $errors $log                    files: the last call's complaints, and all calls with theirs
+#   $scratch                        a directory for this call of the launcher
 #
-# and here are set, as things happen: $zone and $state of the slice, $run_id, and $maybe_paid, the zones in which
-# something may be that costs money.
+# What becomes known of the slice is local to cmd_tpu, which runs an action: see there.
 # ---------------------------------------------------------------- Google Cloud: types, and what gcloud says
 # sets $type, $devices, $hosts, $image and $all_zones, or tells why there is no such slice
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
@@ -48,7 +46,7 @@ again() {
 }
 # every call of gcloud; its stderr goes to a file, for `fault`, and with the command and its exit code to the log
 cloud() {
-  local code=0
+  local code=0 errors="$scratch/errors"
   run gcloud "$@" --quiet 2>"$errors" </dev/null || code=$?
   [ -n "$dry_run" ] || {
     printf '%s gcloud' "$(date +%T)"
@@ -67,107 +65,116 @@ reach() { # ssh|scp ARGUMENTS...
 }
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
-# One word for what gcloud has complained of, by the texts of gcloud 528 and of the services behind it. They end
-# every 401, 403 and 404 with "... which is the active account specified by ...", which says nothing.
-fault() {
-  case "$(cat "$errors")" in
-    # Of a machine that is offline gcloud says that its token was not refreshed, and "auth login".
-    *'Max retries exceeded'*) echo network ;;
-    *'not currently have an active account'* | *'auth login'* | *invalid_grant* | *UNAUTHENTICATED*) echo login ;;
-    *'[project]'* | *'resource project'*) echo project ;;
-    *BILLING_DISABLED* | *'billing to be enabled'* | *'billing account'*) echo billing ;;
-    *SERVICE_DISABLED* | *'has not been used in project'*) echo api ;;
-    *NOT_FOUND*) echo missing ;;
-    *'matched no objects'*) echo absent ;;
-    # Compute Engine, which ssh asks for the project's keys, and storage word it so.
-    *PERMISSION_DENIED* | *'does not have permission'* | *'HTTPError 403'* | *"Required '"*"' permission"*) echo permission ;;
-    # A busy service recovers by itself. Too many requests a minute are a 429, and no lack of quota.
-    *RATE_LIMIT_EXCEEDED* | *UNAVAILABLE* | *'rror 429'* | *'rror 50'[0-9]*) echo busy ;;
-    *[Qq]uota*) echo quota ;;
-    # Zones without capacity speak of reserved capacity also to those who asked for no reservation.
-    *[Rr]eserv*) case " ${create_flags[*]-} " in *' --reserved '*) echo reservation ;; *) echo capacity ;; esac ;;
-    *apacity*) echo capacity ;;
-    *'be found in the zonal'* | *'not found in zone'*) echo type ;;
-    *'SSH Key is not'*) echo key ;;
-    *publickey*) echo refused ;;
-    *'Host key verification failed'*) echo host_key ;;
-    *'infra/worker.sh: No such file'*) echo unsent ;;
-    *) echo other ;;
+# What gcloud complains of: a word; the pattern by which it is known, after those above it; what to do about it. The
+# texts are those of gcloud 528 and of the services behind it. Each 401, 403 and 404 ends with "... which is the active
+# account specified by ...", which says nothing. Where this machine is offline, gcloud advises "auth login". Too many
+# requests a minute are a 429, and no lack of quota.
+faults() {
+  cat <<END
+network; Max retries exceeded; is this machine online?
+login; not currently have an active account|auth login|invalid_grant|UNAUTHENTICATED; log in: gcloud auth login
+project; \[project\]|resource project; choose a project: gcloud config set project PROJECT
+billing; BILLING_DISABLED|billing to be enabled|billing account; link a billing account: \
+gcloud billing projects link PROJECT --billing-account=ACCOUNT
+api; SERVICE_DISABLED|has not been used in project; run: \
+gcloud services enable tpu.googleapis.com compute.googleapis.com
+missing; NOT_FOUND; look at it: $(again status)
+absent; matched no objects; the bucket does not have it
+permission; PERMISSION_DENIED|does not have permission|HTTPError 403|Required '.*' permission; \
+ask for that, or for the role TPU Admin, or try another --zone
+busy; RATE_LIMIT_EXCEEDED|UNAVAILABLE|rror 429|rror 50[0-9]; look at it: $(again status)
+quota; [Qq]uota; ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type
+reservation; [Rr]eserv; the reservation is elsewhere, or full: try another --zone, or --spot
+capacity; apacity; $zone has no $type left
+type; be found in the zonal|not found in zone; $zone offers no $type: try another --zone
+key; SSH Key is not; run: ssh-add ~/.ssh/google_compute_engine
+refused; publickey; run: ssh-add ~/.ssh/google_compute_engine
+host_key; Host key verification failed; another machine had this address: \
+remove its lines from ~/.ssh/google_compute_known_hosts
+unsent; infra/worker.sh: No such file; send the tree first: $(again setup)
+other; ERROR; look at it: $(again status)
+command; .*; look at it: $(again status)
+END
+}
+# what the last call of gcloud complained of, or TEXT: a word of that table, a blank, and a line to show
+fault() { # [TEXT]
+  local text word pattern
+  text="${1:-$(cat "$scratch/errors")}"
+  while IFS=';' read -r word pattern _; do
+    if tr '\n' ' ' <<<"$text" | grep -qE "${pattern# }"; then break; fi
+  done < <(faults)
+  # Zones without capacity speak of reserved capacity also to those who asked for no reservation.
+  if [ "$word" = reservation ]; then
+    case " ${create_flags[*]-} " in *' --reserved '*) ;; *) word=capacity ;; esac
+  fi
+  printf '%s %s\n' "$word" "$(short_form <<<"$text")"
+}
+# of what gcloud printed, its ERROR, or else the last lines; where ssh failed, gcloud says only that, so before it come
+# the workers that could not be reached, and ssh's own last line
+short_form() {
+  local text noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
+  text="$(cat)"
+  case "$text" in
+    *'exited with return code'*)
+      line="$(grep -vE "$noise|^ERROR" <<<"$text" | tail -n 1 | cut -c 1-200)"
+      failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' <<<"$text" | sort -u | tr '\n' ' ')"
+      [ -z "$line$failed" ] || ssh="$failed${line%.}: "
+      ;;
   esac
-}
-# what gcloud has complained of, and what to do about it
-why() {
-  local advice
-  case "$(fault)" in
-    network) advice='is this machine online?' ;;
-    login) advice='log in: gcloud auth login' ;;
-    project) advice='choose a project: gcloud config set project PROJECT' ;;
-    billing) advice='link a billing account: gcloud billing projects link PROJECT --billing-account=ACCOUNT' ;;
-    api) advice='run: gcloud services enable tpu.googleapis.com compute.googleapis.com' ;;
-    permission) advice="ask for that, or for the role TPU Admin, or try another --zone" ;;
-    quota) advice='ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type' ;;
-    reservation) advice="the reservation is elsewhere, or full: try another --zone, or --spot" ;;
-    capacity) advice="$zone has no $type left" ;;
-    type) advice="$zone offers no $type: try another --zone" ;;
-    key | refused) advice='run: ssh-add ~/.ssh/google_compute_engine' ;;
-    host_key) advice='another machine had this address: remove its lines from ~/.ssh/google_compute_known_hosts' ;;
-    absent) advice='the bucket does not have it' ;;
-    unsent) advice="send the tree first: $(again setup)" ;;
-    *) advice="look at it: $(again status)" ;;
+  case "$text" in
+    *ERROR*) text="$(sed -n '/ERROR/,$p' <<<"$text")" ;;
+    *) text="$(grep -vE "$noise" <<<"$text" | tail -n 5)" ;;
   esac
-  grep -q ERROR "$errors" || grep -vE '^(Using ssh|S[SC][HP]: Attempting)' "$errors" | tail -n 5 >&2 || :
-  say "$(ssh_words)$(sed -n '/ERROR/,$p' "$errors" | tr -s '\n ' ' ' | cut -c 1-300)-> $advice"
+  text="$(tr -s '\n ' ' ' <<<"$text" | cut -c 1-300)"
+  printf '%s%s\n' "$ssh" "${text% }"
 }
-# may what gcloud has complained of pass by itself?
-may_pass() { case "$(fault)" in missing | network | busy | refused | other) ;; *) return 1 ;; esac }
-
-# ssh's own last line, and the workers whose connection failed, where gcloud says only that ssh failed
-ssh_words() {
-  local line failed
-  grep -q 'exited with return code' "$errors" || return 0
-  line="$(grep -vE '^(Using ssh|S[SC][HP]: |Retrying: |#####|ERROR|Warning: |$)' "$errors" | tail -n 1 | cut -c 1-200)"
-  failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' "$errors" | sort -u | tr '\n' ' ')"
-  [ -z "$line$failed" ] || printf '%s: ' "$failed${line%.}"
+# says what gcloud has complained of, and what to do about it
+why() { # FAULT
+  say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"
 }
-
-# one line of gcloud's complaint
-complaint() { ssh_words && { grep -m 1 ERROR "$errors" || tail -n 1 "$errors"; } | cut -c 1-200; }
+# may it pass by itself?
+may_pass() { # FAULT
+  case "${1%% *}" in missing | network | busy | refused | other | command) ;; *) return 1 ;; esac
+}
 
 DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds, an hour in all
 # a call of gcloud, again after some time where that may help; 1 where it did not, with a message
 patiently() {
-  local delay
+  local delay fault
   for delay in $DELAYS ''; do
     if "$@"; then return 0; fi
-    if [ -z "$delay" ] || ! may_pass; then break; fi
-    say "gcloud fails: $(complaint); trying again in $delay seconds"
+    fault="$(fault)"
+    if [ -z "$delay" ] || ! may_pass "$fault"; then break; fi
+    say "gcloud fails: ${fault#* }; trying again in $delay seconds"
     sleep "$delay"
   done
-  why
+  why "$fault"
   return 1
 }
 # ---------------------------------------------------------------- Google Cloud: a slice comes and goes
 # the state of what has this name in $zone, the VM or its queued request; nothing where there is none
 state_now() {
   local now=''
-  now="$(vm describe --format='value(state)')" || [ "$(fault)" = missing ] || return 1
+  now="$(vm describe --format='value(state)')" || is_missing || return 1
   if [ -z "$now" ] && [ "${1:-$queued}" != '' ]; then
-    now="$(queued_resource describe --format='value(state.state)')" || [ "$(fault)" = missing ] || return 1
+    now="$(queued_resource describe --format='value(state.state)')" || is_missing || return 1
   fi
   printf '%s\n' "$now"
 }
+is_missing() { [[ "$(fault)" = missing* ]]; }
 
-# sets $zone and $state to where the slice is, or both to nothing; a zone that cannot be asked is named
+# sets $zone to where the slice is, or to nothing; a zone that cannot be asked is named
 find_slice() {
+  local now fault
   for zone in ${zones//,/ }; do
     # Asked twice: of a VM that is not found another would be made, and paid for too.
-    if state="$(state_now || { may_pass && sleep 10 && state_now; })"; then
-      [ -z "$state$dry_run" ] || return 0
+    if now="$(state_now || { may_pass "$(fault)" && sleep 10 && state_now; })"; then
+      [ -z "$now$dry_run" ] || return 0
       continue
     fi
-    state=''
-    why
-    case "$(fault)" in network | login | project | billing | api) exit 1 ;; esac # so it is in all zones
+    fault="$(fault)"
+    why "$fault"
+    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # so it is in all zones
     say "going on without $zone"
   done
   zone=''
@@ -190,16 +197,17 @@ create() {
   fi
 }
 
-# create's work without its success: gcloud waits for half an hour, and what it asked for may come later
+# create's work without its success: gcloud waits for half an hour, and what it asked for may come later; 1 where it
+# has failed, 2 where it may succeed at another time
 create_or_find() {
+  local fault now
   if create; then return 0; fi
-  cp "$errors" "$errors.create"
-  if state="$(patiently state_now)" && [ -z "$state" ]; then
-    cp "$errors.create" "$errors"
-    why
-    return 1
+  fault="$(fault)"
+  if now="$(patiently state_now)" && [ -z "$now" ]; then
+    why "$fault"
+    case "${fault%% *}" in capacity | busy | network) return 2 ;; *) return 1 ;; esac
   fi
-  say "gcloud gave up, but $name is ${state:-perhaps} there"
+  say "gcloud gave up, but $name is ${now:-perhaps} there"
 }
 
 # deletes the VM in $zone, and its queued request, however it was made; 1 where that fails, with a message
@@ -211,17 +219,17 @@ delete() {
   [ -z "$failed" ] || return 1
   maybe_paid="${maybe_paid// $zone/}"
 }
-delete_vm() { vm delete >&2 || [ "$(fault)" = missing ]; }
-delete_queued_resource() { queued_resource delete --force >&2 || [ "$(fault)" = missing ]; }
+delete_vm() { vm delete >&2 || is_missing; }
+delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
 
 # shows why the queued request in $zone has FAILED; ends where quota or permission lack, as no later request helps
 tell_failure() {
-  local error
+  local error fault
   error="$(queued_resource describe --format='value(state.failedData.error)')" || return 0
   [ -n "$error" ] || return 0
-  printf 'ERROR: the queued request failed: %s\n' "$error" >"$errors"
-  why
-  case "$(fault)" in quota | permission | billing | api) delete && exit 1 ;; esac
+  fault="$(fault "ERROR: the queued request failed: $error")"
+  why "$fault"
+  case "${fault%% *}" in quota | permission | billing | api) delete && exit 1 ;; esac
 }
 
 # waits until the slice in $zone is READY; 1 where that will never be, 2 where its queued request has FAILED; then it
@@ -262,7 +270,7 @@ wait_until_ready() {
 up() {
   local worth_waiting code pause=60 failures=0
   find_slice
-  if [ -n "$state" ]; then
+  if [ -n "$zone" ] && [ -z "$dry_run" ]; then
     maybe_paid=" $zone"
     if wait_until_ready; then return; fi
   fi
@@ -270,15 +278,16 @@ up() {
     worth_waiting=''
     for zone in ${zones//,/ }; do
       maybe_paid="$maybe_paid $zone"
-      if create_or_find; then
-        code=0
+      code=0
+      create_or_find || code=$?
+      if [ "$code" = 0 ]; then
         wait_until_ready || code=$?
         [ "$code" != 0 ] || return 0
         worth_waiting=1
         if [ "$code" = 2 ]; then failures=$((failures + 1)); fi
       else
         maybe_paid="${maybe_paid// $zone/}"
-        case "$(fault)" in capacity | busy | network) worth_waiting=1 ;; esac
+        if [ "$code" = 2 ]; then worth_waiting=1; fi
       fi
     done
     [ -n "$worth_waiting" ] || exit 1
@@ -311,27 +320,26 @@ workers() {
 
 # a command for workers, again while the connection or gcloud fails; 75 where the slice has gone
 persistently() {
-  local delay code
+  local delay code fault now
   for delay in $DELAYS ''; do
     code=0
     "$@" || code=$?
     if [ "$code" = 0 ]; then return 0; fi
-    # The command itself failed: gcloud ends with its code.
-    if [ "$code" != 255 ] && ! grep -q ERROR "$errors"; then break; fi
-    cp "$errors" "$errors.first"
-    state="$(patiently state_now)" || return 1
-    if [ "$state" != READY ]; then
-      say "$name in $zone is ${state:-gone}"
+    fault="$(fault)"
+    # gcloud ends with the command's code, and where ssh failed with 255.
+    if [ "$code" != 255 ] && [ "${fault%% *}" = command ]; then break; fi
+    now="$(patiently state_now)" || return 1
+    if [ "$now" != READY ]; then
+      say "$name in $zone is ${now:-gone}"
       return 75
     fi
-    cp "$errors.first" "$errors"
-    if [ -z "$delay" ] || ! may_pass; then break; fi
+    if [ -z "$delay" ] || ! may_pass "$fault"; then break; fi
     # The keys of a fresh VM take minutes to arrive, not longer.
-    if [ "$(fault)" = refused ] && [ "$delay" -gt 160 ]; then break; fi
-    say "the connection fails: $(complaint); trying again in $delay seconds"
+    if [ "${fault%% *}" = refused ] && [ "$delay" -gt 160 ]; then break; fi
+    say "the connection fails: ${fault#* }; trying again in $delay seconds"
     sleep "$delay"
   done
-  why
+  why "$fault"
   return 1
 }
 
@@ -393,7 +401,7 @@ start() { # FLAGS...
 
 # all workers' logs until all have ended -> the code of the first to fail; 75 where the slice is gone
 follow() { # LINE of worker 0's log to begin with
-  local line first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
+  local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on: $(again logs), or stop"; exit 130' INT
   while :; do
     : >"$ended"
@@ -401,8 +409,8 @@ follow() { # LINE of worker 0's log to begin with
     workers all "bash infra/worker.sh follow +$first $rest" | watch_ends "$ended" "$seen" || :
     [ -z "$dry_run" ] || return 0
     [ "$(sort -u "$ended" | wc -l)" -lt "$hosts" ] || break
-    state="$(patiently state_now)" || die "the watch ends; the run may go on: $(again logs)" 1
-    [ "$state" = READY ] || return 75
+    now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
+    [ "$now" = READY ] || return 75
     say 'the connection broke; following again' && sleep 5
     first=$((first + $(cat "$seen"))) rest=0
   done
@@ -413,7 +421,7 @@ follow() { # LINE of worker 0's log to begin with
   # The run on a spot VM that is about to go fails first, mostly by SIGTERM.
   if [ -n "$spot" ] && [ "$code" != 2 ]; then
     sleep 60
-    if state="$(patiently state_now)" && [ "$state" != READY ]; then return 75; fi
+    if now="$(patiently state_now)" && [ "$now" != READY ]; then return 75; fi
   fi
   say "$worker failed first, with exit code $code; its last lines:"
   workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
@@ -435,7 +443,8 @@ watch_ends() {
 
 # ends what of the run has not ended by itself after 5 seconds
 stop_rest() {
-  local errors="$scratch/errors.stop"
+  local scratch="$scratch/stop" # a call that follows the logs is going on
+  mkdir -p "$scratch"
   sleep 5
   workers all "bash infra/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
@@ -473,22 +482,24 @@ is_in_bucket() {
 }
 
 RESUMES='The command that started the run resumes it from a bucket'
+WATCH_ENDS='the watch ends; the run may go on'
 # a run to its end, made again where its spot VM is preempted; $1 says where the first life begins
 live_and_finish() { # up|start|follow LINE FLAGS...
-  local code life="$1" line="$2"
+  local code now life="$1" line="$2"
   shift 2
   while :; do
     code=0
     one_life "$life" "$line" "$@" || code=$?
     [ "$code" = 75 ] || break
-    case "$state" in
-      REPAIRING | RESTARTING | REIMAGING)
-        say "waiting for $name, which is $state"
+    now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
+    case "$now" in
+      READY | REPAIRING | RESTARTING | REIMAGING)
+        say "waiting for $name, which is $now"
         life=repaired
         ;;
       *)
         [ -n "$spot" ] ||
-          die "$name is ${state:-gone}; only with --spot is it made again. $RESUMES" 1
+          die "$name is ${now:-gone}; only with --spot is it made again. $RESUMES" 1
         say "making $name again"
         life=up
         ;;
@@ -521,6 +532,30 @@ one_life() { # up|repaired|start|follow LINE FLAGS...
   follow "$line"
 }
 # ---------------------------------------------------------------- Google Cloud: the actions
+# one of the actions below
+cmd_tpu() { # ACTION ARGUMENTS...
+  local action="$1"
+  # Where the slice is, once that is known; the zones in which something may be that costs money; which run is
+  # followed; the tree to send; all calls of gcloud.
+  local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log=''
+  shift
+  case "$action/${1:--}" in
+    train/* | run/*) check_words "$@" ;;
+    test/* | ssh/*) ;;
+    *) [ $# = 0 ] || die "$action does not take $1" ;;
+  esac
+  if [ -n "$dry_run" ]; then
+    to_send="${TMPDIR:-/tmp}/$name" # what is printed can be pasted later
+  else
+    command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
+    log="$here/out/launch/$name-$(date +%Y%m%d-%H%M%S)-$$.log"
+    mkdir -p "$here/out/launch"
+  fi
+  trap 'tell_log $?; tell_what_is_paid; rm -rf "$scratch"' EXIT
+  "cmd_tpu_$action" "$@"
+  exit
+}
+
 # what train.py checks on every worker, then the job, then what the user says, which counts
 flags_there() {
   flags=(--require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@")
@@ -563,9 +598,11 @@ cmd_tpu_logs() {
 }
 
 cmd_tpu_status() {
+  local now
   need_slice
-  say "$name in $zone is $state"
-  case "$state" in READY | '') persistently workers all 'bash infra/worker.sh status' || exit 1 ;; esac
+  now="$(patiently state_now)" || exit 1
+  say "$name in $zone is $now"
+  case "$now" in READY | '') persistently workers all 'bash infra/worker.sh status' || exit 1 ;; esac
 }
 
 # a shell on one worker, or a command on one or all
@@ -600,13 +637,13 @@ cmd_tpu_test() {
 
 # deletes what has this name in any of its zones
 cmd_tpu_down() {
-  local found='' unknown=''
+  local now found='' unknown=''
   for zone in ${zones//,/ }; do
-    if ! state="$(state_now queued)"; then
-      why
+    if ! now="$(state_now queued)"; then
+      why "$(fault)"
       unknown="$unknown $zone"
-    elif [ -n "$state$dry_run" ]; then
-      say "$name in $zone is ${state:-there}"
+    elif [ -n "$now$dry_run" ]; then
+      say "$name in $zone is ${now:-there}"
       found="$found $zone"
     fi
   done

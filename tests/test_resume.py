@@ -40,7 +40,7 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra import cluster, data, layouts, rollout
+from infra import checkpoint, cluster, data, layouts, rollout
 from infra.sampling import Sampling
 
 # ---------------------------------------------------------------- one short run with one resume
@@ -394,7 +394,19 @@ def test_the_warning_of_a_time_limit_is_a_sigterm():
             signal.raise_signal(number)
             with pytest.raises(cluster.Stop) as stop:
                 cluster.check_for_stop(stop_signal)
-            assert stop.value.args == (signal.SIGTERM,)
+            wanted = signal.SIGTERM if number == signal.SIGTERM else signal.SIGUSR1
+            assert stop.value.args == (wanted,)
+
+
+@pytest.mark.parametrize("steps_made, code", [(1, 143), (0, 138)])
+def test_a_time_limit_without_a_new_step_has_another_code(steps_made, code, monkeypatch):
+    """By which launch.sh knows that to requeue the job would not help."""
+    saver = checkpoint.Saver("run", keep=1, newest=7)
+    monkeypatch.setattr(saver, "write", lambda *_: True)
+    saver.remember(7 + steps_made, {}, 0)
+    with pytest.raises(SystemExit) as end, checkpoint.saved_if_cut_short(saver, 1):
+        raise cluster.Stop(signal.SIGUSR1)
+    assert end.value.code == code
 
 
 # ---------------------------------------------------------------- long runs
