@@ -1,4 +1,4 @@
-"""The trace of one step: the host's calls and the devices' operations over time, by JAX's profiler."""
+"""The trace of one step by JAX's profiler: calls of the host and operations of the devices."""
 
 import jax
 

@@ -10,13 +10,13 @@ from unittest import mock
 
 import jax
 import pytest
-from conftest import ROOT, TINY_FLAGS, arguments, made_once, read_jsonl, run_train, same_run
+from conftest import ROOT, arguments, made_once, read_jsonl, run_train, same_run
 
 from infra.profiler import Profiler
 
 # The entropy bonus moves the weights in every step.
 FLAGS = (
-    "--steps 2 --sft_steps 0 --batch 2 --npq 4 --minibatches 1 --max_answer 16 --eval_data none "
+    "--steps 3 --sft_steps 0 --batch 2 --npq 4 --minibatches 1 --max_answer 16 --eval_data none "
     "--entropy_bonus 0.1"
 )
 TRACED_STEP = 2
@@ -54,7 +54,7 @@ def functions_of(trace):
 
 def test_a_trace_holds_the_work_of_its_step_alone(traced):
     said = (traced.parent / "log").read_text()
-    assert len(re.findall(rf"^step {TRACED_STEP} is traced: .*/run/profile$", said, re.M)) == 1, said
+    assert re.findall(r"^step (\d) is traced: .*/run/profile$", said, re.M) == ["2"], said
     (trace,) = traces(traced)
     # xprof opens this file.
     (path,) = trace.glob("*.xplane.pb")
@@ -63,7 +63,8 @@ def test_a_trace_holds_the_work_of_its_step_alone(traced):
     names = events_of(trace)
     for program in ("prefill", "decode", "gradients", "apply"):
         assert f"PjitFunction({program})" in names, sorted(set(names))
-    # One step has one of each.
+    # One step has one of each, and the first step has compiled them.
+    assert not [name for name in names if "compile_or_get_cached" in name]
     functions = functions_of(trace)
     for function in ("sample_answers", "group_advantages", "make_batches", "update"):
         assert functions.count(function) == 1, functions
@@ -74,8 +75,8 @@ def test_a_trace_changes_no_number(traced, tmp_path):
     run_train(FLAGS, "--out", out)
     assert not (out / "profile").exists()
     same_run(traced, out)
-    last = read_jsonl(out / "metrics.jsonl")[-1]
-    assert last["step"] == TRACED_STEP and last["grad_norm"] > 1e-3, last
+    row = read_jsonl(out / "metrics.jsonl")[TRACED_STEP - 1]
+    assert row["step"] == TRACED_STEP and row["grad_norm"] > 1e-3, row
 
 
 def test_a_step_that_was_done_before_is_named(traced, tmp_path):
@@ -83,27 +84,25 @@ def test_a_step_that_was_done_before_is_named(traced, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(traced, out)
     text = run_train(FLAGS, "--profile 1 --out", out)
-    assert "step 1 is not traced now, as 2 steps were done before\n" in text, text
+    assert "step 1 is not traced now, as 3 steps were done before\n" in text, text
     assert f"{out} is finished" in text and len(traces(out)) == 1, text
 
 
 @pytest.mark.slow
 def test_a_run_that_resumes_may_trace_another_step_or_none(tmp_path):
-    """Supervised steps count. Evaluations, which follow each step, are not traced."""
+    """Supervised steps count."""
     out = tmp_path / "run"
-    flags = f"{TINY_FLAGS} --decay constant --out {out}"
+    flags = f"{FLAGS} --sft_steps 1 --steps 1 --out {out}"
     text = run_train(flags, "--profile 1")
     assert f"step 1 is traced: {out}/profile\n" in text, text
     (trace,) = traces(out)
     functions = functions_of(trace)
     assert "update" in functions and "sample_answers" not in functions, functions
-    # The number of steps is no flag of FREE_ON_RESUME.
+    # Another number of steps is another run.
     text = run_train(flags, "--steps 3 --resume force --profile 4")
-    assert "resuming" in text and f"step 4 is traced: {out}/profile\n" in text, text
-    (same, other) = traces(out)
-    functions = functions_of(other)
-    assert same == trace and functions.count("sample_answers") == 1, functions
-    assert "evaluate" not in functions, functions
+    assert "after step 2" in text and f"step 4 is traced: {out}/profile\n" in text, text
+    same, other = traces(out)
+    assert same == trace and functions_of(other).count("sample_answers") == 1
     # Dropping the flag makes no other run.
     assert "is finished" in run_train(flags, "--steps 3")
 
@@ -138,7 +137,7 @@ def test_no_other_process_traces(tmp_path):
 @pytest.mark.slow
 def test_of_several_processes_one_writes_a_trace(tmp_path):
     """Each has a disk of its own, as on a pod."""
-    flags = arguments([TINY_FLAGS, "--profile 2 --eval_data none --out run --processes 2"])
+    flags = arguments([FLAGS, "--profile 2 --out run --processes 2"])
     runs = []
     for i in range(2):
         home = tmp_path / f"home{i}"
