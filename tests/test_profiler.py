@@ -89,22 +89,18 @@ def test_a_step_that_was_done_before_is_named(traced, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_resumes_may_trace_another_step_or_none(tmp_path):
-    """Supervised steps count."""
+def test_a_run_that_resumes_may_trace_another_step_or_none(traced, tmp_path):
     out = tmp_path / "run"
-    flags = f"{FLAGS} --sft_steps 1 --steps 1 --out {out}"
-    text = run_train(flags, "--profile 1")
-    assert f"step 1 is traced: {out}/profile\n" in text, text
-    (trace,) = traces(out)
-    functions = functions_of(trace)
-    assert "update" in functions and "sample_answers" not in functions, functions
+    shutil.copytree(traced, out)
     # Another number of steps is another run.
-    text = run_train(flags, "--steps 3 --resume force --profile 4")
-    assert "after step 2" in text and f"step 4 is traced: {out}/profile\n" in text, text
-    same, other = traces(out)
-    assert same == trace and functions_of(other).count("sample_answers") == 1
+    text = run_train(FLAGS, "--steps 4 --resume force --profile 4 --out", out)
+    assert f"resuming {out} after step 3" in text, text
+    assert f"step 4 is traced: {out}/profile\n" in text and "not traced" not in text, text
+    old, new = traces(out)
+    assert old.name == traces(traced)[0].name
+    assert functions_of(new).count("sample_answers") == 1
     # Dropping the flag makes no other run.
-    assert "is finished" in run_train(flags, "--steps 3")
+    assert f"{out} is finished" in run_train(FLAGS, "--steps 4 --out", out)
 
 
 def test_a_trace_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path, capsys):
