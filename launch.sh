@@ -12,7 +12,7 @@
 #     up        find or make the TPU VM               setup    send this tree and .env, install
 #     run       start train.py on all workers, follow logs     follow again
 #     status    the VM and the last line of each      stop     SIGTERM to train.py on all workers
-#     fetch     bring final/, config.json and *.jsonl into out/NAME/
+#     fetch     bring final/, config.json, *.jsonl and profile/ into out/NAME/
 #     ssh [WORKER|all] [COMMAND]   a shell on worker 0, or a command in ~/podgrpo
 #     down      delete the VM, or its queued request  test     loss, model, rollout on worker 0's TPU
 #     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued (waits its turn)

@@ -113,6 +113,7 @@ class Config:
     keep: int = 2  # newest checkpoints kept
     resume: Literal["auto", "force"] = "auto"  # force = go on with other flags, or start over
     wandb: str = ""  # project on wandb.ai; "" = none
+    profile: int = 0  # step to trace into out/profile; supervised steps count too; 0 = none
 
 
 # What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
@@ -774,6 +775,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         evaluate(state["params"], start.step, cfg, setup, outputs)
 
     for step in range(start.step + 1, total_steps + 1):
+        outputs.profiler.begin_step(step)
         t_start = time.time()
         supervised = step <= cfg.sft_steps
         metrics = {"step": step}
@@ -817,10 +819,9 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
                 log.sample(step, rows[i], texts[i], reward=reward_B[i],
                        truncated=bool(out["truncated_B"][i]),
                        **rewards.by_name(scores[i], REWARDS)) for i in range(2)])
-            t_reward = time.time()
             metrics |= {
                 "time/rollout_s": t_rollout - t_start,
-                "time/reward_s": t_reward - t_rollout,
+                "time/reward_s": time.time() - t_rollout,
                 "rollout/tokens_per_s":
                     metrics["len/answer"] * sequences * hosts / (t_rollout - t_start),
             }
@@ -850,6 +851,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
         t_end = time.time()
+        outputs.profiler.end_step()
         metrics |= update_metrics(parts, norms, counts, t_end - t_packing, cfg, setup)
         step_seconds = (step_seconds + [t_end - t_start])[-10:]
         metrics |= {
@@ -876,8 +878,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         about = {"step": total_steps, "commit": cluster.commit(), "system": cfg.system}
         params = state["params"]
         hf.write_final(cfg.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
-    if host == 0:
-        log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)
+    log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)
     checkpoint.send_results(cfg.out)
 
 

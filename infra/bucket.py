@@ -149,8 +149,9 @@ def send_results(out: str) -> None:
 
 
 def fetch_rest(out: str, final: bool) -> None:
-    """Fetch all but checkpoints, and final/ only where it is asked for. Raises BucketError."""
-    excluded = [*STAYS_HERE, CHECKPOINTS]
+    """Fetch all but checkpoints and traces, and final/ only where it is asked for. Raises
+    BucketError."""
+    excluded = [*STAYS_HERE, CHECKPOINTS, "profile/"]
     if not final:
         excluded.append("final/")
     # What was written here later stays, as in fetch_checkpoint.

@@ -15,7 +15,7 @@ from infra.log import check
 RANGES = [
     (1, 2**31, "batch npq max_prompt max_answer ppo_epochs minibatches keep"),
     (0, 2**31, "seed warmup micro_batch top_k eval_every eval_n save_every start_timeout"),
-    (0, 2**31, "require_processes require_devices"),
+    (0, 2**31, "require_processes require_devices profile"),
     (0, 10**6, "steps sft_steps"),
     (1, 10**4, "processes"),
     (0, 10**4, "process_id"),
@@ -138,6 +138,12 @@ def check_together(cfg) -> None:
     check(
         cfg.npq >= 2 or cfg.steps == 0,
         f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8",
+    )
+    last_step = cfg.sft_steps + cfg.steps
+    check(
+        cfg.profile <= last_step,
+        f"profile = {cfg.profile} is no step of this run: the last is sft_steps + steps = "
+        f"{cfg.sft_steps} + {cfg.steps} = {last_step}",
     )
     # The loss computes the logprobs of the complete distribution.
     check(

@@ -391,6 +391,9 @@ def print_setup(cfg, setup) -> None:
 
 def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     """Before and after, from what the run wrote down, so that it is the same after a resume."""
+    # Process 0 has the files.
+    if jax.process_index() != 0:
+        return
     # What is said is read from the files, so that a run that resumed says the same.
     metrics = read_jsonl(f"{out}/metrics.jsonl")
     # An evaluation is a row of its own.

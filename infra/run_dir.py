@@ -5,6 +5,7 @@ metrics.jsonl    one row a step, and one for each evaluation
 samples.jsonl    some prompts with answers and rewards
 step_NNNNNN/     a checkpoint
 compiled/        what JAX has compiled, so that a run which resumes need not compile again
+profile/         the trace of the step that --profile names
 final/           the trained model, as a Hugging Face directory
 """
 
@@ -30,6 +31,7 @@ from infra.claim import InUse, claimed
 from infra.cluster import all_gather_hosts
 from infra.files import CheckpointError
 from infra.log import check, exit_on, say, warn
+from infra.profiler import Profiler
 
 # Flags that may change when a run resumes: none of them changes what is computed.
 FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {
@@ -47,9 +49,10 @@ FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {
     "resume",
     "wandb",
     "require_processes",
+    "profile",
 }
 # What a run writes that another run in its place would write too.
-WRITTEN = r"step_\d{6}|final|(metrics|samples)\.jsonl"
+WRITTEN = r"step_\d{6}|final|profile|(metrics|samples)\.jsonl"
 
 
 def comparable(flags: dict) -> dict:
@@ -123,6 +126,8 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
             bucket.fetch_rest(out, final=jax.process_index() == 0)
     refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
+    if 0 < flags["profile"] <= done:
+        say(f"step {flags['profile']} is not traced now, as {done} steps were done before")
     # Process 0 writes final/; the disk of another process may be its own.
     has_final, final_step = all_gather_hosts([os.path.isdir(f"{out}/final"), step_of_final(out)])[0]
     if done and min(done, final_step) >= total_steps:
@@ -370,6 +375,7 @@ class Outputs:
     samples: log.JsonLines
     wandb: Any  # a run of wandb, or None
     terminal: log.Terminal
+    profiler: Profiler
     stop_signal: cluster.StopSignal
 
     def write(self, row: dict) -> None:
@@ -385,4 +391,5 @@ def open_outputs(cfg, done: int, wandb) -> Outputs:
     metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
     samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
     terminal = log.Terminal(cfg.sft_steps, cfg.sft_steps + cfg.steps, done)
-    return Outputs(saver, metrics, samples, wandb, terminal, cluster.watch_signals())
+    profiler = Profiler(f"{cfg.out}/profile", cfg.profile)
+    return Outputs(saver, metrics, samples, wandb, terminal, profiler, cluster.watch_signals())

@@ -114,7 +114,7 @@ results() {
   out="$(cd "$out" && pwd)"
   rm -rf results
   mkdir -p "results/${out##*/}"
-  for file in "$out/final" "$out/config.json" "$out"/*.jsonl; do
+  for file in "$out/final" "$out/profile" "$out/config.json" "$out"/*.jsonl; do
     if [ -e "$file" ]; then ln -s "$file" "results/${out##*/}/"; fi
   done
   echo "${out##*/}"

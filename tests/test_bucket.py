@@ -251,6 +251,19 @@ def test_compiled_programs_are_sent_if_they_are_no_larger_than_a_checkpoint(tmp_
     assert len(list((bucket / "compiled").iterdir())) == 2 and not steps(bucket)
 
 
+def test_a_trace_is_sent_and_does_not_come_back(tmp_path, waits):
+    """No run has a use for it, and each process would fetch it."""
+    trace = "profile/plugins/profile/now/host.xplane.pb"
+    (tmp_path / RUN / trace).parent.mkdir(parents=True)
+    (tmp_path / RUN / trace).write_text("trace")
+    (tmp_path / RUN / "metrics.jsonl").write_text("metrics")
+    buckets.send_rest(RUN)
+    assert (tmp_path / "gs/bucket/run" / trace).read_text() == "trace"
+    shutil.rmtree(tmp_path / RUN)
+    buckets.fetch_rest(RUN, final=True)
+    assert sorted(path.name for path in (tmp_path / RUN).iterdir()) == ["final", "metrics.jsonl"]
+
+
 @pytest.mark.slow
 def test_a_run_that_comes_back_on_a_new_machine_compiles_nothing_again(machine, monkeypatch):
     here, bucket, train = machine

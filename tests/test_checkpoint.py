@@ -321,8 +321,8 @@ def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
     """As where step_* were deleted to make room: the run would begin anew, and end in its place."""
     flags = dataclasses.asdict(train.parse(["--out", str(tmp_path)]))
     files.write_json(str(tmp_path / "config.json"), {"config": flags})
-    (tmp_path / "final").mkdir()
-    for name in ("final/model.safetensors", "metrics.jsonl"):
+    for name in ("final/model.safetensors", "profile/trace", "metrics.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     before = contents(tmp_path)
     with pytest.raises(SystemExit) as end:
@@ -331,7 +331,7 @@ def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
     assert "has a final model, and no checkpoint" in capsys.readouterr().err
     assert opened(tmp_path, "force") == (0, [], 0)
     (old,) = tmp_path.glob("old-*")
-    assert sorted(path.name for path in old.iterdir()) == ["final", "metrics.jsonl"]
+    assert sorted(path.name for path in old.iterdir()) == ["final", "metrics.jsonl", "profile"]
 
 
 def test_a_final_model_of_fewer_steps_is_not_the_end(tmp_path):

@@ -257,6 +257,20 @@ def test_results_come_home_and_the_vm_goes(cloud):
     assert "failed" in text or "->" in text, text
 
 
+def test_fetch_brings_what_there_is_and_a_trace(cloud):
+    """Of a run that goes on: neither its checkpoints nor what it has compiled."""
+    cloud.launch("v6e-1 setup --name vm")
+    pod = cloud.stub / "vm/w0/podgrpo"
+    (pod / "run.flags").write_bytes(b"--out\0out/my run\0")
+    trace = "profile/plugins/profile/now/host.xplane.pb"
+    for name in ("config.json", "metrics.jsonl", trace, "step_000001/shards", "compiled/program"):
+        write(pod / "out/my run" / name, name)
+    cloud.launch("v6e-1 fetch --name vm")
+    results = cloud.clone / "out/vm/my run"
+    assert sorted(os.listdir(results)) == ["config.json", "metrics.jsonl", "profile"]
+    assert (results / trace).read_text() == trace
+
+
 def test_a_run_that_takes_its_time_to_start_is_followed(cloud):
     """Its log is not that of the run before, nor is it taken for dead before it has begun."""
     cloud.launch("v6e-1 setup --name late")

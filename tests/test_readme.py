@@ -33,7 +33,7 @@ def all_docs():
 
 
 # ---------------------------------------------------------------- commands
-COMMAND = r"(?:[A-Z_]+=\S+ )?(?:bash|python|gcloud|\.venv/bin/python) \S|number="
+COMMAND = r"(?:[A-Z_]+=\S+ )?(?:bash|python|gcloud|\.venv/bin/\w+) \S|number="
 
 
 def commands_of(path):
@@ -63,6 +63,7 @@ KINDS = {
     r"python tools/plan\.py --table": "flags",  # a part of it is compiled by tests/test_aot_gpu.py
     r"gcloud|number=": "cloud",  # of which tests/test_launch.py reads what prepares a project
     r"\.venv/bin/python -m pip install": "package index",
+    r"\.venv/bin/xprof --logdir ": "viewer",  # which is not here; that it has something to open
 }
 
 
@@ -182,6 +183,9 @@ def test_commands_of_this_machine_work_one_after_another(checkout):
             type_in(checkout, command, short(command))
     outs = {path.parent.name for path in checkout.glob("out/*/final")}
     assert {"arith-tiny", "seed2", "mesh", "four", "train-Qwen2.5-0.5B-Instruct"} <= outs
+    for command in of_kind("viewer", all_commands()):
+        directory = checkout / shlex.split(command)[-1]
+        assert list(directory.rglob("*.xplane.pb")), command
     # The same command again.
     again = "bash launch.sh cpu --seed 2 --out out/seed2"
     assert "out/seed2 is finished: 2 steps" in type_in(checkout, again, short(again))
@@ -229,8 +233,8 @@ def test_flags_exist():
     for tool in ROOT.glob("tools/*.py"):
         ours |= set(re.findall(r'add_argument\("--(\w+)"', text_of(tool)))
     launchers = flags_in(text_of(ROOT / "launch.sh"))
-    # Those of gcloud and Slurm.
-    others = "location recursive role member reserved network mem constraint format"
+    # Those of gcloud, Slurm and xprof.
+    others = "location recursive role member reserved network mem constraint format logdir"
     unknown = flags_in(text) - ours - launchers - {*others.split()}
     assert not unknown, f"no such flags: {unknown}"
 
