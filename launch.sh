@@ -231,12 +231,12 @@ cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
 # submits a job and prints its log; sbatch --wait exits with the job's code, and looks ever more seldom
 cmd_slurm() {
-  local id out sbatch states lines code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
+  local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   [ "$platforms" = cpu ] || extra="$(cuda)"
   setup "$extra" "$@"
-  set -- "JAX_PLATFORMS=$platforms" bash "$here/launch.sh" slurm_job "${job[@]}" "$@"
-  set -- --wrap "exec env $(printf '%q ' "$@")"
-  # Two minutes before the time limit the job's shell, B, gets SIGUSR1.
+  set -- "$venv/bin/python" "$here/infra/slurm_job.py" bash "$here/launch.sh" task "${job[@]}" "$@"
+  set -- --wrap "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")"
+  # Two minutes before the time limit slurm_job.py, B, gets SIGUSR1.
   set -- --requeue --signal=B:USR1@120 ${options[@]+"${options[@]}"} "$@"
   set -- sbatch --wait --parsable --job-name=podgrpo --export=ALL --open-mode=append --output=slurm-%j.log "$@"
   if [ -n "$dry_run" ]; then run "$@" && exit; fi
@@ -257,90 +257,29 @@ cmd_slurm() {
   out="${out//%j/$id}"
   touch "$out"
   say "job $id; its log: $out; end it: scancel $id"
-  tell_state "$id" &
-  states=$!
   tail -n +1 -F "$out" 2>/dev/null &
   lines=$!
-  trap 'kill "$sbatch" "$states" "$lines"; say "detached; the job goes on: tail -F $out"; exit 130' INT
+  trap 'kill "$sbatch" "$lines"; say "detached; the job goes on: tail -F $out"; exit 130' INT
+  while kill -0 "$sbatch" 2>/dev/null; do
+    # What state the job is in, and why it waits, when they change; Slurm is asked ever more seldom.
+    if [ "$SECONDS" -ge "$next" ]; then
+      now="$(squeue --noheader --jobs="$id" --format='%T (%r)' 2>/dev/null)" || now=''
+      if [ -n "$now" ] && [ "$now" != "$before" ]; then say "job $id is ${now% (None)}"; fi
+      before="${now:-$before}"
+      next=$((SECONDS + (SECONDS < 60 ? 2 : 30)))
+    fi
+    sleep 1
+  done
   wait "$sbatch" || code=$?
   sleep 2 # the last lines
-  kill "$states" "$lines" 2>/dev/null || :
+  kill "$lines" 2>/dev/null || :
   [ "$code" = 0 ] || say "job $id ended with $code; how: sacct -j $id, and $out"
   exit "$code"
 }
 
-# prints the state of job $1, and the reason for which it waits, whenever they change
-tell_state() {
-  local now before='' pause=1
-  # The sleep that outlives this function must not keep a pipe of the launcher open.
-  while sleep "$pause" >/dev/null 2>&1; do
-    now="$(squeue --noheader --jobs="$1" --format='%T (%r)' 2>/dev/null)" || continue
-    if [ -n "$now" ] && [ "$now" != "$before" ]; then say "job $1 is ${now% (None)}"; fi
-    before="$now"
-    if [ "$pause" -lt 30 ]; then pause=$((pause * 2)); fi
-  done
-}
-
-# in the job: trains; exits with the code of the first task that failed
-cmd_slurm_job() {
-  local code warned='' work
-  work="$(mktemp -d)"
-  # Slurm warns this shell alone, and sends SIGTERM to the tasks too.
-  trap 'warned=1; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
-  trap : TERM
-  run_tasks "$work/codes" "$@" &
-  # A signal interrupts the wait.
-  while kill -0 $! 2>/dev/null; do wait $! || :; done
-  read -r code <"$work/codes"
-  rm -rf "$work"
-  case "$warned$code" in
-    1143)
-      say "the time limit is near: requeueing job $SLURM_JOB_ID, which will resume"
-      scontrol requeue "$SLURM_JOB_ID" || say 'it is not requeued; the same command resumes it'
-      ;;
-    1138) say 'the time limit came before a step was made, and would again: give a longer --time' ;;
-  esac
-  exit "$code"
-}
-
-# a task for each process; notes in $1 the codes of those that failed, the first one first, and then srun's, which is
-# the highest: the tasks that the first one brought down have 143
-run_tasks() {
-  local codes="$1" code=0
-  shift
-  # Since Slurm 22.05 srun does not take this from sbatch.
-  if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
-  trap : TERM
-  srun --export=ALL --kill-on-bad-exit=1 bash "$here/launch.sh" task "$@" | note_ends "$codes" || code=$?
-  echo "$code" >>"$codes"
-}
-
-# prints what tasks say; notes in $1 the code of each that failed
-note_ends() {
-  local line
-  trap '' TERM # the last lines come after it
-  while IFS= read -r line || [ -n "$line" ]; do
-    printf '%s\n' "$line"
-    case "$line" in 'launch.sh: task '*' ended with '*) printf '%s\n' "${line##* }" >>"$1" ;; esac
-  done
-}
-
-# a worker's or a task's train.py
-cmd_task() {
-  local code=0
-  if [ "${SLURM_STEP_NUM_TASKS:-1}" = 1 ]; then train '' "$@"; fi
-  trap : TERM USR1 # these are for train.py, and this shell waits for its end
-  (train '' "$@") || code=$?
-  [ "$code" = 0 ] || echo "launch.sh: task $SLURM_PROCID ended with $code"
-  exit "$code"
-}
 # ---------------------------------------------------------------- the call
-case "${1:-}" in
-  task | slurm_job) # flags as they are
-    "cmd_$1" "${@:2}"
-    exit
-    ;;
-esac
+# a worker's or a task's train.py, with its flags as they are
+if [ "${1:-}" = task ]; then train '' "${@:2}"; fi
 words=()
 for word in "$@"; do
   if [ "$word" = --dry-run ]; then dry_run=1; else words+=("$word"); fi

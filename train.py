@@ -901,3 +901,6 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except BaseException as e:
         cluster.leave(e)
+    finally:
+        # Nothing is left to save, and Slurm's warning would kill the interpreter as it ends.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

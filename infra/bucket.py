@@ -133,9 +133,7 @@ def send_results(out: str) -> None:
     """Send all but checkpoints. In the bucket the marker stands only beside a complete model.
     Raises BucketError."""
     marker = f"{bucket_of(out)}/{MARKER}"
-    here = ""
-    with contextlib.suppress(FileNotFoundError), open(f"{out}/{MARKER}", encoding="utf-8") as f:
-        here = f.read()
+    here = marker_here(out)
     there = ""
     if here:
         with contextlib.suppress(AbsentError):
@@ -146,6 +144,25 @@ def send_results(out: str) -> None:
     send_rest(out)
     if here and there != here:
         gcloud("cp", f"{out}/{MARKER}", marker)
+
+
+def marker_here(out: str) -> str:
+    """The marker of the complete model in `out` on this disk, "" if there is none."""
+    with contextlib.suppress(FileNotFoundError), open(f"{out}/{MARKER}", encoding="utf-8") as f:
+        return f.read()
+    return ""
+
+
+def check_results(out: str) -> None:
+    """Raises BucketError unless the bucket has the model of `out`, or, if the run was only an
+    evaluation, its metrics."""
+    here = marker_here(out)
+    if not here:
+        gcloud("ls", f"{bucket_of(out)}/metrics.jsonl")
+        return
+    there = gcloud("cat", f"{bucket_of(out)}/{MARKER}")
+    if there.split() != here.split():
+        raise BucketError(f"{bucket_of(out)}/final is not the model of this run")
 
 
 def fetch_rest(out: str, final: bool) -> None:

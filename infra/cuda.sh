@@ -46,12 +46,8 @@ drop_other_cuda() {
 # there is $1 to plan for: h100-8
 check_gpus() {
   local count="${1#*-}"
-  case "$count" in
-    1 | 2 | 4 | 8) return ;;
-    '' | 0* | *[!0-9]*) ;;
-    *) if [ $((count % 8)) = 0 ]; then return; fi ;;
-  esac
-  die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
+  [[ " 1 2 4 " = *" $count "* ]] || [[ "$count" =~ ^[1-9][0-9]*$ && $((count % 8)) = 0 ]] ||
+    die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
 }
 
 # what compiles for $1, say h100-8, without a driver: JAX's plugin, and cuDNN, which JAX asks for its version. What a training has

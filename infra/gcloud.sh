@@ -4,11 +4,11 @@
 #   $type $devices $hosts $image    the slice, by check_type
 #   $name $zones $options           what it is called, where it may be, and this launcher's options as they were given
 #   $spot $queued $create_flags     how it is made
-#   $delete_when_done $yes          --down, --yes
 #   $ssh_flags                      how its workers are reached, by --ssh
+#   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# What becomes known of the slice is local to cmd_tpu, which runs an action: see there.
+# What becomes known of the slice is local to cmd_tpu.
 # ---------------------------------------------------------------- Google Cloud: types, and what gcloud says
 # sets $type, $devices, $hosts, $image and $all_zones, or tells why there is no such slice
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
@@ -28,13 +28,8 @@ check_type() {
     # These count cores, two to a device, and four devices to a host.
     v4-* | v5p-*) cores=2 one_host=4 sizes='8 16 32 64' larger=', or a multiple of 128' ;;
   esac
-  case " $sizes " in
-    *" $size "*) ;;
-    *)
-      [[ -n "$larger" && "$size" =~ ^[1-9][0-9]*$ && $((size % 128)) = 0 ]] ||
-        die "there is no $1; after ${type%%-*}- comes one of $sizes$larger"
-      ;;
-  esac
+  [[ " $sizes " = *" $size "* ]] || [[ -n "$larger" && "$size" =~ ^[1-9][0-9]*$ && $((size % 128)) = 0 ]] ||
+    die "there is no $1; after ${type%%-*}- comes one of $sizes$larger"
   devices=$((size / cores))
   hosts=$((devices > one_host ? devices / 4 : 1))
 }
@@ -222,20 +217,10 @@ delete() {
 delete_vm() { vm delete >&2 || is_missing; }
 delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
 
-# shows why the queued request in $zone has FAILED; ends where quota or permission lack, as no later request helps
-tell_failure() {
-  local error fault
-  error="$(queued_resource describe --format='value(state.failedData.error)')" || return 0
-  [ -n "$error" ] || return 0
-  fault="$(fault "ERROR: the queued request failed: $error")"
-  why "$fault"
-  case "${fault%% *}" in quota | permission | billing | api) delete && exit 1 ;; esac
-}
-
 # waits until the slice in $zone is READY; 1 where that will never be, 2 where its queued request has FAILED; then it
 # is deleted
 wait_until_ready() {
-  local now before='-' polls=0
+  local now before='-' polls=0 error
   [ -z "$dry_run" ] || return 0
   while :; do
     now="$(patiently state_now)" || exit 1
@@ -246,8 +231,12 @@ wait_until_ready() {
     case "$now" in
       READY) return 0 ;;
       FAILED)
-        tell_failure
+        error="$(queued_resource describe --format='value(state.failedData.error)')" || :
+        error="$(fault "ERROR: the queued request failed: ${error:-gcloud gives no reason}")"
+        why "$error"
         delete || exit 1
+        # No later request has more rights.
+        case "${error%% *}" in quota | permission | billing | api) exit 1 ;; esac
         return 2
         ;;
       PREEMPTED | TERMINATED | SUSPENDED)
@@ -299,18 +288,14 @@ up() {
   done
 }
 
-# after a failure, names the log of the calls of gcloud
-tell_log() { # EXIT_CODE
-  if [ "$1" != 0 ] && [ -s "$log" ]; then say "all calls of gcloud: $log"; fi
-}
-
-# at the end, whatever the end is, names the zones where something may be that costs money
-tell_what_is_paid() {
+# at the end, whatever the end is, names the zones where something may be that costs money, and after a failure the log
+at_end() { # EXIT_CODE
   local zone
-  [ -z "$dry_run" ] || return 0
+  if [ "$1" != 0 ] && [ -s "$log" ]; then say "all calls of gcloud: $log"; fi
   for zone in $maybe_paid; do
-    say "$name in $zone may still be there, and paid for; delete it: $(again down)"
+    [ -n "$dry_run" ] || say "$name in $zone may still be there, and paid for; delete it: $(again down)"
   done
+  rm -rf "$scratch"
 }
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
 # a command in ~/podgrpo of worker $1, or of all; it must bear being run again, as gcloud does when ssh breaks
@@ -449,17 +434,13 @@ stop_rest() {
   workers all "bash infra/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
-# what a run leaves behind, from worker 0 to out/$name; nothing where it is in a bucket
+# what a run leaves behind, from worker 0 to out/$name; nothing where the worker has seen it in a bucket
 fetch() {
-  local out='' marker='' to="out/$name" found="$scratch/results"
-  persistently workers 0 'bash infra/worker.sh results' >"$found" || return
-  [ -n "$dry_run" ] || { read -r out && read -r marker || :; } <"$found"
+  local out to="out/$name"
+  persistently workers 0 'bash infra/worker.sh results' >"$scratch/results" || return
+  out="$(tail -n 1 "$scratch/results")"
   case "$out" in
-    gs://*)
-      is_in_bucket "$out" "$marker" || return
-      say "its results are in $out"
-      return
-      ;;
+    gs://*) say "its results are in $out" && return ;;
     */* | .*) die "worker 0 names its results $out, which is no name of a directory" 1 ;;
   esac
   run mkdir -p "$to"
@@ -468,22 +449,10 @@ fetch() {
   [ -n "$dry_run" ] || say "its results are in $to/$out"
 }
 
-# does bucket $1 have the run's results? $2: final/podgrpo.json of worker 0, empty for an evaluation alone
-is_in_bucket() {
-  local there
-  if [ -z "$2" ]; then
-    patiently cloud storage ls "$1/metrics.jsonl" >/dev/null
-    return
-  fi
-  there="$(patiently cloud storage cat "$1/final/podgrpo.json" | tr -d '\n')" || return
-  [ "$there" != "$2" ] || return 0
-  say "$1/final is not the model of this run, which is on worker 0"
-  return 1
-}
-
 RESUMES='The command that started the run resumes it from a bucket'
 WATCH_ENDS='the watch ends; the run may go on'
-# a run to its end, made again where its spot VM is preempted; $1 says where the first life begins
+# a run to its end, begun again where its VM is repaired, or was a spot VM that is made again; $1 says where the first
+# life begins
 live_and_finish() { # up|start|follow LINE FLAGS...
   local code now life="$1" line="$2"
   shift 2
@@ -493,18 +462,13 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     [ "$code" = 75 ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
     case "$now" in
-      READY | REPAIRING | RESTARTING | REIMAGING)
-        say "waiting for $name, which is $now"
-        life=repaired
-        ;;
+      READY | REPAIRING | RESTARTING | REIMAGING) say "waiting for $name, which is $now" ;;
       *)
-        [ -n "$spot" ] ||
-          die "$name is ${now:-gone}; only with --spot is it made again. $RESUMES" 1
+        [ -n "$spot" ] || die "$name is ${now:-gone}; only with --spot is it made again. $RESUMES" 1
         say "making $name again"
-        life=up
         ;;
     esac
-    line=1
+    life=again line=1
   done
   if [ "$code" = 0 ]; then
     fetch || die "the run has finished, and its results are not here: $(again fetch)" 1
@@ -513,17 +477,16 @@ live_and_finish() { # up|start|follow LINE FLAGS...
   exit "$code"
 }
 
-one_life() { # up|repaired|start|follow LINE FLAGS...
+one_life() { # up|again|start|follow LINE FLAGS...
   local life="$1" line="$2"
   shift 2
-  if [ "$life" = repaired ]; then
-    up
-    # The run may have survived the repair.
+  case "$life" in up | again) up ;; esac
+  if [ "$life" = again ]; then
+    # The run may have survived a repair.
     is_busy >"$scratch/busy" || return
     if [ -s "$scratch/busy" ]; then life=follow; else life=up; fi
   fi
   if [ "$life" = up ]; then
-    up
     send "$@" || return
   fi
   if [ "$life" != follow ]; then
@@ -551,7 +514,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
     log="$here/out/launch/$name-$(date +%Y%m%d-%H%M%S)-$$.log"
     mkdir -p "$here/out/launch"
   fi
-  trap 'tell_log $?; tell_what_is_paid; rm -rf "$scratch"' EXIT
+  trap 'at_end $?' EXIT
   "cmd_tpu_$action" "$@"
   exit
 }

@@ -8,20 +8,13 @@
 #                                                 begins, REST: where the others do, both as `tail -n` has them
 #   bash infra/worker.sh status | stop [ID]       its last line | SIGTERM, and SIGKILL after 30 seconds
 #   bash infra/worker.sh test ARGUMENTS           pytest with these
-#   bash infra/worker.sh results                  links to what is worth keeping; prints its name, or gs://... and, on a
-#                                                 second line, final/podgrpo.json
+#   bash infra/worker.sh results                  where the run's results are; see tools/results.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # A run holds run.lock from before it starts until it has ended. The lock of a probe is shared, and `start` waits for
 # it, so that no probe is taken for a run.
 is_free() { flock -n -s run.lock true; }
-
-# this worker's number in its slice
-number() {
-  local host="${GCE_METADATA_HOST:-metadata.google.internal}"
-  curl -sf -H 'Metadata-Flavor: Google' "http://$host/computeMetadata/v1/instance/attributes/agent-worker-number"
-}
 
 unpack() {
   if [ "$1" = keep ]; then chmod 600 .env; else rm -f .env; fi
@@ -94,33 +87,9 @@ stop() {
   return 1
 }
 
-run_tests() {
-  .venv/bin/python -m pip install -q 'pytest>=9,<10'
-  JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}" .venv/bin/python -m pytest "$@"
-}
-
-results() {
-  local flags=() flag out file
-  while IFS= read -r -d '' flag; do flags+=("$flag"); done <run.flags
-  out="$(JAX_PLATFORMS=cpu .venv/bin/python -c 'import sys, train; print(train.parse(sys.argv[1:]).out)' "${flags[@]}")"
-  case "$out" in
-    out/gs/*)
-      printf 'gs://%s\n' "${out#out/gs/}"
-      # The marker of a complete model, which the bucket must have too; an evaluation alone makes no model.
-      if [ -f "$out/final/podgrpo.json" ]; then tr -d '\n' <"$out/final/podgrpo.json"; fi
-      return
-      ;;
-  esac
-  out="$(cd "$out" && pwd)"
-  rm -rf results
-  mkdir -p "results/${out##*/}"
-  for file in "$out/final" "$out/profile" "$out/config.json" "$out"/*.jsonl; do
-    if [ -e "$file" ]; then ln -s "$file" "results/${out##*/}/"; fi
-  done
-  echo "${out##*/}"
-}
-
-me="$(number)"
+# this worker's number in its slice
+host="${GCE_METADATA_HOST:-metadata.google.internal}"
+me="$(curl -sf -H 'Metadata-Flavor: Google' "http://$host/computeMetadata/v1/instance/attributes/agent-worker-number")"
 label() { while IFS= read -r line || [ -n "$line" ]; do printf '[w%s] %s\n' "$me" "$line"; done; }
 action="$1"
 shift
@@ -132,7 +101,10 @@ case "$action" in
   stop) stop "$@" 2>&1 | label ;;
   # What these say is for a log, or for launch.sh.
   train) train "$@" ;;
-  test) run_tests "$@" 2>&1 ;;
-  results) results ;;
+  test)
+    .venv/bin/python -m pip install -q 'pytest>=9,<10'
+    JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}" .venv/bin/python -m pytest "$@" 2>&1
+    ;;
+  results) JAX_PLATFORMS=cpu .venv/bin/python tools/results.py ;;
 esac
 exit # bash reads no further: this file may have been replaced by now

@@ -154,17 +154,6 @@ def test_what_a_site_needs_is_passed_on(cloud):
     assert " --cpus-per-task=8 --mem=64G --constraint=h100 " in line, line
 
 
-def test_a_slurm_job_tells_its_tasks_how_many_cpus_are_theirs(cloud, tmp_path):
-    """Since Slurm 22.05 srun takes that from a variable of its own."""
-    srun = tmp_path / "bin/srun"
-    write(srun, '#!/bin/sh\necho "cpus ${SRUN_CPUS_PER_TASK-none}: $*"\n', 0o755)
-    path = f"{srun.parent}:{os.environ['PATH']}"
-    text = cloud.launch("slurm_job --lr 1", PATH=path, SLURM_CPUS_PER_TASK="7")
-    assert text.startswith("cpus 7: --export=ALL --kill-on-bad-exit=1 bash "), text
-    assert text.endswith("launch.sh task --lr 1\n"), text
-    assert cloud.launch("slurm_job", PATH=path).startswith("cpus none:")
-
-
 def test_a_dry_run_can_be_pasted(cloud, tmp_path):
     """Its lines are commands in the order in which they would run, and gcloud takes them."""
     words = arguments(["v6e-8 --name pasted", POD_FLAGS])

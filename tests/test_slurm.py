@@ -1,8 +1,9 @@
-"""launch.sh on stand-ins for Slurm's commands: jobs, tasks, signals. In CI, .ci/slurm has a real Slurm."""
+"""launch.sh slurm and its jobs on stand-ins for Slurm's commands. .ci/slurm_job has a real Slurm."""
 
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,20 +34,22 @@ def stand_in(site, name, program):
     write(site / "bin" / name, f"#!/bin/bash\n{program}\n", 0o755)
 
 
-def start(site, *words):
-    """launch.sh in a session of its own, in which a stand-in writes `up` once it runs."""
-    log = open(site / "out.log", "w")
-    return subprocess.Popen(
-        ["bash", site / "launch.sh", *words],
-        cwd=site,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+def start(site, *command):
+    """A command in a session of its own, in which a stand-in writes `up` once it runs."""
+    with open(site / "out.log", "w") as log:
+        return subprocess.Popen(command, cwd=site, stdout=log, stderr=log, start_new_session=True)
+
+
+def launch(site, *words):
+    return start(site, "bash", "launch.sh", *words)
+
+
+def start_job(site):
+    return start(site, sys.executable, ROOT / "infra/slurm_job.py", "train", "--lr", "1")
 
 
 def end(site, process, number=None, to_all=False):
-    """Send a signal to launch.sh, or to all of its session, once it runs -> (exit code, output)."""
+    """Send a signal to the command, or to all of its session, once it runs -> (exit code, output)."""
     if number:
         assert until((site / "up").exists, [process], seconds=60)
         (os.killpg if to_all else os.kill)(process.pid, number)
@@ -72,7 +75,7 @@ def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
     states = 'n="$(wc -l <asked)"; case "$n" in 1 | 2) echo "PENDING (Priority)" ;; *) echo "RUNNING (None)" ;; esac'
     stand_in(site, "squeue", f"echo >>asked; {states}")
     stand_in(site, "sleep", '[ "$1" -gt 3 ] || exec /bin/sleep "$1"; exec /bin/sleep 0.5')
-    code, text = end(site, start(site, "slurm", "--lr", "1"))
+    code, text = end(site, launch(site, "slurm", "--lr", "1"))
     assert code == 3
     assert f"launch.sh: job 7; its log: {path}; end it: scancel 7\n" in text, text
     assert "\nstep 1/1\n" in text, text
@@ -83,27 +86,29 @@ def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
 
 def test_a_job_that_is_not_taken_ends_the_launcher(site):
     stand_in(site, "sbatch", 'echo "no such partition" >&2; exit 1')
-    assert end(site, start(site, "slurm")) == (1, "no such partition\n")
+    assert end(site, launch(site, "slurm")) == (1, "no such partition\n")
     stand_in(site, "sbatch", "echo maintenance")
-    assert end(site, start(site, "slurm")) == (1, "maintenance\nlaunch.sh: sbatch names no job\n")
+    assert end(site, launch(site, "slurm")) == (1, "maintenance\nlaunch.sh: sbatch names no job\n")
 
 
 # ---------------------------------------------------------------- the job, from inside
-# srun until it gets SIGUSR1 or SIGTERM, or ends by itself; tasks have said with which code they ended.
+# srun, which runs until it gets SIGUSR1 or SIGTERM, and says on stderr how its tasks have ended.
 SRUN = """
-trap 'echo "{said}"; exit {code}' USR1 TERM
-echo $$ >up
+trap 'echo "{said}" >&2; exit {code}' USR1 TERM
+touch up
 while :; do /bin/sleep 0.1; done
 """
-FIRST_IS_2 = "launch.sh: task 1 ended with 2\nlaunch.sh: task 0 ended with 143"
+FIRST_IS_2 = (
+    "srun: error: node1: task 1: Exited with exit code 2\n"
+    "srun: Terminating StepId=7.0\n"
+    "srun: error: node0: task 0: Exited with exit code 143"
+)
 
 
 def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
     """Once, with its number; not when training has ended by itself, has failed, or was cancelled,
     nor when it had not begun, as no later job would get further."""
     stand_in(site, "scontrol", 'echo "$*" >>requeued')
-    # Slurm's would signal all tasks.
-    stand_in(site, "scancel", '[ "$*" = "--signal=USR1 7" ] && kill -USR1 "$(cat up)"')
     cases = [
         ("saved", 143, signal.SIGUSR1, 143, True),
         ("finished", 0, signal.SIGUSR1, 0, False),
@@ -116,25 +121,33 @@ def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
         for name in ("up", "requeued"):
             (site / name).unlink(missing_ok=True)
         stand_in(site, "srun", SRUN.format(said=said, code=code))
-        # Slurm sends SIGTERM to all, and the warning to the job's shell alone.
+        # Slurm sends SIGTERM to all, and the warning to slurm_job.py alone.
         to_all = number == signal.SIGTERM
-        found, text = end(site, start(site, "slurm_job", "--lr", "1"), number, to_all)
+        found, text = end(site, start_job(site), number, to_all)
         assert (found, said in text) == (wanted, True), text
         assert (site / "requeued").exists() == requeued, text
         if requeued:
             assert (site / "requeued").read_text() == "requeue 7\n"
             assert "launch.sh: the time limit is near: requeueing job 7, which will resume" in text
         assert ("give a longer --time" in text) == (wanted == 138), text
-    assert not list(site.glob("tmp.*")), "a directory of its own is left"
+
+
+def test_a_job_tells_its_tasks_how_many_cpus_are_theirs(site, monkeypatch):
+    """Since Slurm 22.05 srun takes that number from a variable of its own."""
+    stand_in(site, "srun", 'echo "cpus ${SRUN_CPUS_PER_TASK-none}: $*"')
+    tail = ": --export=ALL --kill-on-bad-exit=1 train --lr 1\n"
+    assert end(site, start_job(site)) == (0, f"cpus none{tail}")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "7")
+    assert end(site, start_job(site)) == (0, f"cpus 7{tail}")
 
 
 def test_a_job_ends_with_the_code_of_the_first_task_that_failed(site):
     """srun has the highest, that of a task which was ended as the first one failed."""
-    stand_in(site, "srun", f'echo "{FIRST_IS_2}"; exit 143')
-    code, text = end(site, start(site, "slurm_job"))
+    stand_in(site, "srun", f'echo "{FIRST_IS_2}" >&2; exit 143')
+    code, text = end(site, start_job(site))
     assert code == 2 and FIRST_IS_2 in text, text
     stand_in(site, "srun", "exit 5")
-    assert end(site, start(site, "slurm_job"))[0] == 5
+    assert end(site, start_job(site))[0] == 5
 
 
 # ---------------------------------------------------------------- a task
@@ -146,19 +159,16 @@ while :; do /bin/sleep 0.1; done
 """
 
 
-@pytest.mark.parametrize("tasks", ["1", "2"])
-def test_a_task_waits_while_train_py_saves_and_ends_with_its_code(site, monkeypatch, tasks):
-    """One of several, and one alone, for which train.py takes the place of the shell."""
+def test_a_task_ends_as_train_py_does_once_that_has_saved(site, monkeypatch):
+    """One of several tasks, which Slurm signals with the shell that started it."""
     write(site / ".venv/bin/python", SAVES, 0o755)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    code, text = end(site, start(site, "task", "--lr", "1"), signal.SIGTERM, to_all=True)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    code, text = end(site, launch(site, "task", "--lr", "1"), signal.SIGTERM, to_all=True)
     assert code == 143 and (site / "saved").exists(), text
-    assert says(site / "out.log", "launch.sh: task 1 ended with 143") == (tasks == "2"), text
 
 
 def test_a_signal_to_the_launcher_reaches_train_py(site):
     """A job script of one's own may have `bash launch.sh cpu` as its task, and signal only that."""
     write(site / ".venv/bin/python", SAVES, 0o755)
-    code, text = end(site, start(site, "cpu", "--lr", "1"), signal.SIGTERM)
+    code, text = end(site, launch(site, "cpu", "--lr", "1"), signal.SIGTERM)
     assert code == 143 and (site / "saved").exists(), text

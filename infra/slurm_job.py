@@ -1,0 +1,62 @@
+"""What `launch.sh slurm` submits: the tasks of a job, and its way back into the queue.
+
+    python infra/slurm_job.py COMMAND ARGUMENTS...
+
+srun starts a task of COMMAND for each process. Exits with the code of the first task that failed.
+Shortly before its time limit Slurm sends the job SIGUSR1; training then saves and ends with 143,
+and the job is requeued, to resume.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+SAVED = 128 + signal.SIGTERM
+NO_STEP = 128 + signal.SIGUSR1
+
+
+def run_tasks(command: list[str]) -> tuple[int, bool]:
+    """Returns the exit code of the first task that failed, 0 for none, and whether Slurm has warned
+    of the time limit."""
+    env = os.environ.copy()
+    # Since Slurm 22.05 srun does not take this number from sbatch.
+    if "SLURM_CPUS_PER_TASK" in env:
+        env["SRUN_CPUS_PER_TASK"] = env["SLURM_CPUS_PER_TASK"]
+    # Without this option the other tasks would wait for the one that failed.
+    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", *command]
+    tasks = subprocess.Popen(srun, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
+    warnings = []
+
+    def pass_on(number, _frame):
+        warnings.append(number)
+        tasks.send_signal(number)
+
+    signal.signal(signal.SIGUSR1, pass_on)
+    # Slurm sends SIGTERM to the tasks too, and this process waits for their end.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    failed = []
+    for line in tasks.stderr:
+        print(line, end="", file=sys.stderr, flush=True)
+        failed += re.findall(r"^srun: error: .*: Exited with exit code (\d+)$", line)
+    # srun itself ends with the highest code, but the tasks that it ended have 143.
+    code = tasks.wait()
+    return int(failed[0]) if failed else code, bool(warnings)
+
+
+def main(command: list[str]) -> int:
+    job = os.environ["SLURM_JOB_ID"]
+    code, is_warned = run_tasks(command)
+    if is_warned and code == SAVED:
+        print(f"launch.sh: the time limit is near: requeueing job {job}, which will resume")
+        subprocess.run(["scontrol", "requeue", job], check=False)
+    if is_warned and code == NO_STEP:
+        print("launch.sh: the time limit came before a step was made, and would again: ", end="")
+        print("give a longer --time")
+    # A signal that ended srun is a negative number.
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
