@@ -24,18 +24,20 @@ def run_tasks(command: list[str]) -> tuple[int, bool]:
     # Since Slurm 22.05 srun does not take this number from sbatch.
     if "SLURM_CPUS_PER_TASK" in env:
         env["SRUN_CPUS_PER_TASK"] = env["SLURM_CPUS_PER_TASK"]
-    # Without this option the other tasks would wait for the one that failed.
-    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", *command]
-    tasks = subprocess.Popen(srun, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
     warnings = []
+    tasks = None
 
     def pass_on(number, _frame):
         warnings.append(number)
-        tasks.send_signal(number)
+        if tasks:
+            tasks.send_signal(number)
 
     signal.signal(signal.SIGUSR1, pass_on)
     # Slurm sends SIGTERM to the tasks too, and this process waits for their end.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    # Without the second option the other tasks would wait for the one that failed.
+    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", *command]
+    tasks = subprocess.Popen(srun, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
     failed = []
     for line in tasks.stderr:
         print(line, end="", file=sys.stderr, flush=True)
