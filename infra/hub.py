@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from infra.log import exit_on, say, warn
+from infra.log import exit_on, first_line, say, warn
 
 # Seconds to wait before each further try, and up to twice as many in a run of many processes. The
 # hub counts requests over windows of five minutes.
@@ -95,7 +95,10 @@ def fault(error: BaseException) -> tuple[str, float] | None:
             # A certificate that is not trusted will not be trusted later.
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 return None
-            return f"the hub breaks off ({type(error).__name__}: {error})", 0
+            return f"the hub breaks off ({first_line(error)})", 0
+        # The store of large files is served by a library whose errors only their text tells apart.
+        if "CAS Client Error" in str(error):
+            return f"the hub's store breaks off ({first_line(error)})", 0
         error = error.__cause__ or error.__context__
     return None
 

@@ -352,6 +352,35 @@ def test_the_ways_to_ask_for_a_wait(headers, seconds, monkeypatch):
     assert hub.seconds_asked(headers) == seconds
 
 
+def chained(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+STORE = RuntimeError("Task error: CAS Client Error: Request middleware error: error sending")
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (chained(FileNotFoundError("no copy"), ConnectionResetError("reset")), "ResetError: reset"),
+        (STORE, "the hub's store breaks off .RuntimeError: Task error"),
+        (TimeoutError("too long"), "TimeoutError: too long"),
+        (FileNotFoundError("no such file"), None),
+        (OSError("No space left on device"), None),
+        (ConnectionError("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get issuer"), None),
+    ],
+)
+def test_which_errors_are_faults_of_the_hub(error, reason, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    found = hub.fault(error)
+    assert re.search(reason, found[0]) if reason else found is None, found
+    # Copies alone are looked for: nothing to wait for.
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        with mock.patch.dict(os.environ, {name: "1"}):
+            assert hub.fault(error) is None
+
+
 # ---------------------------------------------------------------- who asks when
 def test_the_processes_of_a_run_begin_to_ask_one_after_another():
     for count in (1, 2, 8, 64, 1000):
