@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import tokenizers
 
-from infra import columns, files, hf, hub
+from infra import cluster, columns, files, hf, hub
 from infra.answers import final_number
 from infra.log import check, exit_on, say
 
@@ -171,10 +171,15 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
         return list(datasets.load_dataset(path, config or None, split=split))
 
     failure = f"{name} cannot be loaded"
-    if kind or os.path.exists(path):
+    if kind:
         with exit_on(Exception, failure):
             return read()
-    return hub.ask(name, read, failure)
+    # Hosts may differ in whether they have such a directory.
+    with cluster.together(name):
+        if os.path.exists(path):
+            with exit_on(Exception, failure):
+                return read()
+        return hub.ask(name, read, failure)
 
 
 def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
@@ -336,8 +341,6 @@ def model_directory(cfg: Any, *patterns: str) -> str:
         if not os.path.isdir(directory):
             make_tiny(directory, cfg.seed)
         return directory
-    if os.path.isdir(cfg.model):
-        return cfg.model
 
     def download():
         # Comes with tokenizers, and is slow to import.
@@ -346,7 +349,11 @@ def model_directory(cfg: Any, *patterns: str) -> str:
         return snapshot_download(cfg.model, allow_patterns=patterns)
 
     missing = f"model {cfg.model} is not a directory here (for a plan, of config.json alone)"
-    return hub.ask(cfg.model, download, f"{missing}, nor had from the hub")
+    # Hosts may differ in whether they have such a directory.
+    with cluster.together(f"model {cfg.model}"):
+        if os.path.isdir(cfg.model):
+            return cfg.model
+        return hub.ask(cfg.model, download, f"{missing}, nor had from the hub")
 
 
 def make_tiny(directory: str, seed: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import ROOT, run, until
+from conftest import ROOT, arguments, run, run_to_end, until
 
 from infra import hub
 
@@ -212,10 +212,10 @@ class Starts:
         self.hub = hub
         self.directory = directory
         self.home = directory / "home"
-        env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-        env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(self.home), "HF_HUB_OFFLINE": "0"}
-        env |= {"JAX_PLATFORMS": "cpu"}
-        for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN"):
+        self.env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(self.home), "HF_HUB_OFFLINE": "0"}
+        env = os.environ | self.env | {"JAX_PLATFORMS": "cpu"}
+        # What a machine may have set would lead away from this hub, or from an empty home.
+        for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN", "http_proxy", "HTTP_PROXY"):
             env.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, "-c", STARTS, ROOT],
@@ -429,6 +429,37 @@ def test_of_processes_that_share_a_disk_one_asks_and_the_others_find_the_copy(st
             assert counts[f"{method} /tiny/model/resolve/{COMMIT}/{name}"] == 1, counts
     (tree,) = (asked for asked in counts if "/api/models/tiny/model/tree/" in asked)
     assert counts[tree] == 1 and counts[INFO] == 8, counts
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_starts_from_the_hub(starts, tmp_path, monkeypatch):
+    for name, value in starts.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    busy = (429, {"Retry-After": "1"})
+    starts.hub.reset(lambda *request: busy if request == (INFO, 0) else None)
+    flags = (
+        "--data tiny/rows --eval_data none --max_prompt 99 --max_answer 8 --npq 4 --minibatches 1 "
+        "--sft_steps 0 --steps 1 --save_every 0 --entropy_bonus 0.1 --model"
+    )
+    text = run_to_end(tmp_path / "run", arguments([flags, "tiny/model"]), processes=2)
+    assert text.count("answers 429 Too Many Requests for tiny/model; trying again in") == 1, text
+    assert (tmp_path / "run/final/model.safetensors").exists()
+    assert sum("/resolve/" in asked and ".safetensors" in asked for asked in starts.hub.asked) == 2
+    # Both processes end, with the same exit code, if one of them gets no rows.
+    asked = []
+
+    def refuse_one(request, before):
+        if request.startswith("HEAD /datasets/tiny/rows/resolve/main/README.md"):
+            asked.append(request)
+            return (404, {"X-Error-Code": "RepoNotFound"}) if len(asked) == 1 else None
+        return None
+
+    starts.hub.reset(refuse_one)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    text = run_to_end(tmp_path / "none", arguments([flags, "tiny/model"]), processes=2, code=2)
+    assert text.count("tiny/rows cannot be loaded: DatasetNotFoundError") == 1, text
+    assert re.search("train.py: tiny/rows is not had by all: process [01] says why", text), text
 
 
 # ---------------------------------------------------------------- every request, every fault
