@@ -34,7 +34,7 @@ SPREAD = 30
 
 
 class HubError(OSError):
-    """The hub did not serve a request, however patiently it was asked."""
+    """The hub has not served a request, however patiently it was asked."""
 
 
 def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
@@ -86,8 +86,8 @@ def fault(error: BaseException) -> tuple[str, float] | None:
     while error is not None and error not in seen:
         seen.append(error)
         response = getattr(error, "response", None)
-        if response is not None:
-            status = response.status_code
+        status = getattr(response, "status_code", None)
+        if status is not None:
             if status not in (408, 429) and status < 500:
                 return None
             return f"the hub answers {status} {phrase(status)}", seconds_asked(response.headers)

@@ -431,33 +431,34 @@ def test_of_processes_that_share_a_disk_one_asks_and_the_others_find_the_copy(st
     assert counts[tree] == 1 and counts[INFO] == 8, counts
 
 
-@pytest.mark.slow
-def test_a_run_of_two_processes_starts_from_the_hub(starts, tmp_path, monkeypatch):
+def run_two(starts, tmp_path, monkeypatch, code=0):
+    """What a run of two processes prints, which share a disk without copies."""
     for name, value in starts.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    flags = (
+        "--model tiny/model --data tiny/rows --eval_data none --max_prompt 99 --max_answer 8 "
+        "--npq 4 --minibatches 1 --sft_steps 0 --steps 1 --save_every 0 --entropy_bonus 0.1"
+    )
+    return run_to_end(tmp_path / "run", arguments([flags]), processes=2, code=code)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_starts_from_the_hub(starts, tmp_path, monkeypatch):
     busy = (429, {"Retry-After": "1"})
     starts.hub.reset(lambda *request: busy if request == (INFO, 0) else None)
-    flags = (
-        "--data tiny/rows --eval_data none --max_prompt 99 --max_answer 8 --npq 4 --minibatches 1 "
-        "--sft_steps 0 --steps 1 --save_every 0 --entropy_bonus 0.1 --model"
-    )
-    text = run_to_end(tmp_path / "run", arguments([flags, "tiny/model"]), processes=2)
+    text = run_two(starts, tmp_path, monkeypatch)
     assert text.count("answers 429 Too Many Requests for tiny/model; trying again in") == 1, text
     assert (tmp_path / "run/final/model.safetensors").exists()
     assert sum("/resolve/" in asked and ".safetensors" in asked for asked in starts.hub.asked) == 2
-    # Both processes end, with the same exit code, if one of them gets no rows.
-    asked = []
 
-    def refuse_one(request, before):
-        if request.startswith("HEAD /datasets/tiny/rows/resolve/main/README.md"):
-            asked.append(request)
-            return (404, {"X-Error-Code": "RepoNotFound"}) if len(asked) == 1 else None
-        return None
 
-    starts.hub.reset(refuse_one)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
-    text = run_to_end(tmp_path / "none", arguments([flags, "tiny/model"]), processes=2, code=2)
+@pytest.mark.slow
+def test_all_processes_end_if_one_gets_no_data(starts, tmp_path, monkeypatch):
+    readme = "HEAD /datasets/tiny/rows/resolve/main/README.md"
+    refusal = (404, {"X-Error-Code": "RepoNotFound"})
+    starts.hub.reset(lambda *request: refusal if request == (readme, 0) else None)
+    text = run_two(starts, tmp_path, monkeypatch, code=2)
     assert text.count("tiny/rows cannot be loaded: DatasetNotFoundError") == 1, text
     assert re.search("train.py: tiny/rows is not had by all: process [01] says why", text), text
 
