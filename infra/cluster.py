@@ -42,6 +42,27 @@ def all_gather_hosts(value) -> np.ndarray:
     return np.asarray(gathered).reshape(-1, *np.shape(value))
 
 
+@contextlib.contextmanager
+def together(what: str):
+    """A block that gets `what` and that all processes leave at the same time. Every process must
+    enter.
+
+    Some of them may wait in it for minutes. If any stops in it, all stop, with exit code 2: else
+    the others would wait for it, or abort when process 0 is gone.
+    """
+    stopped = None
+    try:
+        yield
+    except SystemExit as e:
+        stopped = e
+    absent = []
+    if jax.process_count() > 1:
+        absent = np.flatnonzero(all_gather_hosts(int(stopped is not None))).tolist()
+    if stopped:
+        raise stopped
+    check(not absent, f"{what} is not had by all: process {min(absent, default=0)} says why")
+
+
 def host_count(mesh) -> int:
     """JAX processes that a mesh's devices belong to. The devices need not be here."""
     return len({device.process_index for device in mesh.devices.flat})

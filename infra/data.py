@@ -6,14 +6,10 @@ A row is a dict of all columns of the data. Its `question`, `answer` and, where 
 
 import contextlib
 import json
-import logging
 import math
 import os
 import random
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +17,7 @@ import jax
 import numpy as np
 import tokenizers
 
-from infra import columns, files, hf
+from infra import cluster, columns, files, hf, hub
 from infra.answers import final_number
 from infra.log import check, exit_on, say
 
@@ -160,38 +156,30 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
     else:
         endings = ", ".join(FILE_KINDS)
         check(not os.path.isfile(name), f"{name} is no file of questions; try {endings}")
-    no_answer = "" if os.path.exists(name) else reach_hub()
-    with exit_on(Exception, f"{name} cannot be loaded{no_answer}"):
+    # A directory of the same name as a set of the hub comes first, as in `datasets`.
+    path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
+
+    def read():
         # Slow to import, and not needed for other data.
         import datasets
 
         datasets.disable_progress_bars()
-        # It asks again where the hub does not answer, and would warn each time.
-        logging.getLogger("huggingface_hub").setLevel("ERROR")
         if kind:
             # A file has one split, which `datasets` calls train.
             return list(datasets.load_dataset(kind, data_files=name, split="train"))
-        path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
         split = "test" if held_out else "train"
         return list(datasets.load_dataset(path, config or None, split=split))
 
-
-def reach_hub() -> str:
-    """Ask the hub for a sign of life -> "", or why it gives no answer.
-
-    Where it gives none, its libraries are set to use the copies that they keep: they would ask for
-    half a minute. They read that setting when they are imported, so call this before.
-    """
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        # That page may be missing, but then the hub has answered.
-        with contextlib.suppress(urllib.error.HTTPError):
-            urllib.request.urlopen(url, timeout=10).close()
-    # Also a ValueError, where HF_ENDPOINT is no address.
-    except Exception as e:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        return f"; the hub gives no answer ({e}), and there is no copy here"
-    return ""
+    failure = f"{name} cannot be loaded"
+    if kind:
+        with exit_on(Exception, failure):
+            return read()
+    # Hosts may differ in whether they have such a directory.
+    with cluster.together(name):
+        if os.path.exists(path):
+            with exit_on(Exception, failure):
+                return read()
+        return hub.ask(name, read, failure)
 
 
 def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
@@ -353,19 +341,19 @@ def model_directory(cfg: Any, *patterns: str) -> str:
         if not os.path.isdir(directory):
             make_tiny(directory, cfg.seed)
         return directory
-    if os.path.isdir(cfg.model):
-        return cfg.model
-    # Comes with tokenizers, and is slow to import.
-    from huggingface_hub import errors, snapshot_download
+
+    def download():
+        # Comes with tokenizers, and is slow to import.
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(cfg.model, allow_patterns=patterns)
 
     missing = f"model {cfg.model} is not a directory here (for a plan, of config.json alone)"
-    with exit_on(Exception, f"{missing}, nor had from the hub"):
-        for seconds_to_wait in (1, 4):
-            # The hub gave no answer. That there is no such model would be one.
-            with contextlib.suppress(errors.LocalEntryNotFoundError):
-                return snapshot_download(cfg.model, allow_patterns=patterns)
-            time.sleep(seconds_to_wait)
-        return snapshot_download(cfg.model, allow_patterns=patterns)
+    # Hosts may differ in whether they have such a directory.
+    with cluster.together(f"model {cfg.model}"):
+        if os.path.isdir(cfg.model):
+            return cfg.model
+        return hub.ask(cfg.model, download, f"{missing}, nor had from the hub")
 
 
 def make_tiny(directory: str, seed: int) -> str:

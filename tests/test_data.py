@@ -5,8 +5,6 @@ import fractions
 import json
 import re
 import shutil
-import socketserver
-import threading
 from unittest import mock
 
 import numpy as np
@@ -161,34 +159,9 @@ def test_each_epoch_is_a_permutation_of_its_own():
     assert data.question_order(4, 0, 10, 10) != epochs[0]
 
 
-def test_the_hub_is_asked_again_only_where_it_does_not_answer(tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
-    pytest.importorskip("huggingface_hub.errors")
-    no_answer = hub.errors.LocalEntryNotFoundError("no answer")
-    refusal = hub.errors.HFValidationError("no such name")
-    for replies, n_asked in (
-        ([no_answer, no_answer, "here"], 3),
-        ([no_answer] * 9, 3),
-        ([refusal] * 9, 1),
-    ):
-        ask = mock.Mock(side_effect=replies)
-        with mock.patch.object(hub, "snapshot_download", ask), mock.patch("time.sleep") as slept:
-            if "here" in replies:
-                found = data.model_directory(train.Config(model="a/b"), "*.json")
-                assert found == "here"
-            else:
-                text = refused("--model a/b --out", tmp_path / "run")
-                assert str(replies[0]) in text and "(for a plan, of config.json alone)" in text
-        assert ask.call_count == n_asked
-        assert sum(call.args[0] for call in slept.call_args_list) <= 10
-
-
 def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path):
     for reply in ConnectionError("Couldn't reach it"), ValueError("no such data"):
-        with (
-            mock.patch("datasets.load_dataset", side_effect=reply),
-            mock.patch.object(data, "reach_hub", return_value=""),
-        ):
+        with mock.patch("datasets.load_dataset", side_effect=reply):
             text = refused("--data a/b --out", tmp_path / "run")
         assert f"a/b cannot be loaded: {log.first_line(reply)}" in text
 
@@ -201,23 +174,6 @@ def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
     (line,) = (line for line in text.splitlines() if not line.startswith("rollout: "))
     assert "gsm8k cannot be loaded; the hub gives no answer" in line, text
     assert "Connection refused" in line, text
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
-    """Its libraries would ask several times, and wait in between."""
-    asked = []
-
-    class Mute(socketserver.BaseRequestHandler):
-        def handle(self):
-            asked.append(self.client_address)
-
-    with socketserver.TCPServer(("127.0.0.1", 0), Mute) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        hub = f"http://127.0.0.1:{server.server_address[1]}"
-        env = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0"}
-        run_train("--data no/such --out", tmp_path / "run", code=2, **env)
-        server.shutdown()
-    assert len(asked) == 1
 
 
 def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
