@@ -1,7 +1,7 @@
-"""The GRPO loss (kernel.py) against float64 NumPy, token by token, and against Liger.
+"""Test the GRPO loss (kernel.py) against float64 NumPy, token by token, and against Liger.
 
-    python test_kernel.py           these tests alone; each comparison's largest error comes last
-    bash launch.sh test             these and those of tests/ (tests/test_loss.py: over meshes)
+    python test_kernel.py           these tests alone; prints each comparison's largest error last
+    bash launch.sh test             these and the tests in tests/ (tests/test_loss.py: over meshes)
 
 The Pallas kernels are compiled on a TPU and interpreted elsewhere.
 """
@@ -9,14 +9,14 @@ The Pallas kernels are compiled on a TPU and interpreted elsewhere.
 import os
 import sys
 
-# All tests run in this environment, those of tests/ too. It must be set before JAX looks.
-# A CPU shows as eight devices, so that meshes are real ones.
+# All tests, including those in tests/, run in this environment. Set it before JAX reads it.
+# Split the CPU into eight devices, so that tests run on real meshes.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-# XLA's threads: with one a core, the collectives of eight devices may deadlock.
+# XLA's threads: with one per core, the collectives of eight devices may deadlock.
 os.environ.setdefault("NPROC", "32")
-# float32 products are float32 on a GPU and a TPU too.
+# Compute float32 products in float32 on GPUs and TPUs, too.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-# Tests compile much and compute little, and LLVM's optimisation is most of a compilation on a CPU.
+# Tests compile a lot and compute little; on a CPU, LLVM's optimisation is most of a compilation.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import contextlib
@@ -39,7 +39,7 @@ import kernel
 
 # ---------------------------------------------------------------- what all tests use
 def pytest_terminal_summary(terminalreporter):
-    """Print what tests recorded: mostly the largest error of a comparison."""
+    """Print the values that tests recorded, mostly the largest error of a comparison."""
     lines = []
     for report in terminalreporter.getreports("passed"):
         for name, value in getattr(report, "user_properties", []):
@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def mesh(dp=1, fsdp=1, tp=1):
-    """A mesh over the first devices; skips the test where there are fewer."""
+    """A mesh over the first devices; skips the test if there are too few."""
     n = dp * fsdp * tp
     if len(jax.devices()) < n:
         pytest.skip(f"needs {n} devices, there are {len(jax.devices())}")
@@ -70,18 +70,19 @@ def relative(a, b):
 IMPLS = ("jax", "pallas", "full")
 VECTORS = ("weight", "advantage", "old", "sampler", "ref")
 KNOBS = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.3, "is_cap": 1.5, "entropy_bonus": 0.05}
-# What a gradient can be of: the loss, or a sum of log-probs or entropies with random cotangents.
+# Everything that a gradient can be taken of: the loss, and sums of log-probs and of entropies with
+# random cotangents.
 EVERYTHING = "loss logp entropy"
 
 
 @cache
 def blocks(impl, cores=1):
-    """Blocks so small that every edge is met, as far as a TPU, which compiles them, has such."""
+    """Blocks so small that tests reach every edge, as far as a TPU can compile them."""
     if impl != "pallas":
         return kernel.Blocks(128)
     if jax.default_backend() == "tpu":
         return kernel.Blocks(128, rows=128, vocab=32, hidden=128, vmem=8 << 20, step=16)
-    # To the interpreter what nobody wrote is NaN. Two cores can race, but are slow.
+    # The interpreter reads memory that was never written as NaN. Two cores can race, but are slow.
     interpret = pltpu.InterpretParams(
         num_cores_or_threads=cores,
         detect_races=cores > 1,
@@ -94,10 +95,11 @@ def blocks(impl, cores=1):
 
 
 def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.float32):
-    """-> (hidden [N, 24], head [V, 24], targets [N], {vector: [N]}, cotangents [2, N]), random.
+    """Returns random (hidden [N, 24], head [V, 24], targets [N], {vector: [N]}, cotangents [2, N]).
 
-    The largest logit of every third token is +-top. Ratios keep away from the bounds of the clip,
-    so that rounding does not decide. Masked tokens hold NaN and infinity, but for their targets.
+    The largest logit of every third token is +-top. Ratios stay away from the clip bounds, so that
+    rounding does not decide what is clipped. Masked tokens hold NaN and infinity in all but their
+    targets and weights.
     """
     rng = np.random.default_rng(seed)
     hidden = rng.standard_normal((N, 24))
@@ -135,9 +137,9 @@ def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.floa
 
 
 def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
-    """The formulas in float64, token by token.
+    """The formulas of kernel.py in float64, token by token.
 
-    -> (loss [N], {statistic: [N]}, dh [N, D], dW [V, D], cases of clip and cap, counted)
+    Returns (loss [N], {statistic: [N]}, dh [N, D], dW [V, D], a Counter of clip and cap cases).
     """
     clip_low, clip_high, beta, is_cap, entropy_bonus = (KNOBS | knobs).values()
     low, high = 1 - clip_low, 1 + clip_high
@@ -150,7 +152,7 @@ def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
     loss = np.zeros(len(y))
     tokens = defaultdict(lambda: np.zeros(len(y)))
     cases = Counter()
-    # The gradient of what is asked for with respect to each log-prob (g) and entropy (e).
+    # The gradient of the parts that `of` names, with respect to each log-prob (g) and entropy (e).
     g = live * cotangents[0] if "logp" in of else np.zeros(len(y))
     e = live * cotangents[1] if "entropy" in of else np.zeros(len(y))
     for i in np.flatnonzero(live):
@@ -199,7 +201,7 @@ def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
 # ---------------------------------------------------------------- running kernel.py
 @partial(jax.jit, static_argnames=("impl", "T", "of", "on", "cores", *KNOBS))
 def gradients(h, W, y, v, cotangents, impl, T, of, on, cores, **knobs):
-    """-> (loss, {statistic: [N]}, dh, dW) of grpo_loss and what else `of` names."""
+    """Returns (loss, {statistic: [N]}, dh, dW) of grpo_loss; gradients are of the parts in `of`."""
 
     def objective(h, W):
         loss, tokens = kernel.grpo_loss(
@@ -208,7 +210,7 @@ def gradients(h, W, y, v, cotangents, impl, T, of, on, cores, **knobs):
         parts = {"loss": loss}
         for name, cotangent in zip(("logp", "entropy"), cotangents, strict=True):
             parts[name] = jnp.sum(cotangent * tokens[name])
-        # Of a half, so that the loss does not come with a cotangent of 1.
+        # Differentiate half the sum, so that the cotangent of the loss is not 1.
         return sum(parts[name] for name in of.split()) / 2, (loss, tokens)
 
     gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
@@ -218,7 +220,7 @@ def gradients(h, W, y, v, cotangents, impl, T, of, on, cores, **knobs):
 
 
 def without_races(f, *args, **settings):
-    """f's result; no race was found, and nothing came of memory that nobody wrote."""
+    """Returns f's result. Asserts that no race was found; memory that nobody wrote reads as NaN."""
     unwritten = mock.patch.object(
         jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)
     )
@@ -226,7 +228,7 @@ def without_races(f, *args, **settings):
         with contextlib.redirect_stdout(io.StringIO()) as said, unwritten:
             out = jax.block_until_ready(f(*args, **settings))
     finally:
-        # After a failure its state would reach the next call.
+        # After a failure, the interpreter's state would leak into the next call.
         pltpu.reset_tpu_interpret_mode_state()
     assert "RACE DETECTED" not in said.getvalue(), said.getvalue()
     return out
@@ -254,9 +256,9 @@ compiled_terms = jax.jit(kernel.grpo_terms, static_argnames=tuple(KNOBS))
 
 
 def check_loss(impl, inputs, T, of="loss", eps=1e-5, **knobs):
-    """The loss is NumPy's, and log-probs are `score`'s.
+    """Assert that the loss equals NumPy's, and that log-probs and entropies equal `score`'s.
 
-    -> (errors of log-prob, loss, dh, dW; cases of clip and cap, counted)
+    Returns (errors of log-prob, loss, dh and dW; a Counter of clip and cap cases).
     """
     hidden, _, _, vectors, _ = inputs
     loss, tokens, dh, dW = run_loss(impl, inputs, T, of, **knobs)
@@ -290,7 +292,7 @@ def is_finite(tree):
 
 
 # ---------------------------------------------------------------- tests
-# Chunks and tiles end in the middle of tokens, vocabulary and hidden states.
+# Chunks and tiles do not divide the numbers of tokens, vocabulary rows and hidden columns.
 # fmt: off
 CASES = [  # tokens, vocabulary, temperature, dtype, entropy bonus, gradient of
     (296, 203, 0.6, "float32", 0.0, "loss"),
@@ -315,7 +317,7 @@ def test_loss_equals_numpy(impl, record_property):
         errors, cases = check_loss(impl, inputs, T, of, eps, entropy_bonus=bonus)
         worst[dtype] = max(worst[dtype], *errors)
         seen += cases
-    # Every side of the clip for either sign of the advantage, and both sides of the cap.
+    # All three sides of the clip with either sign of the advantage, and both sides of the cap.
     assert len(seen) == 8 and min(seen.values()) > 5, seen
     for dtype, error in worst.items():
         record_property(f"largest error in {dtype}", f"{error:.1e}")
@@ -323,7 +325,7 @@ def test_loss_equals_numpy(impl, record_property):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_masked_tokens_are_as_if_they_were_not_there(impl):
-    """Whatever they hold; where all are masked, everything is 0."""
+    """This holds whatever masked tokens contain. If all tokens are masked, everything is 0."""
     hidden, head, targets, vectors, cotangents = loss_inputs(296, 203, 1.3, 9)
     live = vectors["weight"] > 0
     clean_vectors = {k: np.where(live, a, 0) for k, a in vectors.items()}
@@ -344,7 +346,7 @@ def test_masked_tokens_are_as_if_they_were_not_there(impl):
 
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
 def test_loss_equals_liger(kind, record_property):
-    """Three ways of another's to weigh answers, with KL and importance weights, off-policy."""
+    """Compare Liger's three ways to weigh answers, off-policy, with KL and importance weights."""
     torch = pytest.importorskip("torch")
     liger = pytest.importorskip("liger_kernel.chunked_loss", exc_type=ImportError)
     B, T = 8, 24
@@ -382,7 +384,7 @@ def test_loss_equals_liger(kind, record_property):
     v["weight"] = np.float32(weight.ravel())
     inputs = (hidden, head, targets, v, cotangents)
     cases = numpy_loss(*inputs, 0.7)[-1].values()
-    # Every side of the clip for either sign of the advantage, and both sides of the cap.
+    # All three sides of the clip with either sign of the advantage, and both sides of the cap.
     assert len(cases) == 8
     assert min(cases) > 10
     worst = 0.0
@@ -396,5 +398,5 @@ def test_loss_equals_liger(kind, record_property):
 
 
 if __name__ == "__main__":
-    # This module is also the plugin that prints what was measured.
+    # This module is also the pytest plugin that prints the recorded values.
     sys.exit(pytest.main([__file__, *sys.argv[1:]], plugins=[sys.modules["__main__"]]))

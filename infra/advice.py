@@ -1,4 +1,4 @@
-"""Why a run learns nothing: the likeliest cause, from the metrics of its last GRPO steps."""
+"""Find the likeliest reason why a run learns nothing, from the metrics of its last GRPO steps."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ STEPS_BETWEEN = 50
 FEW = 0.05
 # These metrics tell the cause. A run whose SOLVED reads no numbers has no `no_number`.
 CAUSES = ("group/zero_variance", "truncated", "solved", "no_number")
-# These names begin like the metric of a reward function, and are over all functions.
+# These names look like the metric of one reward function, but cover all functions.
 OF_ALL_FUNCTIONS = {"reward/mean", "reward/std", "reward/faults"}
 
 
 def why_nothing_is_learned(steps: Sequence[dict]) -> str:
-    """One line of advice, or "" while groups have a variance, or there are too few steps.
+    """Returns one line of advice, or "" if rewards vary within groups or there are too few steps.
 
     steps: the metrics of the last GRPO steps, at most STEPS, the newest last. A group whose
     rewards are all equal has no advantage, and so no gradient.
@@ -34,7 +34,7 @@ def why_nothing_is_learned(steps: Sequence[dict]) -> str:
 
 
 def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
-    """A cause with its number, and what to do: causes that hide others come first."""
+    """Returns a cause with its number, and what to do. A cause that hides others comes first."""
     if mean["truncated"] > 0.5:
         longest = steps[-1]["len/answer_max"]
         return (
@@ -53,7 +53,7 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
             f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or take "
             "easier questions; look at samples.jsonl"
         )
-    # The values of single answers are not here: a mean that never moves suggests a constant.
+    # There are no scores of single answers here, but a constant mean suggests a constant score.
     for name in steps[-1]:
         is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
         values = [step.get(name) for step in steps]

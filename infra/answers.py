@@ -1,7 +1,7 @@
-r"""The final number of a text, as an exact fraction, or None for an answer that is no number.
+r"""Read the final number of a text as an exact fraction, or None if the answer is not a number.
 
-A number may have words, a unit, a currency or a percent sign around it, and nothing else of
-mathematics: of 2\pi, x^2 + 1 or (1, 2) no part is compared as if it were the answer.
+Words, a unit, a currency sign or a percent sign may stand around the number, but no other
+mathematics: no part of 2\pi, x^2 + 1 or (1, 2) is compared as if it were the answer.
 """
 
 import fractions
@@ -32,14 +32,14 @@ TOKEN = re.compile(
     """,
     re.X,
 )
-# Symbols of a sentence; every other symbol is one of mathematics.
+# Symbols that belong to a sentence; every other symbol belongs to mathematics.
 PUNCTUATION = set(".,;:?!\"'()[]%\u00b0\u2019\u201c\u201d-\u2013\u2014")
 OPENING = set("([")
 EQUALS = set("=\u2248")
-# Between two numbers these words make a pair of them.
+# Two numbers joined by one of these words are a pair.
 JOINING = {"and", "or", "to", "by", "over", "through", "x", "vs"}
 MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
-# Units that may stand against the number, as in 5cm, and short words that may follow one.
+# Units that may follow a number without a space, as in 5cm, and short words that may follow it.
 UNITS = set(
     "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
     "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
@@ -50,16 +50,17 @@ LETTERS_AS_UNITS = set("mgshlL")
 LETTERS_AS_WORDS = set("aAI")
 TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
-# LaTeX's \boxed{}, with braces inside up to three deep.
+# LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 
 def final_number(text: str) -> fractions.Fraction | None:
-    r"""The final answer in a text, or None where that is no number.
+    r"""Returns the final answer in a text, or None if the answer is not a number.
 
-    It is the last <answer> that holds something, nested, closed or not; without such tags the last
-    \boxed{}; else the last line after ####; else the last number of the text, with its formula.
+    The answer is the last <answer> that is not empty, even if it is nested or not closed. Without
+    these tags it is the last \boxed{}, else the last line after ####, else the last number of the
+    text, with the formula around it.
     """
     marked = (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S)
@@ -68,18 +69,18 @@ def final_number(text: str) -> fractions.Fraction | None:
     )
     if not marked:
         return read_number(text, is_marked=False)
-    # An answer may hold a \boxed{} in its turn.
+    # A marked answer may itself contain a \boxed{}.
     last = next((part for part in reversed(marked) if part.strip()), "")
     boxed = BOXED.findall(last)
     return read_number(boxed[-1] if boxed else last, is_marked=True)
 
 
 def plain(text: str) -> str:
-    """A text whose LaTeX is written as people write: 3\\frac12 becomes 3 1/2."""
+    """Rewrite LaTeX as plain text: 3\\frac12 becomes 3 1/2."""
     text = text.replace("\u2212", "-").replace("{,}", ",")
-    # Half a character that was decoded alone.
+    # Drop replacement characters: each is half a character that was decoded alone.
     text = text.replace("\ufffd", " ")
-    # Spaces of LaTeX, and commands that only set type.
+    # Replace LaTeX's spaces and the commands that only affect typesetting.
     text = re.sub(r"\\!", "", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3})", "", text)
     text = re.sub(r"\\(?:[,;: ()\[\]]|(?:q?quad|left|right|displaystyle)(?![A-Za-z]))|~", " ", text)
@@ -96,23 +97,24 @@ def plain(text: str) -> str:
     text = re.sub(r"(?<=\w)\*\*(?=[-\w])", "^", text).replace("**", "")
     text = re.sub(r"\^\{\s?([-+]?\d+)\s?\}", r"^\1", text)
     text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
-    # The exponent of a unit, as in 25 cm^2 or 25 m^2, is no number of its own.
+    # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
     text = re.sub(r"((?<=\d)\s*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
-    # A currency, or the dollars around a formula.
+    # Drop currency signs, or the dollar signs around a formula, but keep the minus before them.
     text = re.sub(r"\b(?:minus|negative)\s(?=[$€£\d.])", "-", text)
     text = re.sub(r"-\s?[$€£]\s?(?=[\d.])", "-", text)
     return re.sub("[$€£]", " ", text)
 
 
 def fraction_text(match: re.Match) -> str:
-    """The text a/b of a LaTeX fraction, apart from a whole number before it."""
+    """The text a/b of a LaTeX fraction, separated from a whole number before it."""
     before, numerator, digit, denominator, last_digit = match.groups()
     text = f"{numerator or digit}/{denominator or last_digit}"
     return f"{before} {text}" if before else text
 
 
 def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
-    """The only number of a marked answer, or the last one of a text; None if it is part of more."""
+    """Returns the only number of a marked answer, or the last number of an unmarked text. Returns
+    None if there is no number, or it is part of a larger expression."""
     tokens = list(TOKEN.finditer(plain(text)))
     places = [i for i, token in enumerate(tokens) if token["number"]]
     if not places:
@@ -120,12 +122,12 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
     last = places[-1]
     before = tokens[:last]
     sign = 1
-    # A minus sign with a space after it, where nothing is subtracted from.
+    # A plus or minus with a space after it is the number's sign if no term stands before it.
     if before and before[-1][0] in "-+" and (len(before) == 1 or before[-2][0] in EQUALS):
         sign = -1 if before[-1][0] == "-" else 1
         before = before[:-1]
     value = value_of(tokens[last])
-    # Digits that are joined to what stands before them, as in x2 or _8.
+    # Digits attached to the text before them, as in x2 or _8, are not a number.
     if value is None or re.search(r"[\w.)\]}]\Z", tokens[last].string[: tokens[last].start()]):
         return None
     scale = scale_after(tokens[last], tokens[last + 1 :], is_marked)
@@ -135,12 +137,12 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
 
 
 def value_of(token: re.Match) -> fractions.Fraction | None:
-    """The number of a token; None for x/0, and for more digits than Python converts."""
+    """The value of a number token; None for x/0, and for more digits than Python converts."""
     sign = -1 if token["sign"] == "-" else 1
     try:
         if token["whole"]:
             part = fractions.Fraction(int(token["part"]), int(token["parts"]))
-            # 2 3/2 is no mixed number.
+            # 2 3/2 is not a mixed number.
             return sign * (int(token["whole"]) + part) if part < 1 else None
         if token["bare"]:
             return sign * fractions.Fraction(10) ** int(token["power"])
@@ -158,7 +160,7 @@ def is_letter(token: re.Match) -> bool:
 
 
 def is_maths(token: re.Match) -> bool:
-    """Whether a token belongs to a formula: an operator, a command of LaTeX, the root's name."""
+    """Whether a token belongs to a formula: an operator, a LaTeX command, a name such as sqrt."""
     is_operator = token["symbol"] and token[0] not in PUNCTUATION
     return bool(is_operator or token["command"] or token[0].lower() in MATHS)
 
@@ -166,7 +168,8 @@ def is_maths(token: re.Match) -> bool:
 def scale_after(
     number: re.Match, after: list[re.Match], is_marked: bool
 ) -> fractions.Fraction | int | None:
-    """What the words after a number multiply it by, as a million; None where a formula goes on."""
+    """Returns the factor that the words after a number multiply it by, such as a million; None if a
+    formula goes on after the number."""
     for place, token in enumerate(after):
         if token["line"] or is_end_of_sentence(token):
             break
@@ -175,7 +178,7 @@ def scale_after(
         is_known = token[0] in LETTERS_AS_UNITS | LETTERS_AS_WORDS
         if is_marked and is_letter(token) and not is_known:
             return None
-        # A letter after a minus sign is subtracted.
+        # A letter after a minus sign is a variable that is subtracted.
         if is_letter(token) and place > 0 and after[place - 1][0] == "-":
             return None
     while after and after[0][0] in "%\u00b0":
@@ -186,12 +189,13 @@ def scale_after(
     is_attached = first.start() == number.end()
     if first["word"]:
         return word_scale(first[0], is_attached)
-    # A factorial, a product, an argument.
+    # A symbol attached to the number may begin a factorial, a product or an argument.
     return None if is_attached and first[0] in "!([:" else 1
 
 
 def word_scale(word: str, is_attached: bool) -> int | None:
-    """What the word after a number multiplies it by; None for a variable, as in 2x or 2 xy."""
+    """Returns the factor that the word after a number multiplies it by; None for a variable, as in
+    2x or 2 xy."""
     if word in TIMES:
         return 10 ** TIMES[word]
     parts = re.split("[/-]", word)
@@ -210,13 +214,13 @@ def is_end_of_sentence(token: re.Match) -> bool:
 
 
 def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bool:
-    """Whether tokens leave the number after them on its own."""
+    """Whether the tokens before a number allow it to stand alone, not as part of a formula."""
     # (1,200) may be a pair.
     if before and before[-1][0] in OPENING and "," in number[0]:
         return False
     if before and before[-1][0] in EQUALS:
         return is_left_side(list(run_back(before[:-1])))
-    # A dash stands apart in a sentence only.
+    # A dash before a number is punctuation only in a sentence, with a space after it.
     if before and before[-1][0] == "-" and (is_marked or before[-1].end() == number.start()):
         return False
     if is_marked:
@@ -237,19 +241,19 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
 
 
 def is_variable(token: re.Match) -> bool:
-    """Whether a token before a number is a letter, and no word such as `a` or `I`."""
+    """Whether a token before a number is a letter, and not a word such as `a` or `I`."""
     return is_letter(token) and token[0] not in LETTERS_AS_WORDS
 
 
 def is_call(before: list[re.Match], number: re.Match) -> bool:
-    """Whether the number is an argument, or within brackets that hold a product: f(5), (3)(5)."""
+    """Whether the number is an argument, or a factor in brackets: f(5), (3)(5)."""
     if not before or before[-1][0] not in OPENING:
         return False
     return bool(re.search(r"[\w)\]]\Z", number.string[: before[-1].start()]))
 
 
 def run_back(before: list[re.Match]) -> Iterator[re.Match]:
-    """The tokens of the formula at the end of a text, from the last one back."""
+    """Yields the tokens of the formula at the end of a text, from the last one backwards."""
     for token in reversed(before):
         is_word = token["word"] and not is_letter(token)
         if token["line"] or is_end_of_sentence(token) or is_word:
@@ -258,7 +262,7 @@ def run_back(before: list[re.Match]) -> Iterator[re.Match]:
 
 
 def is_left_side(tokens: list[re.Match]) -> bool:
-    """Whether an equation with this left side says what a number is: x = 5, 2 + 3 = 5."""
+    """Whether an equation with this left side states a number, as x = 5 and 2 + 3 = 5 do."""
     letters = [token for token in tokens if token["word"]]
     if letters:
         return len(tokens) == 1

@@ -1,4 +1,4 @@
-"""The devices that are known: what each has, those that are not here to compile for."""
+"""Figures of known chips, and devices of absent TPUs and GPUs to compile for."""
 
 import math
 import os
@@ -17,22 +17,24 @@ GIB = 2**30
 # ---------------------------------------------------------------- chips
 @dataclass(frozen=True)
 class Chip:
-    """What a device has, as its maker says; 0 where that is not known."""
+    """The figures that a device's maker publishes; if unknown, memory is inf and the others 0."""
 
     gib: float = math.inf  # memory that programs may use
-    bandwidth: float = 0  # bytes a second of that memory
-    flops: float = 0  # bfloat16 operations a second
-    clock: float = 0  # of a TPU, cycles a second
-    link: float = 0  # of a TPU, bytes a second that it sends along one axis of the torus
+    bandwidth: float = 0  # bytes per second of that memory
+    flops: float = 0  # bfloat16 operations per second
+    clock: float = 0  # TPU only: cycles per second
+    link: float = 0  # TPU only: bytes per second that it sends along one axis of the torus
 
 
-# For a message to reach a TPU's next chip ("How to Scale Your Model", "Sharded Matrices").
+# The time for a message to reach a neighbouring TPU chip ("How to Scale Your Model", "Sharded
+# Matrices").
 HOP_SECONDS = 1e-6
 
-# By the start of JAX's device_kind; the longer name comes first. Google's documentation of the
-# Cloud TPUs has the figures. A clock is what a chip's peak is of its matrix units, which multiply
-# and add in each cycle: 8 of 128 x 128 in a v4 and v5p, 4 in a v5e, 16 in a v6e. The links of an
-# axis are a third (v4, v5p) or half of a chip's, and half of their bandwidth is for sending.
+# Keys are prefixes of JAX's device_kind; a longer key comes before its own prefix. Google's
+# documentation of Cloud TPUs has the TPU figures. The clock is the chip's peak divided by the
+# operations of its matrix units per cycle, a multiply and an add per cell: v4 and v5p have 8 units
+# of 128 x 128 cells, v5e has 4, v6e has 16. One axis of the torus has a third (v4, v5p) or half of
+# a chip's links, and half of their bandwidth is for sending.
 CHIPS = {
     "TPU v4": Chip(30.75, 1.2e12, 275e12, 1.05e9, 1e11),
     "TPU v5 lite": Chip(15.7, 8.2e11, 197e12, 1.5e9, 1e11),
@@ -42,12 +44,12 @@ CHIPS = {
     "NVIDIA H100": Chip(79.11, 3.35e12, 990e12),
     "NVIDIA H200": Chip(141.0, 4.8e12, 990e12),
 }
-# Of a GPU's memory JAX takes this share as it starts, unless this variable says otherwise; the rest
-# is CUDA's and NCCL's.
+# JAX takes this share of a GPU's memory at start-up, unless the environment variable says
+# otherwise. The rest is left to CUDA and NCCL.
 GPU_SHARE = 0.75
 GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# Of that share, what a plan may fill. What cuDNN and cuBLAS work in is in no compiler's figure, and
-# between arrays there are gaps.
+# A plan may fill this part of JAX's share: the compiler's figures leave out the workspace of cuDNN
+# and cuBLAS, and there are gaps between arrays.
 GPU_FILLED = 0.95
 
 
@@ -59,12 +61,12 @@ def chip(device) -> Chip:
 
 
 def host_memory() -> float:
-    """GiB of this host."""
+    """Memory of this host, in GiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 def device_memory(device) -> float:
-    """GiB of a device that a program may take; inf where it is not known."""
+    """Memory of a device that a program may take, in GiB; inf if unknown."""
     if device.platform == "cpu":
         # The CPU's devices share the host's memory.
         return host_memory() / jax.local_device_count()
@@ -72,7 +74,7 @@ def device_memory(device) -> float:
     try:
         gib = (device.memory_stats() or {})["bytes_limit"] / GIB
     except (KeyError, jax.errors.JaxRuntimeError):
-        # A device that is not here, or one that does not tell.
+        # The device is absent, or its backend does not report its memory.
         gib = chip(device).gib
         if is_gpu:
             gib *= float(os.environ.get(GPU_SHARE_VARIABLE, GPU_SHARE))
@@ -80,33 +82,33 @@ def device_memory(device) -> float:
 
 
 def least_memory(mesh) -> float:
-    """GiB of the device of a mesh that has least; all processes get the same answer."""
+    """Memory of the smallest device in a mesh, in GiB; the same on all processes."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     least = min(device_memory(device) for device in local)
     return float(all_gather_hosts(np.float32(least)).min())
 
 
-# ---------------------------------------------------------------- devices that are not here
+# ---------------------------------------------------------------- absent devices
 def absent_devices(kind: str) -> list:
-    """The devices of a kind such as v6e-8 or h100-8, to compile for. Raises ValueError for no such
-    kind, and others where what compiles for it is not installed."""
-    # Otherwise JAX looks for devices of this machine, and registers no CUDA where there are none.
+    """Returns the devices of a kind such as v6e-8 or h100-8, to compile for. Raises ValueError for
+    an unknown kind, and other errors if the compiler for the kind is not installed."""
+    # Otherwise JAX looks for this machine's devices, and registers no CUDA if there is no GPU.
     jax.config.update("jax_platforms", "cpu")
     return tpu_devices(kind) if kind.startswith("v") else gpu_devices(kind)
 
 
 def tpu_devices(slice_type: str) -> list:
-    """The devices of a slice such as v6e-8, to compile for. Raises ValueError for no such type."""
+    """Returns the devices of a slice such as v6e-8. Raises ValueError for an unknown type."""
     from jax.experimental import topologies
 
-    # The sizes that Google has and that were compiled for.
+    # The sizes that Google offers and that we have compiled for.
     sizes = "1|4|8|16|32|64|128|256"
     known = re.fullmatch(rf"(v4|v5p|v5litepod|v6e)-({sizes})", slice_type)
     if not known:
         raise ValueError(
             f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256"
         )
-    # Otherwise libtpu looks for a TPU, and waits for it, and warns that it knows no type.
+    # Otherwise libtpu looks for a TPU, waits for it, and warns that it does not know its type.
     os.environ |= {
         "TPU_ACCELERATOR_TYPE": slice_type,
         "TPU_SKIP_MDS_QUERY": "1",
@@ -114,13 +116,13 @@ def tpu_devices(slice_type: str) -> list:
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
     kind, size = known.groups()
-    # v4 and v5p count cores, two a chip, and their chips lie in three dimensions.
+    # The sizes of v4 and v5p count cores, two per chip, and their slices have three dimensions.
     dimensions = 3 if kind in ("v4", "v5p") else 2
     chips = int(size) // (dimensions - 1)
     if dimensions == 3:
         options = {"chip_config_name": "megacore"}
     else:
-        # Chips of a host: one, eight in a slice of eight, else four.
+        # A host has one chip in a slice of one, eight in a slice of eight, else four.
         bounds = {1: [1, 1, 1], 8: [2, 4, 1]}.get(chips, [2, 2, 1])
         options = {"chips_per_host_bounds": bounds}
     sides = "x".join(str(side) for side in slice_sides(chips, dimensions))
@@ -129,7 +131,7 @@ def tpu_devices(slice_type: str) -> list:
 
 
 def slice_sides(chips, dimensions):
-    """Sides of a slice, powers of two as equal as can be; sides of 1 come last."""
+    """The sides of a slice: powers of two, as equal as possible. Sides of 1 come last."""
     exponent = chips.bit_length() - 1
     sides = [2 ** ((exponent + i) // dimensions) for i in range(dimensions)]
     return sorted(sides, key=lambda side: (side == 1, side))
@@ -137,16 +139,16 @@ def slice_sides(chips, dimensions):
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA asks of a GPU that is not here; from its published specs of these (openxla/xla,
+    """What XLA needs to know to compile for an absent GPU, from XLA's published specs (openxla/xla,
     xla/backends/gpu/target_config/specs)."""
 
     name: str  # JAX's device_kind
-    capability: str  # in CUDA's words; accelerated: with instructions of Hopper alone
+    capability: str  # CUDA compute capability; the accelerated features are Hopper's alone
     cores: int
-    units_of_core: int  # of float32
+    units_of_core: int  # float32 units
     clock_ghz: float
     memory_bytes: int
-    bandwidth: int  # bytes a second
+    bandwidth: int  # bytes per second
     l2_bytes: int
     shared_bytes_of_core: int
     shared_bytes_of_block: int
@@ -162,7 +164,7 @@ GPUS = {
                 132, 128, 1.98, 151397597184, 4800000000000, 52428800, 233472, 232448),
 }
 # fmt: on
-# A GpuTargetConfigProto. What is the same of all stands as a number; versions are those that the
+# A GpuTargetConfigProto. Values that all these GPUs share are literals; the versions are those that
 # programs are compiled for.
 TARGET = """
 gpu_device_info {{
@@ -193,14 +195,14 @@ device_description_str: "{gpu.name}"
 
 
 class PinnedHost(NamedSharding):
-    """A sharding in the hosts' pinned memory over GPUs that are not here: of these JAX knows no
-    memory, and drops its name from others."""
+    """A sharding in the hosts' pinned memory, over absent GPUs. JAX does not know their memory
+    kinds, and so drops the memory kind of an ordinary sharding over them."""
 
     @property
     def memory_kind(self):
         return "pinned_host"
 
-    # JAX's caches must tell it from the same sharding on the devices.
+    # JAX's caches must not confuse this sharding with the same one on the devices.
     def __eq__(self, other):
         return isinstance(other, PinnedHost) and super().__eq__(other)
 
@@ -209,13 +211,14 @@ class PinnedHost(NamedSharding):
 
 
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding in the hosts' pinned memory. The devices need not be here."""
+    """Returns the same sharding in the hosts' pinned memory. The devices may be absent."""
     on_host = sharding.with_memory_kind("pinned_host")
     return on_host if on_host.memory_kind else PinnedHost(sharding.mesh, sharding.spec)
 
 
 def gpu_devices(kind: str) -> list:
-    """The GPUs of a kind such as h100-16, eight in a host."""
+    """Returns the GPUs of a kind such as h100-16, eight per host. Raises ValueError for an unknown
+    kind."""
     from jax.experimental import topologies
 
     known = re.fullmatch(rf"({'|'.join(GPUS)})-([1-9]\d*)", kind)
@@ -224,7 +227,7 @@ def gpu_devices(kind: str) -> list:
         raise ValueError(
             f"{kind} is not one of {'-, '.join(GPUS)}-, and 1, 2, 4, 8 or a multiple of 8"
         )
-    # Too much is no error there, but a warning on the terminal.
+    # Hide warnings: XLA prints one, and raises no error, if a program takes too much GPU memory.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     per_host = min(n, 8)
     return topologies.get_topology_desc(

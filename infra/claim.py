@@ -1,9 +1,10 @@
 """One run at a time in a directory.
 
-Two runs that write the same checkpoints and metrics would mix them. On one machine a lock prevents
-that, which ends with the process that holds it, however that dies. Machines that share a disk or a
-bucket may not have each other's locks: there a run writes `claim.json` anew every few seconds while
-it lives, and one that finds the claim of another machine waits for a while whether it changes.
+Two runs in the same directory would mix their checkpoints and metrics. On one machine a lock
+prevents this: the lock ends with the process that holds it, however the process dies. Machines that
+share a disk or a bucket may not see each other's locks. There, a run rewrites `claim.json` every
+few seconds as a sign of life, and a run that finds another machine's claim waits to see whether the
+claim changes.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ from typing import Any
 from infra.bucket import AbsentError, BucketError, gcloud
 
 SECONDS_BETWEEN_SIGNS = 20
-# Longer than a sign takes that was late, or that a bucket failed to take once.
+# Long enough to see a sign that is late, or the next sign if a bucket failed to take one.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
-# Longer than from reading that there is no claim until one's own is written, with a bucket too.
+# Longer than a run takes from reading that there is no claim to writing its own, even to a bucket.
 SECONDS_TO_ARBITRATE = 5
 
 # File descriptors of the directories that this process has locked.
@@ -29,7 +30,7 @@ LOCKED = set()
 
 
 def forget_locks():
-    """In a child that was forked: it would hold the locks beyond the end of this process."""
+    """Close the locks in a forked child: it would hold them after this process has ended."""
     while LOCKED:
         os.close(LOCKED.pop())
 
@@ -38,12 +39,12 @@ os.register_at_fork(after_in_child=forget_locks)
 
 
 class InUse(Exception):
-    """Another run writes there; the message names its process, its machine and since when."""
+    """Another run uses the directory; the message names its process, machine and start time."""
 
 
 def read_claim(path: str, bucket: str) -> dict:
-    """What the claim says, {} where there is none. With a bucket, the claim there counts, and
-    BucketError is raised where that cannot be reached."""
+    """Returns the claim, or {} if there is none. With a bucket, the claim in the bucket counts;
+    raises BucketError if the bucket cannot be reached."""
     if bucket:
         try:
             gcloud("cp", f"{bucket}/claim.json", path)
@@ -54,25 +55,25 @@ def read_claim(path: str, bucket: str) -> dict:
             holder = json.load(f)
     except (OSError, ValueError):
         return {}
-    # JSON of another kind is no claim of ours.
+    # JSON that is not an object is not a claim of ours.
     return holder if isinstance(holder, dict) else {}
 
 
 def write_claim(path: str, bucket: str, claim: dict) -> None:
-    """Write the claim here and to the bucket; where that fails, the next sign may succeed."""
-    # For a full disk, and for gcloud: a BucketError is an OSError.
+    """Write the claim here and to the bucket. Errors are ignored, as the next sign may succeed."""
+    # OSError covers a full disk and gcloud: a BucketError is an OSError.
     with contextlib.suppress(OSError):
-        # By a rename, so that nobody reads half a claim.
+        # Write by renaming, so that nobody reads half a claim.
         with open(f"{path}.tmp", "w", encoding="utf-8") as f:
             json.dump(claim, f)
         os.replace(f"{path}.tmp", path)
         if bucket:
-            # A sign that comes minutes late is none.
+            # Do not retry: a sign that comes minutes late is of no use.
             gcloud("cp", path, f"{bucket}/claim.json", tries=1)
 
 
 def in_use(out: str, holder: dict) -> InUse:
-    # A process may have the lock and no claim yet.
+    # A process may hold the lock before it has written its claim.
     who = "a process that has just begun"
     if holder:
         who = f"process {holder.get('pid')} on {holder.get('host')}, which runs since "
@@ -82,12 +83,12 @@ def in_use(out: str, holder: dict) -> InUse:
 
 @contextlib.contextmanager
 def locked(out: str, holder: dict) -> Iterator[bool]:
-    """Inside, this process has the lock of the directory, unless the file system has none.
+    """Hold the directory's lock inside the context, unless the file system has no locks.
 
-    -> whether it has. Raises InUse, which names the holder, where another process of this machine
-    has it.
+    Yields whether this process holds the lock. Raises InUse, which names the holder, if another
+    process on this machine holds it.
     """
-    # The lock is of the directory itself, so that it needs no file that might be deleted.
+    # Lock the directory itself: a lock file might be deleted.
     directory = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +103,7 @@ def locked(out: str, holder: dict) -> Iterator[bool]:
     try:
         yield has_lock
     finally:
-        # This also gives up the lock. In a forked child it is closed already.
+        # Closing releases the lock. A forked child has closed its descriptor already.
         if directory in LOCKED:
             LOCKED.remove(directory)
             os.close(directory)
@@ -110,15 +111,15 @@ def locked(out: str, holder: dict) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> Iterator[None]:
-    """Inside, no other run uses the directory `out`, nor `bucket` (gs://..., or "" for none).
+    """Keep other runs out of the directory `out` and of `bucket` (gs://..., or "" for none).
 
-    Raises InUse where one does, and BucketError where the bucket cannot be reached.
+    Raises InUse if another run uses them, and BucketError if the bucket cannot be reached.
     """
     path = f"{out}/claim.json"
     holder = read_claim(path, bucket)
     with locked(out, holder) as has_lock:
-        # With the lock in hand, a claim of this machine is that of a process which was killed:
-        # only that of another machine, or any without locks, may be of one that lives.
+        # While we hold the lock, a claim from this machine is left over from a killed process. A
+        # claim from another machine, or any claim without locks, may belong to a live run.
         is_of_this_machine = holder.get("host") == socket.gethostname()
         if holder and not (has_lock and is_of_this_machine):
             say(
@@ -131,7 +132,7 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
         claim = new_claim()
         write_claim(path, bucket, claim)
         if bucket or not has_lock:
-            # Of several that found no claim at the same time, the last to write has it.
+            # If several runs saw no claim at once, the last one to write its claim wins.
             time.sleep(SECONDS_TO_ARBITRATE)
             now = read_claim(path, bucket)
             if now not in ({}, holder, claim):
@@ -141,8 +142,8 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
 
 
 def new_claim() -> dict:
-    """Host, process and time are for the message of the run that is refused; the count of signs is
-    what changes."""
+    """Returns a claim of this process. A refused run names the host, process and time in its
+    message; the count of signs makes the claim change."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -153,7 +154,7 @@ def new_claim() -> dict:
 
 @contextlib.contextmanager
 def signs_of_life(path: str, bucket: str, claim: dict) -> Iterator[None]:
-    """Inside, the claim is there, and changes every few seconds."""
+    """Change the claim every SECONDS_BETWEEN_SIGNS inside the context, and remove it at the end."""
     is_over = threading.Event()
 
     def give_signs():
@@ -161,14 +162,14 @@ def signs_of_life(path: str, bucket: str, claim: dict) -> Iterator[None]:
             claim["signs"] += 1
             write_claim(path, bucket, claim)
 
-    # A daemon, which does not keep a process alive whose training has ended otherwise.
+    # A daemon thread does not keep the process alive after its training has ended.
     thread = threading.Thread(target=give_signs, daemon=True)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
-        # A sign under way would bring the claim back; gcloud may hang, and is not waited for long.
+        # A sign under way would bring the claim back. Wait for it, but not long: gcloud may hang.
         thread.join(SECONDS_BETWEEN_SIGNS)
         with contextlib.suppress(OSError):
             os.unlink(path)

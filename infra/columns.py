@@ -1,9 +1,9 @@
-"""Which columns of a data set are the question and the answer, and prompts that are messages."""
+"""Find the question and answer columns of a data set, and read prompts given as messages."""
 
 from collections.abc import Sequence
 from typing import Any
 
-# The usual names of columns. Where a data set has several of these, the first one is taken: a set
+# The usual names of columns. If a data set has several of them, the first one is taken: a data set
 # with both `answer` and `solution` has the derivation in `solution`. A dot leads into a column
 # that is a dict.
 NAMES = {
@@ -13,10 +13,11 @@ NAMES = {
 
 
 def choose_columns(row: Any, columns: str) -> dict[str, str]:
-    """{"question": column, "answer": column} for the rows of a data set, by the first of them.
+    """Returns {"question": column, "answer": column} for a data set, given its first row.
 
-    columns: --columns, as `question=problem,answer=solution`, which goes before the usual names. A
-    column that is not found keeps its own name. Raises ValueError for columns of another form.
+    columns: --columns, such as `question=problem,answer=solution`, which overrides the usual names.
+    If no column is found for `question` or `answer`, that name itself is returned. Raises
+    ValueError if `columns` is not of this form.
     """
     chosen = {}
     pairs = columns.split(",") if columns else []
@@ -25,7 +26,7 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
         if ours not in NAMES or not theirs:
             raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
         chosen[ours] = theirs
-    # What --columns does not name is looked for among the usual names.
+    # Look among the usual names for any column that --columns does not name.
     for ours, names in NAMES.items():
         found = (name for name in names if value_of(row, name) is not None)
         chosen.setdefault(ours, next(found, ours))
@@ -33,8 +34,8 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """The value of the column `name`, or of `outer.inner`; None where there is none."""
-    # A column whose own name has a dot goes first.
+    """The value of the column `name`, or of `outer.inner`; None if there is none."""
+    # A column whose own name contains a dot takes precedence.
     if isinstance(row, dict) and name in row:
         return row[name]
     for part in name.split("."):
@@ -43,12 +44,13 @@ def value_of(row: Any, name: str) -> Any:
 
 
 def rename(row: dict, chosen: dict[str, str]) -> dict:
-    """A row with `question` and `answer`, and with `turns` where its prompt is a list of messages.
+    """Returns a row with `question` and `answer`, and with `turns` if its prompt is a list of
+    messages.
 
-    The question is the last message of the user. A last message of the assistant is the answer,
-    where no column is.
+    The question is the user's last message. An assistant's message after it is the answer, unless
+    a column is. Raises ValueError for messages of any other form.
     """
-    # A copy: reward functions may read the other columns as the data has them.
+    # Copy the row: reward functions may read the other columns as the data has them.
     row = {**row}
     for ours, theirs in chosen.items():
         value = value_of(row, theirs)
@@ -57,7 +59,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     asked = row["question"]
     if not isinstance(asked, list) or not asked:
         return row
-    # Other fields of a message, as names or tool calls, are no part of the prompt.
+    # Other fields of a message, such as names or tool calls, are not part of the prompt.
     turns = [{"role": turn["role"], "content": turn["content"]} for turn in asked]
     if turns[-1]["role"] == "assistant":
         row.setdefault("answer", turns[-1]["content"])
@@ -69,7 +71,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
 
 
 def messages_of(row: dict, system: str) -> Sequence[dict]:
-    """The messages of a row's prompt; its own system message goes before --system."""
+    """The messages of a row's prompt. A row's own system message replaces --system."""
     turns = row.get("turns") or [{"role": "user", "content": row["question"]}]
     if turns[0]["role"] == "system":
         return turns

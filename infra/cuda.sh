@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# NVIDIA's GPUs, for launch.sh, which reads this file: the CUDA that is installed, and what compiles for absent GPUs.
+# NVIDIA GPUs: which CUDA to install, and how to compile for absent GPUs. launch.sh sources this file.
 #
-#   $venv    where it is installed
+#   $venv    the virtual environment that CUDA is installed into
 
-# the version of this machine's driver up to its first dot; nothing where nvidia-smi finds no GPU
+# Print the major version of this machine's driver, or nothing if nvidia-smi finds no GPU.
 driver() {
   local found
-  # A line for each GPU, all the same.
+  # nvidia-smi prints one line per GPU, all the same.
   found="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || found=''
   case "${found%%.*}" in '' | *[!0-9]*) ;; *) printf '%s' "${found%%.*}" ;; esac
 }
 
-# does a GPU of this machine have a compute capability below 7.5, as a V100 has?
+# Succeed if a GPU of this machine has a compute capability below 7.5, such as a V100.
 has_old_gpu() {
   nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
     awk '$1 > 0 && $1 < 7.5 { found = 1 } END { exit !found }'
 }
 
-# jax's extra for the CUDA that this machine takes: 13 from driver 580 and compute capability 7.5 on, 12 from driver
-# 525 on (docs.jax.dev/en/latest/installation.html, docs.nvidia.com/deploy/cuda-compatibility)
+# Print jax's extra for the CUDA version that this machine supports: CUDA 13 needs driver 580 and compute capability
+# 7.5, CUDA 12 needs driver 525 (docs.jax.dev/en/latest/installation.html, docs.nvidia.com/deploy/cuda-compatibility).
+# $CUDA, if it is set, overrides the choice.
 cuda() {
   local driver
   driver="$(driver)"
@@ -30,11 +31,11 @@ cuda() {
   printf 'cuda%s' "${CUDA:-13}"
 }
 
-# is JAX's plugin for CUDA $1 in .venv?
+# Succeed if JAX's plugin for CUDA $1 is in .venv.
 has_plugin() { compgen -G "$venv/lib/python3*/site-packages/jax_plugins/xla_cuda$1" >/dev/null; }
 
-# Where .venv is to get extra $1, the plugin for the other CUDA goes, for JAX takes only one, and so does its cuDNN,
-# whose files have the same names.
+# Before .venv gets jax's extra $1, remove the plugin for the other CUDA, as JAX accepts only one plugin. Also remove
+# that CUDA's cuDNN, as both cuDNN packages have files of the same names.
 drop_other_cuda() {
   local other
   case "$1" in cuda12) other=13 ;; cuda13) other=12 ;; *) return 0 ;; esac
@@ -43,15 +44,15 @@ drop_other_cuda() {
   fi
 }
 
-# there is $1 to plan for: h100-8
+# Exit unless plan supports the number of GPUs in $1, such as h100-8.
 check_gpus() {
   local count="${1#*-}"
   [[ " 1 2 4 " = *" $count "* ]] || [[ "$count" =~ ^[1-9][0-9]*$ && $((count % 8)) = 0 ]] ||
     die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
 }
 
-# what compiles for $1, say h100-8, without a driver: JAX's plugin, and cuDNN, which JAX asks for its version. What a training has
-# installed serves as it is; jax's own extra pins the plugin to jax's version.
+# Install what compiles for $1, such as h100-8, without a driver: JAX's CUDA plugin, and cuDNN, which JAX asks for its
+# version. A CUDA that was installed for training is used as it is. jax's own extra pins the plugin to jax's version.
 setup_absent_gpus() {
   local cuda=13
   case "$(uname -sm)" in
@@ -65,6 +66,6 @@ setup_absent_gpus() {
   say "installing what compiles for $1, JAX's CUDA $cuda plugin and cuDNN, into .venv: 0.7 GB to load, 1.3 GB there"
   say 'from then on .venv/bin/python wants JAX_PLATFORMS=cpu on a CPU'
   pip_install "jax[cuda$cuda-local]" || exit
-  # cuBLAS, which it depends on, is not needed to compile.
+  # cuDNN depends on cuBLAS, which is not needed to compile.
   pip_install --no-deps "nvidia-cudnn-cu$cuda" || exit
 }

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and JSON in and out."""
+"""Write files so that they appear complete or not at all, and read and write JSON."""
 
 import contextlib
 import glob
@@ -18,7 +18,7 @@ class CheckpointError(Exception):
 
 
 def read_json(path: str) -> dict:
-    """The object in a JSON file. Raises CheckpointError where there is none."""
+    """Returns the object in a JSON file. Raises CheckpointError if there is none."""
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
@@ -37,28 +37,28 @@ def read_json(path: str) -> dict:
 def write_json(path: str, value: Any) -> None:
     """Write a value as JSON; the file appears complete or not at all."""
     with complete_file(path) as f:
-        # Lines, as people read some of these files.
+        # Indent: people read some of these files.
         f.write(json.dumps(value, indent=1).encode())
 
 
 @contextlib.contextmanager
 def complete_file(path: str) -> Iterator[BinaryIO]:
-    """A binary file to write, which has its name once this is left, complete and on the disk.
+    """Yields a binary file to write. It gets its name at the end, when it is complete and on disk.
 
-    Where an error ends the writing, nothing remains, and a file of that name stays as it was.
+    If an error ends the writing, no file remains, and an older file of that name stays as it was.
     """
-    # Each process has a name of its own, as several may write the same file to a shared disk.
+    # Each process uses its own name, as several may write the same file to a shared disk.
     unfinished = f"{path}.{jax.process_index()}.tmp"
     try:
         with open(unfinished, "wb") as f:
             yield f
-            # The bytes are on the disk before the name is.
+            # The bytes must be on the disk before the name is.
             f.flush()
             os.fsync(f.fileno())
         os.replace(unfinished, path)
         # A new name is on the disk only after its directory is.
         flush_to_disk(os.path.dirname(path) or ".")
-    # Also a signal's exception: what was written so far is of no use.
+    # Any exception, a signal's included: what was written so far is of no use.
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
@@ -66,17 +66,17 @@ def complete_file(path: str) -> Iterator[BinaryIO]:
 
 
 def flush_to_disk(path: str) -> None:
-    """Have the disk take a file, or the names in a directory, so that they survive a power cut."""
+    """Flush a file, or the names in a directory, to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def directory_bytes(directory: str) -> int:
-    """Bytes of the files that lie in a directory, 0 if it is not there."""
+    """Bytes of the files that are directly in a directory, or 0 if it does not exist."""
     total = 0
     for path in glob.glob(f"{glob.escape(directory)}/*"):
-        # Another thread or process may delete an old checkpoint meanwhile.
+        # Another thread or process may be deleting an old checkpoint.
         with contextlib.suppress(OSError):
             total += os.path.getsize(path)
     return total

@@ -1,7 +1,7 @@
-"""Hugging Face directories in and out, streamed shard by shard.
+"""Load and save Hugging Face directories, streamed shard by shard.
 
-Nothing here holds a complete model in host memory: loading holds a device's shard of one parameter,
-saving one file of a few gigabytes.
+Host memory never holds a complete model. Loading holds one device's shard of one parameter; saving
+holds one file of a few gigabytes.
 """
 
 import glob
@@ -28,8 +28,8 @@ from infra.files import CheckpointError
 
 # ---------------------------------------------------------------- config
 def read_config(directory: str) -> model.ModelConfig:
-    """The ModelConfig of a Hugging Face directory. Raises CheckpointError for all but a dense
-    Qwen2; the message names the file, what it has and what is supported."""
+    """Returns the ModelConfig of a Hugging Face directory. Raises CheckpointError for any model but
+    a dense Qwen2; the message names the file, what it has and what is supported."""
     path = os.path.join(directory, "config.json")
     config = files.read_json(path)
     # This optional file may name more token ids that end an answer.
@@ -39,14 +39,14 @@ def read_config(directory: str) -> model.ModelConfig:
         return model.config_from_hf(config, generation)
     except NotImplementedError as e:
         raise CheckpointError(f"{path} has {e}") from e
-    # Whatever JSON the file holds, a wrong type somewhere must not become a traceback.
+    # A wrong type somewhere in the JSON must not become a traceback.
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise CheckpointError(f"{path} lacks a usable value: {type(e).__name__} {e}") from e
 
 
 # ---------------------------------------------------------------- names
 class Tensor(NamedTuple):
-    """A tensor of a Hugging Face model, and where its values are in ours."""
+    """A tensor of a Hugging Face model, and where its values are in our parameters."""
 
     hf_name: str
     hf_shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
 
 
 def hf_tensors(cfg: model.ModelConfig) -> Iterator[Tensor]:
-    """Every tensor of such a model, in the order of our parameters."""
+    """Yields every tensor of a Hugging Face model of this shape, in the order of our parameters."""
     for parameter in model.shapes(cfg):
         hf_name, dimensions = model.TENSORS[parameter]
         # "NH D" is a matrix [N * H, D].
@@ -69,13 +69,14 @@ def hf_tensors(cfg: model.ModelConfig) -> Iterator[Tensor]:
 
 
 def write_random(directory: str, config: dict, seed: int) -> None:
-    """Write config.json and random weights, normal of `initializer_range`, as float32."""
-    # First, as the names and shapes of the tensors follow from it.
+    """Write config.json, and random float32 weights from a normal distribution with standard
+    deviation `initializer_range`."""
+    # Write the config first: the names and shapes of the tensors follow from it.
     files.write_json(os.path.join(directory, "config.json"), config)
     rng = np.random.default_rng(seed)
     weights = {}
     for tensor in hf_tensors(read_config(directory)):
-        # Norms scale by 1 and biases add 0, as in a model that transformers initialises.
+        # Norms start at 1 and biases at 0, as in a model that transformers initialises.
         if "norm" in tensor.hf_name:
             weight = np.ones(tensor.hf_shape)
         elif "bias" in tensor.hf_name:
@@ -88,16 +89,16 @@ def write_random(directory: str, config: dict, seed: int) -> None:
 
 def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
     try:
-        # transformers refuses a file that does not say for which library it was written.
+        # transformers refuses a file that does not name the library it was written for.
         save_file(weights, path, metadata={"format": "pt"})
-    # A full disk, say. It is no OSError.
+    # A full disk, for example, is a SafetensorError and not an OSError.
     except SafetensorError as e:
         raise OSError(f"{path} cannot be written: {e}") from None
 
 
 # ---------------------------------------------------------------- load
 def weight_files(directory: str) -> list[str]:
-    """The safetensors of a model: those that its index names, or the only one."""
+    """Returns the paths of a model's safetensors: those that its index names, or the only one."""
     refuse_other_weights(directory)
     # Models of more than a few gigabytes have several files and an index.
     index = os.path.join(directory, "model.safetensors.index.json")
@@ -106,14 +107,14 @@ def weight_files(directory: str) -> list[str]:
     weight_map = files.read_json(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
     for name in names:
-        # A name with folders in it could be any file of the machine.
+        # A name that contains folders could be any file on the machine.
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file of this directory")
     return [os.path.join(directory, name) for name in sorted(set(names))]
 
 
 def refuse_other_weights(directory: str) -> None:
-    """Raise CheckpointError, with the command that converts, for weights of other formats."""
+    """Raise CheckpointError, with the command to convert them, for weights in other formats."""
     others = [
         name
         for name in sorted(os.listdir(directory))
@@ -121,7 +122,7 @@ def refuse_other_weights(directory: str) -> None:
     ]
     if not others or glob.glob(f"{glob.escape(directory)}/*.safetensors"):
         return
-    # transformers finds other kinds by itself.
+    # transformers finds the files of other formats by itself.
     gguf = f', gguf_file="{others[0]}"' if others[0].endswith("gguf") else ""
     raise CheckpointError(
         f"{directory} has weights as {others[0]}, and no *.safetensors; convert them: python -c "
@@ -133,13 +134,13 @@ def refuse_other_weights(directory: str) -> None:
 class ModelFiles:
     """The open safetensors of a model.
 
-    Names, shapes and types of all tensors are checked before one weight is read, so that a mistake
-    ends the run at once. Raises CheckpointError.
+    The names, shapes and dtypes of all tensors are checked before any weight is read, so that a
+    mistake ends the run at once. Raises CheckpointError.
     """
 
     def __init__(self, directory: str, cfg: model.ModelConfig):
         self.cfg = cfg
-        # {tensor's name: (what to slice, path of its file)}
+        # {tensor's name: (its slice object, the path of its file)}
         self.tensors = open_tensors(directory)
         self.check_tensors(directory)
 
@@ -150,7 +151,7 @@ class ModelFiles:
                 raise CheckpointError(
                     f"{directory} lacks the tensor {name} that its config.json calls for"
                 )
-            # These are of the file's header.
+            # Shape and dtype come from the file's header.
             tensor, path = self.tensors[name]
             found = tuple(tensor.get_shape())
             if found != shape:
@@ -162,7 +163,8 @@ class ModelFiles:
                 raise CheckpointError(
                     f"{path}: {name} has type {dtype}; quantised weights are not supported"
                 )
-        # Some writers add what follows from the config, or the embedding again as the tied head.
+        # Some writers add buffers that follow from the config, or write the tied embedding again as
+        # the head.
         derived = ["rotary_emb.inv_freq"]
         if self.cfg.tied:
             derived.append("lm_head.weight")
@@ -177,10 +179,11 @@ class ModelFiles:
             )
 
     def read(self, parameter: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Our parameter at `index`, a slice per dimension -> float32; nothing else is read."""
+        """Returns our parameter at `index`, one slice per dimension, in float32. Reads only this
+        part of the files."""
         if not parameter.startswith("layers/"):
             return self.read_tensor(parameter, None, index)
-        # Layers are stacked in our parameter, and tensors of their own there.
+        # Our parameter stacks the layers; the files have one tensor per layer.
         layers, *rest = index
         value = np.empty([part.stop - part.start for part in index], np.float32)
         for i, layer in enumerate(range(layers.start, layers.stop)):
@@ -188,33 +191,34 @@ class ModelFiles:
         return value
 
     def read_tensor(self, parameter, layer, index):
-        """Of one layer, or of a parameter without layers: a float32 view in our order."""
+        """Returns part of one layer of a parameter, or of a parameter without layers, as a float32
+        view with its dimensions in our order."""
         hf_name, dimensions = model.TENSORS[parameter]
         hf_name = hf_name.format(layer)
         letters = model.letters(parameter).lstrip("L")
-        # {letter: slice} of our dimensions gives the slices of theirs, in their order.
+        # Translate the slices of our dimensions into slices of the tensor's, in its order.
         parts = dict(zip(letters, index, strict=True))
         hf_index = []
         for dimension in dimensions.split():
             part = parts[dimension[0]]
-            # Two letters, heads and H, are one dimension there. H itself is never split.
+            # Two letters, heads and H, are one dimension of the tensor. H itself is never split.
             if len(dimension) == 2:
                 part = slice(part.start * self.cfg.H, part.stop * self.cfg.H)
             hf_index.append(part)
         tensor, path = self.tensors[hf_name]
         value = tensor[tuple(hf_index)].astype(np.float32, copy=False)
-        # Comparisons with NaN are false, so that this finds it, too.
+        # This also finds NaN, for which every comparison is false.
         is_finite = -np.inf < value.min() and value.max() < np.inf
         if not is_finite:
             raise CheckpointError(f"{path}: {hf_name} holds NaN or infinity; get it again")
-        # From [N * H, D], say, to [N, H, D] to [D, N, H].
+        # For example, [N * H, D] becomes [N, H, D], then [D, N, H].
         hf_letters = dimensions.replace(" ", "")
         value = value.reshape([parts[letter].stop - parts[letter].start for letter in hf_letters])
         return np.einsum(f"{hf_letters}->{letters}", value)
 
 
 def open_tensors(directory):
-    """{name: (what to slice, path of its file)} of all tensors in the safetensors of a model."""
+    """Returns {name: (slice object, path of its file)} for all tensors in a model's safetensors."""
     tensors = {}
     for path in weight_files(directory):
         try:
@@ -234,14 +238,15 @@ def open_tensors(directory):
 def place(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """A global array from read(index) -> NumPy; a process reads its own shards, one at a time."""
+    """Returns a global array whose shards are read(index), NumPy arrays. Each process reads only
+    its own shards, one at a time."""
     shape = tuple(shape)
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        # With start and stop in numbers, where JAX may leave them None.
+        # Make start and stop numbers: JAX may leave them None.
         index = tuple(slice(*part.indices(n)) for part, n in zip(index, shape, strict=True))
         target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        # Blocks, so that host memory holds no second shard.
+        # Wait for the copy, so that host memory never holds a second shard.
         shard = jax.device_put(read(index), target).block_until_ready()
         shards.append(shard)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
@@ -250,7 +255,7 @@ def place(
 def load(
     weights: ModelFiles, mesh: Mesh, progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> dict:
-    """A model's float32 parameters, nested and sharded over the mesh as model.spec says.
+    """Returns a model's float32 parameters, nested, and sharded over the mesh by model.spec.
 
     Host memory holds one device's shard of one parameter. progress(done, total) counts parameters.
     """
@@ -272,17 +277,17 @@ def save(
     dtype: str,
     file_bytes: int = 4 << 30,
 ) -> None:
-    """Write parameters as safetensors that transformers loads. Every process must call.
+    """Write parameters as safetensors that transformers loads. Every process must call this.
 
-    `dtype` is "float32", "bfloat16" or "float16". Tensors are gathered one by one, and process 0
-    writes them, to files of up to `file_bytes` each; an index names several. The caller adds
-    config.json and the tokenizer.
+    `dtype` is "float32", "bfloat16" or "float16". Tensors are all-gathered one by one, and process
+    0 writes them to files of up to `file_bytes` each. If there are several files, it also writes
+    an index. The caller adds config.json and the tokenizer.
     """
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     flat = model.flatten(params)
     gather = compiled_gather(mesh, numpy_dtype)
     is_writer = jax.process_index() == 0
-    # The index names the number of files, so that tensors are dealt out before one is written.
+    # File names contain the number of files, so tensors are divided into files first.
     groups = split_into_files(hf_tensors(cfg), numpy_dtype.itemsize, file_bytes)
     weight_map = {}
     for number, tensors in enumerate(groups, 1):
@@ -292,10 +297,10 @@ def save(
         weights = {}
         for tensor in tensors:
             weight_map[tensor.hf_name] = file_name
-            # All processes take part in the all-gather, and one needs the result.
+            # All processes take part in the all-gather, but only process 0 needs the result.
             value = gather(flat[tensor.parameter], tensor.layer, tensor.parameter, tensor.hf_shape)
             if is_writer:
-                # In rows, as safetensors writes the bytes in the order in which they lie.
+                # Row-major, as safetensors writes the bytes in the order they have in memory.
                 weights[tensor.hf_name] = np.asarray(value, order="C")
         if is_writer:
             save_safetensors(os.path.join(directory, file_name), weights)
@@ -305,7 +310,7 @@ def save(
 
 
 def split_into_files(tensors, itemsize, file_bytes):
-    """Tensors, in their order -> the tensors of each file: up to file_bytes, or a single one."""
+    """Returns the tensors of each file, in order: up to `file_bytes`, or one larger tensor."""
     groups = [[]]
     filled = 0
     for tensor in tensors:
@@ -319,14 +324,15 @@ def split_into_files(tensors, itemsize, file_bytes):
 
 
 def compiled_gather(mesh, dtype):
-    """-> jitted gather(our parameter, layer or None, its name, Hugging Face shape) -> tensor."""
+    """Returns a jitted gather(our parameter, layer or None, its name, Hugging Face shape) -> the
+    Hugging Face tensor, replicated."""
 
     @partial(jax.jit, static_argnames=("name", "shape"), out_shardings=NamedSharding(mesh, P()))
     def gather(a, i, name, shape):
         letters = model.letters(name).lstrip("L")
         _, dimensions = model.TENSORS[name]
         hf_letters = dimensions.replace(" ", "")
-        # With --offload params the parameter rests in the host's memory.
+        # With --offload params, the parameter is in the host's memory.
         a = jax.device_put(a if i is None else a[i], model.DEVICE)
         return jnp.einsum(f"{letters}->{hf_letters}", a).reshape(shape).astype(dtype)
 
@@ -341,11 +347,11 @@ def write_final(
     mesh: Mesh,
     about: dict,
 ) -> None:
-    """Write OUT/final: the parameters, with the other files of the model that training began from,
-    and podgrpo.json, which says what training: its step, commit and system prompt.
+    """Write OUT/final: the parameters, the other files of the model that training began from, and
+    podgrpo.json, which describes the training: its step, commit and system prompt.
 
-    The weights have the type that they came in. Every process must call; process 0 writes. The
-    directory appears under its name once it is complete.
+    The weights are written in the dtype that they came in. Every process must call this; process 0
+    writes. The directory appears under its name once it is complete.
     """
     final = f"{out}/final"
     unfinished = f"{final}.tmp"
@@ -356,23 +362,23 @@ def write_final(
         dtype = "float32"
     is_writer = jax.process_index() == 0
     if is_writer:
-        # What a killed run may have left.
+        # A killed run may have left this directory.
         shutil.rmtree(unfinished, ignore_errors=True)
         os.makedirs(unfinished)
     save(unfinished, params, model_cfg, mesh, dtype)
     if is_writer:
         for name in os.listdir(source_directory):
-            # Config, tokenizer and chat template; an index there is of the old weights.
+            # Copy config, tokenizer and chat template, but not an index, which is for old weights.
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(f"{source_directory}/{name}", unfinished)
         files.write_json(f"{unfinished}/podgrpo.json", about)
-        # safetensors makes files that nobody else may read.
+        # safetensors creates files that other users may not read.
         for path in glob.glob(f"{unfinished}/*.safetensors"):
             shutil.copymode(f"{unfinished}/podgrpo.json", path)
-        # On the disk before the name is, which says that it is complete.
+        # The files must be on the disk before the name that says that they are complete.
         for name in os.listdir(unfinished):
             files.flush_to_disk(f"{unfinished}/{name}")
-        # An older one is complete until it is away.
+        # Rename an older final/ instead of deleting it in place, so that it is never incomplete.
         shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
         if os.path.isdir(final):
             os.rename(final, f"{final}.old.tmp")

@@ -1,4 +1,4 @@
-"""What a compiled program takes of a device, and the largest micro-batch that fits."""
+"""The device memory that a compiled program takes, and the largest micro-batch that fits."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ from infra.files import CheckpointError
 from infra.log import check, say
 from infra.state import abstract_gradients, abstract_rows, abstract_state
 
-# Eight arrays of 4 bytes, lists of Python's integers, a text.
+# Eight arrays of 4 bytes per token, lists of Python integers, and the text.
 HOST_BYTES_OF_A_TOKEN = 100
 ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
 
 
 def check_host_memory(cfg, width: int) -> None:
-    """Exit 2 where a step's rows would take too much of the host's memory."""
+    """Exit with code 2 if a step's rows would take more than a quarter of the host's memory."""
     sequences = cfg.batch * cfg.npq
     gib = sequences * width * HOST_BYTES_OF_A_TOKEN / GIB
     most = chips.host_memory() / 4
@@ -42,19 +42,19 @@ def check_host_memory(cfg, width: int) -> None:
 
 
 def device_bytes(tree) -> int:
-    """Bytes of one device that a tree of shapes takes; what is offloaded takes none."""
+    """Bytes that a tree of shapes takes on one device; offloaded arrays take none."""
     total = 0
     for array in jax.tree.leaves(tree):
-        # Offloaded arrays rest in the host's pinned memory.
+        # Offloaded arrays are in the host's pinned memory.
         if array.sharding.memory_kind != "pinned_host":
             total += math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return total
 
 
 def device_metrics(mesh, flops: float, seconds: float) -> dict:
-    """Model FLOP utilisation of an update of so many operations, and memory of the fullest device.
-    None where the chip's peak is not known, or a backend does not tell its memory."""
-    # The operations that all devices could have done in that time.
+    """Model FLOP utilisation of an update of `flops` operations, and memory of the fullest device.
+    A value is None if the chip's peak is unknown or the backend does not report its memory."""
+    # The operations that all devices could have done in this time.
     peak = chips.chip(mesh.devices.flat[0]).flops * mesh.size * seconds
     metrics = {"mfu": flops / peak if peak else None}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -65,26 +65,26 @@ def device_metrics(mesh, flops: float, seconds: float) -> dict:
 
 
 def flops(model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
-    """Operations of a forward and backward over sequences, recomputation not counted.
+    """Operations of a forward and backward over sequences, without recomputation.
 
-    6 a parameter and token, and 12 a layer, head dimension and pair of tokens of which one attends
-    to the other (arXiv 2204.02311, appendix B).
+    6 per parameter and token, plus 12 per layer, per dimension of the query heads and per pair
+    of tokens of which one attends to the other (arXiv 2204.02311, appendix B).
     """
     of_parameters = 6 * model_cfg.n_multiplied
     of_attention = 6 * model_cfg.L * model_cfg.N * model_cfg.H
     return float(sum(of_parameters * n + of_attention * n * (n + 1) for n in lengths))
 
 
-# ---------------------------------------------------------------- what a program takes
+# ---------------------------------------------------------------- memory of a program
 def ignore(*_) -> None:
-    """What is done with a compiled program where only its memory is asked for."""
+    """Ignore a compiled program: the default, for callers that only want its memory."""
 
 
 def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
-    """-> (GiB that a compiled program takes of a device, does it fit). Nothing is run.
+    """Returns (GiB that a compiled program takes on a device, whether it fits). Nothing is run.
 
-    use(compiled): called with the program. What is too much for a TPU is not compiled to its end;
-    then there is none, and GiB is the compiler's estimate.
+    use(compiled): called with the compiled program. The compiler gives up on a program that is too
+    large for a TPU; `use` is then not called, and the GiB are the compiler's estimate.
     """
     try:
         compiled = lowered.compile()
@@ -98,7 +98,7 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
     memory = compiled.memory_analysis()
     if mesh.devices.flat[0].platform == "tpu":
         return memory.peak_memory_in_bytes / GIB, True
-    # Other compilers tell no peak.
+    # Other compilers do not report a peak.
     arguments_and_results = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
@@ -107,7 +107,7 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class UpdatePrograms:
-    """The trainer's functions of an update, to be compiled and not run."""
+    """The trainer's functions of an update; `gradients` and `apply` are compiled, but not run."""
 
     gradients: Callable  # (params, rows): gradients of a micro-batch
     apply: Callable  # (param, its optimizer state, grad, factor, lr): an optimizer step
@@ -119,10 +119,10 @@ class UpdatePrograms:
 def update_gib(
     micro_batch, width, cfg, model_cfg, mesh, programs, compile: Callable | None = None
 ) -> tuple[float, bool]:
-    """-> (GiB of a device in an update, does it fit), with all that rests there.
+    """Returns (GiB that an update takes on a device, whether it fits), resident arrays included.
 
-    micro_batch: rows of a device, of `width` tokens. compile: in place of `compiled_gib`, of the
-    gradients and then of an optimizer step. Compiled once a process for equal arguments.
+    micro_batch: rows per device, of `width` tokens. compile: replaces `compiled_gib`; called for
+    the gradients, then for an optimizer step. Results are cached in the process.
     """
     compile = compile or compiled_gib
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
@@ -130,26 +130,26 @@ def update_gib(
     resting_gib = device_bytes((state, grads)) / GIB
     limit = chips.device_memory(mesh.devices.flat[0])
     if resting_gib > limit:
-        # There is nothing to be compiled for.
+        # The state and gradients alone are too large, so there is no need to compile.
         return resting_gib, False
-    # GRPO steps have more fields than supervised ones, and so take more.
+    # GRPO's rows have more fields than supervised ones, and so take more memory.
     fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
     rows = abstract_rows(fields, micro_batch, width, mesh)
     static = dict(cfg=cfg, mesh=mesh)
     gradient = programs.gradients.lower(state["params"], rows, model_cfg=model_cfg, **static)
     others = {name: part for name, part in state.items() if name != "params"}
-    # Parameters are updated one by one; the largest takes most.
+    # Parameters are updated one by one; the largest one takes the most memory.
     params = model.flatten(state["params"])
     name = max(params, key=lambda name: params[name].size)
     one = params[name], state["opt"][name], model.flatten(grads)[name]
     factor = jax.ShapeDtypeStruct((), jnp.float32)
     step = programs.apply.lower(*one, factor, 0.0, name=name, **static)
 
-    # The compiler does not know of what else rests on the device.
+    # The compiler does not count the other arrays that are on the device.
     gradient_gib, gradient_fits = compile(gradient, mesh)
     gradient_gib += device_bytes(others) / GIB
     if micro_batch < rows_to_fill(cfg, mesh):
-        # Of several micro-batches the sum of gradients is there too.
+        # With several micro-batches, the sum of their gradients is on the device as well.
         gradient_gib += device_bytes(grads) / GIB
     step_gib, step_fits = compile(step, mesh)
     step_gib += resting_gib - device_bytes(one) / GIB
@@ -158,43 +158,44 @@ def update_gib(
 
 
 def rows_to_fill(cfg, mesh) -> int:
-    """Rows of a device in a minibatch whose sequences have a row each."""
+    """Rows per device in a minibatch if each sequence has a row of its own."""
     sequences = cfg.batch * cfg.npq * cluster.host_count(mesh)
     return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 
 class Guess(NamedTuple):
-    """What an update takes, from sizes, without compiling it."""
+    """The memory that an update takes on a device, estimated from sizes without compiling."""
 
-    rows: int  # that about fit a device
-    rest_gib: float  # GiB of a device without any row
-    row_gib: float  # GiB that a row adds at least
+    rows: int  # about as many rows as fit
+    rest_gib: float  # GiB without any rows
+    row_gib: float  # GiB that each row adds, at least
 
 
 def guess_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> Guess:
-    """limit: GiB of a device. width: tokens of a row."""
+    """Estimate the memory of an update. width: tokens per row. limit: GiB of a device."""
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
-    # All of the embedding, the largest parameter, is there while it is used, and all of its
-    # gradient, in float32, until the devices share it out.
+    # Count a whole embedding, the largest parameter, in the compute dtype, and its whole gradient
+    # in float32. This overestimates if devices share them, as they do except by --loss_impl full.
     embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + 4)
     rest_gib = (device_bytes((state, grads)) + embedding) / GIB
-    # Of a row the inputs of all layers are kept, the last hidden states, and two gradients.
+    # For each row, memory holds the inputs of all layers, the last hidden states and two gradients.
     row_gib = (model_cfg.L + 3) * width * model_cfg.D * bytes_of_a_value / GIB
     if (limit - rest_gib) / row_gib < rows_to_fill(cfg, mesh):
-        # Of several micro-batches the sum of gradients is there too.
+        # With several micro-batches, the sum of their gradients is on the device as well.
         rest_gib += device_bytes(grads) / GIB
-    # The limit may be infinite.
+    # Bound the number of rows: the limit may be infinite.
     rows = int(min((limit - rest_gib) / row_gib, 2**20))
     return Guess(max(1, rows), rest_gib, row_gib)
 
 
 def largest_that_fits(need: Callable, limit: float, most: int, guess: Guess) -> tuple[int, dict]:
-    """-> (the largest micro-batch up to `most` that fits, 0 if none; all that was tried).
+    """Returns (the largest micro-batch n <= most that fits, 0 if none; {each tried n: need(n)}).
 
-    need(n) -> (GiB, does it fit). A good guess is the only one to be tried; what a row takes at
-    least tells the second, and the line through two any other.
+    need(n) -> (GiB, whether it fits). The first try is the guess, and the only one if it is good.
+    The second try assumes that each row adds `guess.row_gib`. Each further try is where the line
+    through two earlier tries meets the limit.
     """
     tried = {}
     # The answer is at least `fits`, and below `too_many`.
@@ -211,11 +212,12 @@ def largest_that_fits(need: Callable, limit: float, most: int, guess: Guess) -> 
         if len(tried) == 1:
             n = where_line_meets(limit, n, gib, n + 1, gib + guess.row_gib)
         else:
-            # Of the smallest two where there is none on either side of the limit.
+            # The line goes through the nearest try on either side of the limit. If all tries are
+            # on one side, it goes through the smallest two.
             n0, n1 = (fits, too_many) if fits and too_many in tried else sorted(tried)[:2]
             n = where_line_meets(limit, n0, tried[n0][0], n1, tried[n1][0])
         if fits and n <= fits:
-            # What was too much may take less than its compiler says: what fits tells better.
+            # The compiler may overestimate a try that does not fit: extrapolate from one that fits.
             gib, _ = tried[fits]
             n = where_line_meets(limit, fits, gib, fits + 1, gib + guess.row_gib)
             if n <= fits:
@@ -231,23 +233,25 @@ def where_line_meets(limit, n0, gib0, n1, gib1):
 
 
 def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) -> int:
-    """Rows of a device in one forward and backward: the largest that fits, up to what a step fills;
-    or what `--micro_batch` asks for, which must fit, else exit 2. Found by compiling the update for
-    rows of `width` tokens; the answer of a search is remembered."""
-    # Without any step there is no update.
+    """Returns the rows per device of one forward and backward: `--micro_batch` if it is given, else
+    the largest number that fits, up to what a step fills. Exits with code 2 if it does not fit.
+
+    The update is compiled for rows of `width` tokens. The result of a search is cached on disk.
+    """
+    # A run without steps has no update.
     if cfg.steps + cfg.sft_steps == 0:
         return 0
     need = partial(
         update_gib, width=width, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
     )
-    # More than a step fills would buy no speed.
+    # More rows than a step fills would not be faster.
     asked = cfg.micro_batch
     filled = rows_to_fill(cfg, mesh)
     most = asked or filled
     limit = chips.device_memory(mesh.devices.flat[0])
     guess = guess_by_sizes(cfg, model_cfg, mesh, width, programs, limit)
     search = partial(largest_that_fits, need, limit, most, guess)
-    # Where the run's files lie, and its seed, change no program.
+    # The programs do not depend on the run's directory or seed.
     program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, width)
     chosen, gib, gib_of_most = search_or_remember(search, limit, most, program)
     over = f"{gib_of_most:.2f} GiB of a device's {limit:.2f}, {gib_of_most - limit:.2f} too much"
@@ -266,18 +270,18 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
 
 
 def search_or_remember(search, limit, most, program):
-    """-> (largest that fits, its GiB, GiB of `most`), the least of all processes' answers."""
+    """Returns (largest that fits, its GiB, GiB of `most`), each the minimum over all processes."""
     program = (*program, limit, most, jax.__version__, cluster.code_hash())
     key = hashlib.sha256(repr(program).encode()).hexdigest()
     path = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
-    # Whatever is wrong with the user's cache, the search can be made again.
+    # If the user's cache cannot be read, the search is made again.
     found = {}
     with contextlib.suppress(CheckpointError):
         found = files.read_json(path)
     if key not in found:
         chosen, tried = search()
         found[key] = [chosen, tried.get(chosen, [0])[0], tried.get(most, [0])[0]]
-        # Where `most` fits at once there is no search to be spared.
+        # If `most` fits at once, there was no search worth caching.
         if chosen < most:
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -1,7 +1,8 @@
-"""NVIDIA's GPUs: that JAX uses them where a run is meant for them, with a cuDNN that fits.
+"""NVIDIA GPUs: check that JAX uses them if the run is meant for them, and that its cuDNN fits.
 
-Where JAX cannot load its CUDA plugin it prints pages and goes on without GPUs. A cuDNN that is
-older than the plugin was compiled for passes JAX's own check, and fails at the first attention.
+If JAX cannot load its CUDA plugin, it prints pages of errors and goes on without GPUs. A cuDNN
+older than the one that the plugin was compiled for passes JAX's own check, and fails at the first
+attention.
 """
 
 import contextlib
@@ -15,14 +16,14 @@ import jax
 
 from infra.log import check, first_line
 
-# The oldest major version of the driver for each CUDA of JAX's wheels
+# The oldest major version of the driver that each CUDA version of JAX's wheels supports
 # (docs.jax.dev/en/latest/installation.html, docs.nvidia.com/deploy/cuda-compatibility).
 OLDEST_DRIVER = {"13": 580, "12": 525}
 
 
 def find_devices() -> None:
-    """Let JAX look for devices, as it does when first asked. Exits 2 where it finds none, or no GPU
-    though JAX_PLATFORMS names them, or names nothing and the machine has some."""
+    """Let JAX look for devices, as it does when first asked. Exits with code 2 if it finds none, or
+    if it finds no GPU although JAX_PLATFORMS names GPUs, or is unset and the machine has some."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     with plugin_faults() as faults:
         try:
@@ -33,13 +34,13 @@ def find_devices() -> None:
     if found == "gpu":
         check_cudnn()
         return
-    # What came first is the cause of the others; a bare assert of JAX's says nothing.
+    # The first fault is the cause of the others. A bare assert in JAX has no text to show.
     cause = f" ({first_line(faults[0])})" if faults and str(faults[0]) else ""
-    # launch.sh names them wherever a run is meant for them.
+    # launch.sh names GPUs in JAX_PLATFORMS whenever a run is meant for them.
     if "cuda" in platforms or "gpu" in platforms:
         advice = how_to_find_gpus(driver_version())
         check(False, f"JAX_PLATFORMS = {platforms!r}, but JAX finds no GPU{cause}; {advice}")
-    # Whoever starts train.py by hand on a machine with GPUs means them, too.
+    # A run that a user starts by hand on a machine with GPUs is meant for them, too.
     if found == "cpu" and not platforms and (driver := driver_version()):
         advice = how_to_find_gpus(driver)
         check(False, f"JAX finds none of this machine's GPUs{cause}; {advice}")
@@ -49,7 +50,7 @@ def find_devices() -> None:
 
 @contextlib.contextmanager
 def plugin_faults():
-    """Yields a list, which will hold why JAX did not load plugins, in place of pages on stderr."""
+    """Yields a list that collects why JAX could not load plugins, instead of pages on stderr."""
     faults = []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -66,15 +67,15 @@ def plugin_faults():
 
 
 def driver_version() -> str:
-    """The version of NVIDIA's driver, such as 580.65.06; "" where nvidia-smi finds no GPU."""
+    """The version of NVIDIA's driver, such as 580.65.06; "" if nvidia-smi finds no GPU."""
     query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null"
-    # A line for each GPU, or words where there is none.
+    # nvidia-smi prints one line per GPU, or a message if there is none.
     answer = subprocess.getoutput(query).partition("\n")[0].strip()
     return answer if re.fullmatch(r"\d+[\d.]*", answer) else ""
 
 
 def plugin_cuda() -> str:
-    """The CUDA of the plugin that JAX has tried to load: "13", "12", or "" where there is none."""
+    """The CUDA version of the plugin that JAX tried to load: "13", "12", or "" if there is none."""
     for name in sys.modules:
         if found := re.fullmatch(r"jax_plugins\.xla_cuda(\d+)", name):
             return found[1]
@@ -82,7 +83,7 @@ def plugin_cuda() -> str:
 
 
 def how_to_find_gpus(driver: str) -> str:
-    """What to do where JAX finds no GPU on a machine with this driver, "" for none."""
+    """Advice for when JAX finds no GPU. driver: the version of NVIDIA's driver, or "" for none."""
     cuda = plugin_cuda()
     on_cpu = "or try JAX_PLATFORMS=cpu"
     if not driver:
@@ -92,32 +93,32 @@ def how_to_find_gpus(driver: str) -> str:
     oldest = OLDEST_DRIVER[cuda]
     if int(driver.split(".")[0]) >= oldest:
         return f"the driver, {driver}, is new enough; {reinstall(f'jax[cuda{cuda}]')}, {on_cpu}"
-    # On Slurm the login node, where CUDA was chosen, may not know the driver of the others.
+    # On Slurm, CUDA was chosen on the login node, which may not know the other nodes' driver.
     older = ", or choose CUDA 12: CUDA=12 bash launch.sh slurm (or gpu)" if cuda != "12" else ""
     wanted = f"CUDA {cuda} takes driver {oldest} or newer, here is {driver}"
     return f"{wanted}: update it{older}, {on_cpu}"
 
 
 def reinstall(package: str) -> str:
-    """How to get the libraries that JAX wants where it has found others, or none."""
+    """Advice on installing the libraries that JAX needs, if it has found others or none."""
     path = os.environ.get("LD_LIBRARY_PATH", "")
-    # A module of a cluster may have put its own libraries there.
+    # A cluster's environment module may have put its own libraries there.
     unset = f"unset LD_LIBRARY_PATH, which is {path}, or " if path else ""
     return f"{unset}install again: .venv/bin/python -m pip install -U '{package}'"
 
 
 def check_cudnn() -> None:
-    """Exits 2 where the cuDNN that is loaded is not of the same major version as the one that JAX
-    was compiled for, or has a smaller minor one, by the rule that XLA has for it."""
+    """Exit with code 2 unless the loaded cuDNN has the major version that JAX was compiled for, and
+    at least the same minor version. This is the rule that XLA follows."""
     cuda = plugin_cuda()
-    # The module through which JAX asks, of the plugin that it has loaded.
+    # JAX itself reads the versions from this module of the plugin that it has loaded.
     versions = sys.modules.get(f"jax_cuda{cuda}_plugin._versions")
-    # JAX of a site's own may have CUDA built in.
+    # A site's own build of JAX may have CUDA built in.
     if versions is None:
         return
     loaded = versions.cudnn_get_version()
     compiled_for = versions.cudnn_build_version()
-    # 91200 is 9.12.0, whose last part does not matter.
+    # 91200 is 9.12.0; the last part does not matter.
     same_major = loaded // 10000 == compiled_for // 10000
     advice = reinstall(f"nvidia-cudnn-cu{cuda}")
     check(

@@ -1,4 +1,4 @@
-"""Which sequences share a row, and which rows go together through the devices."""
+"""Pack sequences into rows, and group the rows into micro-batches."""
 
 from dataclasses import dataclass
 
@@ -12,24 +12,26 @@ from infra.cluster import all_gather_hosts
 
 @dataclass(frozen=True)
 class Packing:
-    """This host's sequences in rows; of each minibatch M, what it has over all hosts."""
+    """This host's sequences in rows, and totals over all hosts for each minibatch M."""
 
-    shape: tuple[int, int]  # rows of this host in a micro-batch, tokens of a row
-    # Of each minibatch its micro-batches, as many on every host: {row of this host: [sequence]}.
+    shape: tuple[int, int]  # (this host's rows in a micro-batch, tokens per row)
+    # For each minibatch, its micro-batches, the same number on every host. A micro-batch is
+    # {row of this host: [index of each sequence in the row]}.
     micro_batches: list[list[dict]]
-    answers_M: np.ndarray  # answers, in a row or not
-    answer_tokens_M: np.ndarray  # their tokens
-    counts: dict  # of a step, by `count_tokens`
+    answers_M: np.ndarray  # answers of all hosts, packed or not
+    answer_tokens_M: np.ndarray  # tokens of these answers
+    counts: dict  # the step's totals, from `count_tokens`
 
 
 def row_width(longest: int, mesh) -> int:
-    """Tokens of a row that holds sequences up to `longest`, in units that tp divides."""
+    """Tokens per row: the longest sequence's length, rounded up to a multiple of 8 * tp."""
     unit = 8 * mesh.shape["tp"]
     return -(-longest // unit) * unit
 
 
 def pack(lengths, width: int) -> list[list[int]]:
-    """Sequences into rows of `width` tokens, by best fit, longest first -> [[index] per row]."""
+    """Pack sequences into rows of `width` tokens by best fit, longest first. Returns, for each row,
+    the indices of its sequences."""
     rows = []
     free = np.zeros(0, int)  # tokens that each row has left
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
@@ -46,11 +48,12 @@ def pack(lengths, width: int) -> list[list[int]]:
 
 
 def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Packing:
-    """Prompts with their answers -> rows of each minibatch, dealt out over this host's devices.
+    """Pack prompts with their answers into rows of each minibatch, dealt out over this host's
+    devices.
 
     A minibatch takes every minibatches-th sequence, so that the same sequences go together on any
-    number of hosts. computed: a bool of each; the others belong to a minibatch, and to no row.
-    setup: of the run.
+    number of hosts. computed: whether to pack each sequence; the others count in their minibatch,
+    but are in no row. setup: the trainer's Setup of the run.
     """
     width = setup.row_width
     micro_batch = setup.micro_batch
@@ -59,21 +62,21 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
     answer_lengths = np.array([len(answer) for answer in answers])
     lengths = answer_lengths + [len(prompt) for prompt in prompts]
     parts = [range(len(lengths))[m::minibatches] for m in range(minibatches)]
-    # Packed within a minibatch: a row belongs to one update.
+    # Pack each minibatch separately, as a row belongs to one update.
     rows_of = []
     for part in parts:
         kept = [i for i in part if computed[i]]
         packed = pack(lengths[kept], width)
         rows_of.append([[kept[i] for i in row] for row in packed])
 
-    # A host that has fewer rows adds empty micro-batches: every process runs every jitted call. If
-    # no host has a row there is one still: the optimizer's step is that of a gradient of 0.
+    # A host with fewer rows adds empty micro-batches, as every process runs every jitted call. If
+    # no host has a row, there is still one micro-batch: the optimizer takes a step with gradient 0.
     needed_M = [max(1, -(-len(rows) // height)) for rows in rows_of]
     micro_batches_M = all_gather_hosts(needed_M).max(0)
     micro_batches = []
     computed_rows = 0
-    # A device computes its rows in chunks, of which the last may be partly empty; chunks without
-    # any row are left out.
+    # A device computes its rows in chunks. It skips chunks without any row, but computes all of a
+    # partly empty one.
     chunk = model.rows_at_once(micro_batch, width)
     for rows, n in zip(rows_of, micro_batches_M, strict=True):
         micro_batches.append([])
@@ -81,8 +84,8 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
             own = rows[k * height : (k + 1) * height]
             filled = (len(own) + shards - 1 - np.arange(shards)) // shards
             computed_rows += int((-(-filled // chunk) * chunk).sum())
-            # Dealt out one by one: each device has as many, but for one. A device's rows stand
-            # together, the filled ones first.
+            # Deal the rows out one by one, so that the devices' numbers of rows differ by at most
+            # one. Each device's rows are contiguous, the filled ones first.
             places = {i % shards * micro_batch + i // shards: row for i, row in enumerate(own)}
             micro_batches[-1].append(places)
 
@@ -94,12 +97,12 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
 
 
 def count_tokens(lengths, answer_lengths, computed, slots, model_cfg) -> dict:
-    """What a step's metrics are made of, summed over all hosts."""
+    """The totals that a step's metrics are computed from, summed over all hosts."""
     of_host = {
         "valid": answer_lengths.sum(),  # tokens of all answers
-        "trained": answer_lengths[computed].sum(),  # and of those that are computed
-        "tokens": lengths[computed].sum(),  # the latter's prompts included
-        "slots": slots,  # and padding
+        "trained": answer_lengths[computed].sum(),  # tokens of the packed answers
+        "tokens": lengths[computed].sum(),  # the same with their prompts
+        "slots": slots,  # the same with padding
         "flops": memory.flops(model_cfg, lengths[computed].tolist()),
     }
     of_all = all_gather_hosts(list(of_host.values())).sum(0).tolist()

@@ -1,7 +1,7 @@
-"""Reward functions, run under a time limit.
+"""Run reward functions under a time limit.
 
-A reward function takes (row, answer), the row of the data with all its columns and the text of
-the completion, and returns a float.
+A reward function takes (row, answer): the row of the data with all its columns, and the text of
+the completion. It returns a float.
 """
 
 import contextlib
@@ -21,43 +21,43 @@ RewardFunction = Callable[[dict, str], float]
 
 # Seconds that a function has for one answer.
 REWARD_SECONDS = 5
-# An alarm rings when the time is up, and again each second. A function that catches what so many
-# of them raise never ends by itself.
+# An alarm raises an exception when the time is up, and again each second. A function that catches
+# this many of them never ends by itself.
 MOST_ALARMS = 10
-# After so many answers in succession without a score in time, a function is not called any more in
-# this step: else all of its answers would take it 5 seconds each.
+# A function that is too slow on this many answers in succession is not called again in this step:
+# otherwise each remaining answer might take another 5 seconds.
 MOST_SLOW = 16
-# Scores lie within -MOST_REWARD and MOST_REWARD: the squares of such are still float32.
+# Scores must lie between -MOST_REWARD and MOST_REWARD, so that their squares fit in float32.
 MOST_REWARD = 1e6
 # Names of the functions that have returned a score in this process.
 HAVE_WORKED = set()
-# A function that never has is a mistake if it fails on all answers of a step. Fewer than these may
-# be chance.
+# A function that has never worked is a mistake if it fails on all answers of a step. With fewer
+# answers than this, the failures may be chance.
 LEAST_FAILED = 4
 
 
 def name_of(function: RewardFunction) -> str:
-    """Also of what has no name of its own, as functools.partial(function, ...)."""
+    """A function's name, or its type's if it has none, such as functools.partial(function, ...)."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def by_name(scores: np.ndarray, weighted: Sequence[tuple[RewardFunction, float]]) -> dict:
-    """The columns of scores, or the scores of one answer, by their names in metrics and samples.
+    """Returns {name in metrics and samples: a column of scores, or one answer's score}.
 
-    scores: [answers, 1 + functions] or [1 + functions], the first of which is of SOLVED. weighted:
-    train.py's REWARDS.
+    scores: [answers, 1 + functions], or [1 + functions] for one answer. The first is SOLVED's.
+    weighted: train.py's REWARDS.
     """
     names = ["solved"] + [f"reward/{name_of(function)}" for function, _ in weighted]
     return dict(zip(names, scores.T, strict=True))
 
 
 class TooSlow(BaseException):
-    """The time of a reward function is over. No Exception, which the function may catch."""
+    """A reward function's time is up. Not an Exception, which the function might catch."""
 
 
 def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
-    """Stop, with exit code 2, unless weighted is of (function, weight), and each function, and
-    solved, can be called as function(row, answer)."""
+    """Exit with code 2 unless `weighted` holds (function, weight) pairs, and these functions and
+    `solved` can be called as function(row, answer)."""
     functions = [solved]
     for entry in weighted:
         match entry:
@@ -71,7 +71,7 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
         try:
             signature = inspect.signature(function)
         except ValueError:
-            # A function written in C may not say what it takes.
+            # A function written in C may have no signature.
             continue
         try:
             signature.bind({}, "")
@@ -90,15 +90,15 @@ def score_answers(
     answers: Sequence[str],
     truncated: Sequence[bool],
 ) -> tuple[np.ndarray, dict[str, dict[int, str]]]:
-    """Score every answer by every function.
+    """Score every answer with every function.
 
     rows[i] is the row of the data that answers[i] belongs to. Returns (scores, faults): float64
     [answers, functions], and {function name: {i: why it failed on answers[i]}}. A truncated answer
-    scores 0 by all functions, and an answer on which a function fails scores 0 by that one.
+    scores 0 with all functions. An answer on which a function fails scores 0 with that function.
 
-    A function that was too slow MOST_SLOW times in succession is not called any more, and fails on
-    the others. The time limit ends Python code, `re` and sleep. Other code in C ends when it ends;
-    its score is 0 if that was too late.
+    A function that was too slow MOST_SLOW times in succession is not called again, and counts as
+    failed on the remaining answers. The time limit interrupts Python code, `re` and sleep. It
+    cannot interrupt other C code, but the score is 0 if that code took too long.
     """
     scores = np.zeros((len(answers), len(functions)))
     faults = {}
@@ -118,14 +118,14 @@ def score_answers(
             was_slow = False
             try:
                 scores[i, j] = score_answer(function, rows[i], answer)
-            # Also exit() and KeyboardInterrupt of the function: a real Ctrl-C raises neither.
+            # Catch exit() and KeyboardInterrupt of the function, too: a real Ctrl-C raises neither.
             except BaseException as e:
                 fault = first_line(e)
                 was_slow = isinstance(e, TooSlow)
-            # A child that the function forked would train on.
+            # End a child that the function forked: otherwise the child would go on training.
             if os.getpid() != process:
                 os._exit(0)
-            # The run still has to print.
+            # If the function closed stdout or stderr, open them again: the run still has to print.
             if not log.streams_are_open():
                 fault = "it closed stdout or stderr"
                 scores[i, j] = 0
@@ -136,17 +136,17 @@ def score_answers(
             else:
                 faults.setdefault(name, {})[i] = fault
     signal.signal(signal.SIGALRM, handler_before)
-    # A function may have gone elsewhere, and `out` may be relative.
+    # A function may have changed the working directory, and `out` may be a relative path.
     os.fchdir(directory)
     os.close(directory)
     return scores, faults
 
 
 def report(faults: dict[str, dict[int, str]]) -> int:
-    """Print which functions failed, and one reason of each -> on how many answers.
+    """Print which functions failed, with one reason for each. Returns the number of failures.
 
-    Exits 2 if one failed on all answers that it was called with, and has never worked: the run
-    would train on nothing.
+    Exits with code 2 if a function failed on all answers that it was called with, and has never
+    worked: the run would train on nothing.
     """
     for name, messages in faults.items():
         one = max(messages.values())
@@ -159,10 +159,10 @@ def report(faults: dict[str, dict[int, str]]) -> int:
 
 
 def score_answer(function: RewardFunction, row: dict, answer: str) -> float:
-    """One score, of one function. Raises ValueError for NaN and what is out of range."""
+    """One function's score of one answer. Raises ValueError if it is NaN or out of range."""
     with time_limit(function, row["question"]):
         score = float(function(row, answer))
-    # Written so that it refuses NaN, with which all comparisons are false.
+    # This form also refuses NaN, for which every comparison is false.
     if not -MOST_REWARD <= score <= MOST_REWARD:
         raise ValueError(f"{score} is not from {-MOST_REWARD:.0f} to {MOST_REWARD:.0f}")
     return score
@@ -170,7 +170,8 @@ def score_answer(function: RewardFunction, row: dict, answer: str) -> float:
 
 @contextlib.contextmanager
 def time_limit(function: RewardFunction, question: str) -> Iterator[None]:
-    """Inside, TooSlow is raised after REWARD_SECONDS, then each second; at last the run ends."""
+    """Raise TooSlow in the context after REWARD_SECONDS and then each second, up to MOST_ALARMS
+    times. If the function still runs a second later, end the process."""
     alarms = itertools.count(1)
 
     def on_alarm(*_):

@@ -1,8 +1,8 @@
-"""The state of training: {params, opt by parameter, ref where there is a KL}, and where it rests.
+"""The state of training, {params, opt, and ref if there is a KL}, and the memory that holds it.
 
-Master weights and optimizer state are float32, sharded over the mesh; what `offload` names rests in
-the host's memory. The optimizer is the trainer's: optimizer(cfg, name) -> optax transformation of
-the parameter `name`.
+Master weights and optimizer state are float32 and sharded over the mesh; --offload keeps some of
+them in the host's memory. The trainer passes in its optimizer: optimizer(cfg, name) -> the optax
+transformation for the parameter `name`.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from model import DEVICE, HOST
 
 
 def is_vector(name: str) -> bool:
-    """Whether a parameter is the scale of a norm or a bias, and no matrix."""
+    """Whether a parameter is the scale of a norm or a bias, not a matrix."""
     return model.letters(name) in ("D", "LD", "LNH", "LKH")
 
 
 def memory_of(name: str, offload: str) -> tuple:
-    """-> (the memory that a parameter rests in, that of its optimizer state)"""
-    # Norms and biases are few, and XLA does not slice small arrays in the host's memory for TPUs.
+    """Returns (the memory that holds a parameter, the memory that holds its optimizer state)."""
+    # Norms and biases take little memory, and XLA for TPUs does not slice small arrays on the host.
     if offload == "none" or is_vector(name):
         return DEVICE, DEVICE
     return (HOST if offload == "params" else DEVICE), HOST
 
 
 def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
-    """Shapes, types and shardings of the state, for devices that need not be here."""
+    """Shapes, dtypes and shardings of the state; the devices may be absent."""
     params = {}
     opt = {}
     ref = {}
@@ -42,11 +42,11 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
         places = {DEVICE: on_device, HOST: chips.in_host_memory(on_device)}
         param_rests, opt_rests = memory_of(name, cfg.offload)
         param = jax.ShapeDtypeStruct(shape, jnp.float32)
-        # What the optimizer keeps has the parameter's shape, and so its sharding.
+        # The optimizer's arrays have the parameter's shape, and so its sharding.
         opt_state = jax.eval_shape(optimizer(cfg, name).init, param)
         params[name] = placed(param, places[param_rests])
         opt[name] = placed(opt_state, places[opt_rests])
-        # The reference is only computed with, and never updated.
+        # The reference is never updated, so it is kept in the compute dtype.
         compute = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
         ref[name] = placed(compute, on_device)
     state = {"params": model.nest(params), "opt": opt}
@@ -56,7 +56,7 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
 
 
 def placed(tree, sharding):
-    """Shapes with this sharding; scalars, as the count of Adam's steps, are on every device."""
+    """Shapes with this sharding. Scalars, such as Adam's step count, are on every device."""
     replicated = NamedSharding(sharding.mesh, P())
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(
@@ -67,18 +67,18 @@ def placed(tree, sharding):
 
 
 def abstract_gradients(cfg, model_cfg, mesh, optimizer) -> dict:
-    """Shapes of the gradients, which are on the devices whatever is offloaded."""
-    # Gradients have the shapes and shardings of float32 parameters.
+    """Shapes of the gradients, which are on the devices even if parameters are offloaded."""
+    # Gradients have the shapes, dtypes and shardings of parameters that are not offloaded.
     nothing_offloaded = dataclasses.replace(cfg, offload="none")
     return abstract_state(nothing_offloaded, model_cfg, mesh, optimizer)["params"]
 
 
 def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
-    """Shapes of a micro-batch with such fields, {name: dtype}."""
+    """Shapes of a micro-batch. fields: {name: dtype}. micro_batch: rows per device."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
     sharding = NamedSharding(mesh, P(model.ROWS))
     shape = (shards * micro_batch, width)
-    # A device's rows stand together.
+    # Each device's rows are contiguous.
     rows = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in fields.items()}
     return placed(rows, sharding)
 
@@ -86,11 +86,11 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
 def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) -> dict:
     """The state before the first step, from the model's files. wanted: its abstract_state."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
-    # Loaded to the devices, and offloaded at the end.
+    # Load parameters to the devices; they are offloaded at the end.
     params = hf.load(weights, mesh, partial(progress, "loading weights"))
     opt = {}
     for name, param in model.flatten(params).items():
-        # Compiled, so that each array is made where it rests.
+        # Compile init, so that each array is created in the memory that will hold it.
         init = jax.jit(optimizer(cfg, name).init, out_shardings=shardings["opt"][name])
         opt[name] = init(param)
     state = {"params": jax.device_put(params, shardings["params"]), "opt": opt}
@@ -101,5 +101,5 @@ def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) ->
 
 @partial(jax.jit, static_argnames="dtype")
 def reference(params, dtype):
-    """A copy of the policy on the devices, sharded alike, for the KL."""
+    """A copy of the policy for the KL, on the devices, with the same sharding."""
     return jax.tree.map(lambda a: jax.device_put(a, model.DEVICE).astype(dtype), params)

@@ -1,4 +1,4 @@
-"""What tests share: their environment, one compilation cache a session, small models with random
+"""Shared by all tests: the environment, one compilation cache per session, small models with random
 weights, and ways to run train.py as a user would."""
 # ruff: noqa: E402, the environment is set before JAX is imported
 
@@ -19,17 +19,18 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-# With libtpu installed JAX would look for a TPU. On one, `launch.sh TYPE test` says otherwise.
+# With libtpu installed, JAX would look for a TPU. On TPUs, `launch.sh TYPE test` overrides this.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What one test compiled the next one finds, in the other pytest process and in runs of train.py
-# too. pytest's first process makes the directory, hands it down, and removes it at the end.
+# All tests share one compilation cache, across pytest processes and with runs of train.py.
+# pytest's first process creates the directory, passes it on, and removes it at the end.
 MADE_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
 if MADE_CACHE:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="podgrpo-compiled-")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# First, as it sets JAX's environment: eight CPU devices, float32 products, little optimisation.
+# Import test_kernel before JAX, as it sets JAX's environment: eight CPU devices, float32 products,
+# little optimisation.
 from test_kernel import mesh, pytest_terminal_summary, relative  # noqa: F401, I001
 
 import jax
@@ -46,7 +47,7 @@ from infra import attention, data, hf, layouts, log, rollout
 from infra.sampling import Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
-# What is called here says what it says in a run.
+# Messages printed during tests name train.py as their program, as in a run.
 log.PROGRAM = "train.py"
 
 
@@ -58,7 +59,7 @@ def pytest_report_header():
 
 
 def pytest_runtest_teardown():
-    # Linux gives a process 65,530 memory mappings, and all that the tests compile takes more.
+    # Linux allows a process 65,530 memory mappings, and the programs of all tests need more.
     mappings = Path("/proc/self/maps")
     if mappings.exists() and mappings.read_text().count("\n") > 65530 // 2:
         jax.clear_caches()
@@ -71,7 +72,7 @@ def pytest_unconfigure():
 
 # ---------------------------------------------------------------- files
 def shared(path):
-    """A file of real data, which lies beside a checkout on the machines of its developers."""
+    """A file of real data, which developers have beside the checkout. Skips the test if absent."""
     found = ROOT.parent / "shared" / path
     if not found.exists():
         pytest.skip(f"../shared/{path} is not here")
@@ -84,10 +85,8 @@ def read_jsonl(path):
 
 
 def edit(path, change):
-    """Give a file other keys or tensors (a dict; None removes one) or other bytes.
-
-    None removes the file.
-    """
+    """Change a file: a dict replaces keys or tensors (the value None removes one), bytes replace
+    the content, and None removes the file."""
     if change is None:
         path.unlink()
     elif isinstance(change, bytes):
@@ -103,7 +102,7 @@ def edit(path, change):
 
 
 def spoiled_copy(directory, copy, name, change):
-    """A copy of a directory, with the file `name` edited."""
+    """Copy a directory, and edit the file `name` in the copy."""
     shutil.copytree(directory, copy, dirs_exist_ok=True)
     edit(copy / name, change)
     return copy
@@ -111,20 +110,20 @@ def spoiled_copy(directory, copy, name, change):
 
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory):
-    """The tiny model with its tokenizer, as a Hugging Face directory. Not to be changed."""
+    """The tiny model with its tokenizer, as a Hugging Face directory. Tests must not change it."""
     return Path(data.make_tiny(tmp_path_factory.mktemp("tiny") / "model", 1))
 
 
 # ---------------------------------------------------------------- numbers
 def check_errors(errors, bound, record_property, what="largest error"):
-    """Of {case: its error, or several} all are below the bound; the largest is printed last."""
-    worst = np.max([np.max(error) for error in errors.values()])  # NaN if one is
+    """Assert that all errors, {case: error or errors}, are below the bound. Record the largest."""
+    worst = np.max([np.max(error) for error in errors.values()])  # NaN if any error is NaN
     assert worst < bound, errors
     record_property(what, f"{worst:.1e}")
 
 
 # ---------------------------------------------------------------- small models
-# Tied and untied embeddings, grouped and ungrouped queries, sizes that are no powers of two.
+# Tied and untied embeddings, grouped and ungrouped queries, and sizes that are not powers of two.
 TIED = model.ModelConfig(
     V=203,
     D=32,
@@ -157,7 +156,8 @@ SMALL = dataclasses.replace(TIED, V=40, D=16, F=16, N=4, H=4, L=2)
 
 
 def random_weight(rng, name, shape, D):
-    """Biases are not 0 and norms not 1, so that one left out shows. Logits deviate by about 2."""
+    """Random values of one parameter. Biases are not 0 and norms are not 1, so that tests notice if
+    one is left out. Logits have a standard deviation of about 2."""
     noise = rng.standard_normal(shape).astype(np.float32)
     if "norm" in name:
         return 1 + 0.3 * noise
@@ -167,7 +167,7 @@ def random_weight(rng, name, shape, D):
 
 
 def random_weights(cfg, seed=0):
-    """{flat name: float32 NumPy array} of all parameters."""
+    """Returns {flat name: float32 NumPy array} for all parameters."""
     rng = np.random.default_rng(seed)
     return {
         name: random_weight(rng, name, shape, cfg.D) for name, shape in model.shapes(cfg).items()
@@ -175,7 +175,7 @@ def random_weights(cfg, seed=0):
 
 
 def place(weights, on):
-    """Flat NumPy weights -> nested parameters, sharded over a mesh."""
+    """Returns flat NumPy weights as nested parameters, sharded over a mesh."""
     placed = {k: jax.device_put(w, NamedSharding(on, model.spec(k))) for k, w in weights.items()}
     return model.nest(placed)
 
@@ -190,7 +190,7 @@ def random_prompts(cfg, lengths, seed=0):
 
 
 def load(directory, on=None):
-    """-> (parameters of a Hugging Face directory, its ModelConfig)"""
+    """Returns (the parameters of a Hugging Face directory, its ModelConfig)."""
     cfg = hf.read_config(directory)
     return hf.load(hf.ModelFiles(directory, cfg), on or mesh()), cfg
 
@@ -201,7 +201,8 @@ def compiled_forward(cfg, on, how):
 
 
 def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
-    """model.forward of lists of ids, padded on the right; without `segments` each is a sequence."""
+    """model.forward of lists of ids, padded on the right. Without `segments`, each list is one
+    sequence."""
     width = width or max(len(row) for row in rows)
     positions = positions or [range(len(row)) for row in rows]
     segments = segments or [[1] * len(row) for row in rows]
@@ -214,12 +215,12 @@ def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
 
 
 def logits(params, cfg, tokens):
-    """[B, T, V] of the training forward."""
+    """Logits [B, T, V] of the training forward."""
     return np.asarray(hidden_states(params, cfg, tokens) @ model.head(params).T)
 
 
 def textbook_hidden(params, cfg, tokens, positions, segments):
-    """What model.forward gives, one unsharded layer after another, for JAX to differentiate."""
+    """model.forward as a plain loop over unsharded layers, which JAX differentiates."""
     x_BTD = params["embed_VD"][tokens]
     rope = model.rope_tables(jnp.asarray(positions), cfg)
     causal = np.tri(tokens.shape[1], dtype=bool)
@@ -244,8 +245,8 @@ def generate(
     by_layer=False,
     **options,
 ):
-    """rollout.generate in float32, with the weights in the layout that it wants. by_layer: with
-    arrays of its own for each layer, as on GPUs."""
+    """rollout.generate in float32, after resharding the weights to the rollout layout `kind`.
+    by_layer: each layer has arrays of its own, as on GPUs."""
     work = layouts.Work(len(prompts), options.get("group", 1), 8, max_answer)
     layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32", work)
     layout = dataclasses.replace(layout, by_layer=by_layer)
@@ -261,12 +262,12 @@ def generate(
 
 
 # ---------------------------------------------------------------- train.py as a process
-# A run of two steps and one evaluation each, of the tiny model.
+# A run of the tiny model: one supervised step, then two GRPO steps with an evaluation after each.
 TINY_FLAGS = "--batch 4 --npq 4 --steps 2 --sft_steps 1 --minibatches 2 --eval_n 8 --eval_every 1"
 
 
 def arguments(flags):
-    """The words of strings, which are split at blanks, and of lists and paths, which are not."""
+    """Returns a list of words: strings are split at blanks, lists and paths are not."""
     words = []
     for flag in flags:
         if isinstance(flag, str):
@@ -279,7 +280,7 @@ def arguments(flags):
 
 
 def run(*command, code=0, cwd=ROOT, **env):
-    """The output of a process on the CPU, which must end with this exit code."""
+    """Returns the output of a process on the CPU, which must end with the exit code `code`."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"} | env
     done = subprocess.run(
         [str(word) for word in command],
@@ -296,13 +297,14 @@ def run(*command, code=0, cwd=ROOT, **env):
 
 
 def run_train(*flags, devices=1, code=0, **env):
-    """The output of `python train.py FLAGS` with so many CPU devices."""
+    """Returns the output of `python train.py FLAGS` on `devices` CPU devices."""
     command = [sys.executable, ROOT / "train.py", *arguments(flags)]
     return run(*command, code=code, JAX_NUM_CPU_DEVICES=str(devices), **env)
 
 
 def refused(*flags):
-    """The message with which train.py, in this process, refuses its flags before weights load."""
+    """Run train.py in this process. Returns the message with which it refuses its flags before it
+    loads weights."""
     held = len(jax.live_arrays())
     with (
         mock.patch.object(hf, "load", side_effect=AssertionError("weights were loaded")),
@@ -320,7 +322,7 @@ def refused(*flags):
 
 @contextlib.contextmanager
 def restored_signals():
-    """train.main, in this process, takes these signals for itself."""
+    """Restore the signal handlers that train.main replaces in this process."""
     taken = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
     before = {number: signal.getsignal(number) for number in taken}
     try:
@@ -331,12 +333,12 @@ def restored_signals():
 
 
 def step_rows(rows):
-    """Of metrics.jsonl the rows of steps."""
+    """The rows of metrics.jsonl that belong to steps, not to evaluations."""
     return [row for row in rows if "eval/solved" not in row]
 
 
 def evaluations(rows):
-    """Of metrics.jsonl the evaluations, [(step, the fraction solved)]; a step has one at most."""
+    """The evaluations in metrics.jsonl, [(step, fraction solved)]. Asserts at most one per step."""
     found = [(row["step"], row["eval/solved"]) for row in rows if "eval/solved" in row]
     steps = [step for step, _ in found]
     assert steps == sorted(set(steps)), f"evaluations repeated: {steps}"
@@ -344,13 +346,13 @@ def evaluations(rows):
 
 
 def without_times(rows):
-    """Metrics of steps, less what a clock or the machine's memory says."""
+    """The metrics of steps, without those that depend on a clock or on the machine's memory."""
     timed = ("time/", "throughput/", "rollout/", "memory/", "mfu")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
 # ---------------------------------------------------------------- runs to disturb
-# A supervised phase, then advantages, clipping, a reference; a checkpoint every other step.
+# A supervised phase, then GRPO with clipping and a reference; a checkpoint every other step.
 LIFE_FLAGS = (
     "--system= --max_prompt 32 --max_answer 16 --lr 1e-4 --sft_lr 1e-3 --npq 4 --sft_steps 3 "
     "--minibatches 2 --eval_n 8 --eval_every 3 --beta 0.1 --entropy_bonus 0.01 --save_every 2"
@@ -358,13 +360,13 @@ LIFE_FLAGS = (
 
 
 def shared_temp(tmp_path_factory):
-    """The directory that all processes of a test run share."""
+    """The temporary directory that all processes of a test run share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 def made_once(tmp_path_factory, name, make):
-    """A directory that make(directory) fills for the first test that asks, in any process."""
+    """A directory that make(directory) fills once, for the first test that asks in any process."""
     top = shared_temp(tmp_path_factory)
     directory = top / name
     with open(top / f"{name}.lock", "w") as lock:
@@ -378,7 +380,7 @@ def made_once(tmp_path_factory, name, make):
 
 
 def teach(directory):
-    """Sums of digits, and a model that answers in their form and sometimes right."""
+    """Write sums of digits, and train a model that answers in their form and is sometimes right."""
     pairs = [(a, b) for a in range(10) for b in range(10)]
     rows = [
         {"question": f"What is {a} + {b}?", "answer": f"<answer>{a + b}</answer>"} for a, b in pairs
@@ -390,21 +392,22 @@ def teach(directory):
 
 
 def taught(tmp_path_factory):
-    """The flags of sums, and of a model whose answers to one of them differ in reward."""
+    """Flags for a data set of sums, and for a model whose answers to one sum differ in reward."""
     directory = made_once(tmp_path_factory, "taught", teach)
     sums = directory / "sums.jsonl"
     return arguments(["--model", directory / "run/final", "--data", sums, "--eval_data", sums])
 
 
 def lives(tmp_path_factory, steps, *others):
-    """The flags of a run to disturb: so many steps after the supervised ones."""
+    """Flags for a run to disturb, with `steps` GRPO steps after the supervised ones."""
     return [*taught(tmp_path_factory), *arguments([LIFE_FLAGS, "--steps", steps, *others])]
 
 
 @contextlib.contextmanager
 def running(out, flags, processes=1, devices=4, batch=4, log=None, more=()):
-    """The processes of a run, with so many devices and questions a step in all; what they print is
-    in `log`, or in a file beside `out`. more: flags that come last, and so count."""
+    """Yields the processes of a run; `devices`, and `batch` questions per step, are totals over all
+    processes. Their output goes to `log`, or to a file beside `out`. more: flags that come last,
+    and so override others."""
     port = 20000 + os.getpid() * 8 % 9000
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -429,7 +432,7 @@ def running(out, flags, processes=1, devices=4, batch=4, log=None, more=()):
 
 
 def run_to_end(out, flags, processes=1, code=0, **how):
-    """-> what a run prints whose processes must all end with this exit code"""
+    """Returns what a run prints. All its processes must end with the exit code `code`."""
     with running(out, flags, processes, **how) as runs:
         codes = [process.wait(1200) for process in runs]
     text = Path(f"{out}.log").read_text(errors="replace")
@@ -438,7 +441,7 @@ def run_to_end(out, flags, processes=1, code=0, **how):
 
 
 def until(moment, runs=(), seconds=1200):
-    """Wait until moment() or the end of a process -> are they still there?"""
+    """Wait until moment() is true or a process ends. Returns whether all processes still run."""
     end = time.time() + seconds
     while not moment() and all(process.poll() is None for process in runs):
         assert time.time() < end, f"not within {seconds} s"
@@ -447,7 +450,7 @@ def until(moment, runs=(), seconds=1200):
 
 
 def calm_run(tmp_path_factory):
-    """`out` of an undisturbed run of 9 steps. Not to be changed."""
+    """`out` of an undisturbed run of 9 GRPO steps. Tests must not change it."""
 
     def make(directory):
         run_to_end(directory / "run", lives(tmp_path_factory, 9))
@@ -456,13 +459,14 @@ def calm_run(tmp_path_factory):
 
 
 def same_weights(out, calm):
-    """Final weights, bit for bit."""
+    """Assert that two runs have the same final weights, bit for bit."""
     weights = load_file(out / "final/model.safetensors")
     jax.tree.map(assert_array_equal, weights, load_file(calm / "final/model.safetensors"))
 
 
 def same_run(out, calm):
-    """Metrics and final weights, bit for bit; rows of steps and evaluations, and samples, once."""
+    """Assert that two runs have the same metrics and final weights, bit for bit, and that no step,
+    evaluation or sample is lost or repeated."""
     rows = read_jsonl(out / "metrics.jsonl")
     wanted = read_jsonl(calm / "metrics.jsonl")
     steps = [row["step"] for row in step_rows(rows)]
@@ -475,6 +479,6 @@ def same_run(out, calm):
 
 
 def saving(out):
-    """Files that are being written, or were when a process was killed."""
-    # glob.glob: Path.glob fails where the run deletes an old checkpoint.
+    """Files that are being written, or were being written when a process was killed."""
+    # Not Path.glob, which fails if the run deletes an old checkpoint meanwhile.
     return glob.glob(f"{out}/step_*/*.tmp")

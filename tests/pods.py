@@ -1,5 +1,5 @@
-"""Google Cloud for tests of launch.sh: .ci/gcloud plays it, with folders for workers' homes and
-processes for what runs there."""
+"""A stand-in for Google Cloud in tests of launch.sh: .ci/gcloud uses folders as the workers' homes
+and local processes as their programs."""
 
 import dataclasses
 import json
@@ -15,28 +15,28 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, arguments, read_jsonl, run
 
-# The entropy bonus moves the weights in every step, also where all answers score the same.
+# The entropy bonus changes the weights in every step, even if all answers score the same.
 POD_FLAGS = (
     "--model tiny --data arith --eval_data none --max_prompt 80 --max_answer 8 --batch 1 --npq 4 "
     "--minibatches 1 --sft_steps 0 --save_every 1 --entropy_bonus 0.1"
 )
-# Workers take these from the tests, so that they find what other processes compiled.
+# Workers inherit these variables from the tests, to find programs that other processes compiled.
 COMPILATION = (
     "JAX_COMPILATION_CACHE_DIR",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
     "JAX_DEFAULT_MATMUL_PRECISION",
     "XLA_FLAGS",
 )
-# A mistake, which ends a run soon.
+# A mistake in the flags, which ends a run quickly.
 ENDS = "--lr none"
-# What gcloud says where it may work the next time.
+# Errors of gcloud after which the same command may succeed.
 UNAVAILABLE = "ERROR: (gcloud.x) UNAVAILABLE: The service is currently unavailable."
 OFFLINE = (
     "ERROR: (gcloud.x) There was a problem refreshing your current auth tokens: "
     "HTTPSConnectionPool(port=443): Max retries exceeded with url: /token Please run: "
     "$ gcloud auth login"
 )
-# The launcher and its workers wait a fifth of what they say.
+# The launcher and its workers sleep for a fifth of the time that they ask for.
 SLEEP = '#!/bin/sh\nexec /bin/sleep "$(awk "BEGIN { print $1 / 5 }")"\n'
 
 
@@ -50,17 +50,18 @@ def write(path, text, mode=0o644):
 @dataclasses.dataclass
 class Cloud:
     clone: Path  # a fresh clone of this tree, with a .env in it
-    stub: Path  # the folder of .ci/gcloud: a folder NAME for each VM, with homes w0, w1, ...
-    home: Path  # of who launches
+    stub: Path  # the folder of .ci/gcloud: one folder NAME per VM, with homes w0, w1, ...
+    home: Path  # the home of the user who launches
 
     def launch(self, *flags, code=0, clone=None, shell=("bash",), **env):
-        """The output of `bash launch.sh FLAGS` in the clone, which must end with this exit code."""
+        """Returns the output of `bash launch.sh FLAGS` in the clone, which must end with the exit
+        code `code`."""
         clone = clone or self.clone
         env = self.environment() | env
         return run(*shell, clone / "launch.sh", *arguments(flags), code=code, cwd=clone, **env)
 
     def environment(self):
-        """What tells launch.sh of the stand-in for gcloud."""
+        """The environment in which launch.sh finds the stand-in for gcloud."""
         return {
             "PATH": f"{self.stub}/bin:{ROOT}/.ci:{os.environ['PATH']}",
             "PYTHON": f"{self.stub}/bin/python3.12",
@@ -73,7 +74,7 @@ class Cloud:
         run(ROOT / ".ci/gcloud", *words, GCLOUD_STUB=str(self.stub))
 
     def calls(self):
-        """The argv of every call of gcloud."""
+        """The argv of every call of gcloud so far."""
         log = self.stub / "calls.log"
         return read_jsonl(log) if log.exists() else []
 
@@ -81,17 +82,17 @@ class Cloud:
         return [argv for argv in self.calls() if argv[3] in ("ssh", "scp")]
 
     def fail(self, pattern, text, **more):
-        """Let the next call of gcloud that matches fail so; more: see .ci/gcloud."""
+        """Make the next call of gcloud that matches fail with this text. more: see .ci/gcloud."""
         rule = {"match": pattern, "stderr": text, **more}
         with open(self.stub / "fail", "a") as f:
             f.write(json.dumps(rule) + "\n")
 
     def count(self, *words):
-        """Calls of gcloud that have all these words."""
+        """The number of calls of gcloud that contain all these words."""
         return sum(all(word in " ".join(argv) for word in words) for argv in self.calls())
 
     def keeps_secrets(self, text):
-        """Is no value of .env in the text, in a file of workers, or in an argv of calls.log?"""
+        """Whether the text, all files of workers and calls.log are free of the values in .env."""
         secrets = re.findall("[0-9a-f]{16}", (self.clone / ".env").read_text())
         assert len(secrets) == 2
         for path in self.stub.rglob("*"):
@@ -101,7 +102,7 @@ class Cloud:
 
 
 def clone_of_this_tree(clone):
-    """A commit of the tree as git sees it, and a .env with random secrets beside it."""
+    """Commit a copy of this tree as git sees it, and write a .env with random secrets into it."""
     try:
         files = run("git", "ls-files", "-coz", "--exclude-standard").split("\0")
     except (OSError, AssertionError):
@@ -134,7 +135,7 @@ def cloud(tmp_path):
     lines = [f"{name}={value}\n" for name, value in environment.items()]
     write(cloud.stub / "worker.env", "".join(lines))
     yield cloud
-    # Nothing that a failed test has left may go on: neither runs, nor the metadata servers.
+    # Stop everything that a failed test may have left: runs, and the metadata servers.
     for vm in cloud.stub.glob("*/vm.json"):
         cloud.gcloud("preempt", vm.parent.name)
     shutil.rmtree(cloud.stub)
@@ -145,7 +146,7 @@ def says(path, text):
 
 
 def when(condition, act):
-    """The Future of what act() returns, which a thread calls once the condition holds."""
+    """Returns a Future of act()'s result. A thread calls act() once the condition holds."""
     future = Future()
 
     def wait():
@@ -161,7 +162,7 @@ def when(condition, act):
 
 
 def until_it_works(act, seconds=60):
-    """Call again what fails as something has not begun yet."""
+    """Call act() until it works, as something may not have begun yet. Returns its result."""
     end = time.time() + seconds
     while True:
         try:
