@@ -126,6 +126,7 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
             bucket.fetch_rest(out, final=jax.process_index() == 0)
     refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
+    # The step that --profile names may lie before the checkpoint.
     if 0 < flags["profile"] <= done:
         say(f"step {flags['profile']} is not traced now, as {done} steps were done before")
     # Process 0 writes final/; the disk of another process may be its own.

@@ -25,6 +25,7 @@ def link_results(out: Path) -> str:
     shutil.rmtree("results", ignore_errors=True)
     links = Path("results") / out.name
     links.mkdir(parents=True)
+    # scp --recurse follows the links.
     for pattern in KEPT:
         for path in out.glob(pattern):
             (links / path.name).symlink_to(path)
@@ -38,6 +39,7 @@ def main() -> None:
     if not bucket.bucket_of(out):
         print(link_results(Path(out).resolve()))
         return
+    # The worker that sent the results has the rights to look for them.
     try:
         bucket.check_results(out)
     except bucket.BucketError as e:
