@@ -108,9 +108,9 @@ def jax_forward(head_VD, rows, temperature, h_CD):
 
 
 def jax_backward(head_VD, z_CV, h_CD, y_C, vectors, dW_VD, is_first):
-    """Returns dh [C, D] and dW_VD plus this chunk's dW [V, D], float32.
+    """Returns dh [C, D] and the new dW [V, D], in float32.
 
-    The first chunk ignores what dW_VD holds.
+    A chunk adds its gradient to dW_VD, except for the first chunk, which replaces dW_VD.
     """
     g, e, lse, entropy = (a[:, None] for a in vectors)
     log_p = z_CV - lse
@@ -129,7 +129,7 @@ def combine(top, total, product):
 
 
 # ---------------------------------------------------------------- a chunk in Pallas
-# Both kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
+# The two kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
 # sublanes, and per-token values lie along lanes. The forward saves z - m, where m is the maximum of
 # `step` rows: bfloat16 is most exact near the maximum, where precision matters. The backward
 # computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2, as in hardware.
@@ -148,8 +148,8 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", tokens: int = 0)
     """Choose the Blocks for a chip and a bfloat16 model.
 
     A tile has all of D if that fits 7/8 of VMEM, because the backward reads z once for each tile of
-    D; and then as much of V as fits. tokens: of a chunk; 0 to choose them, too. Raises ValueError
-    if pallas does not support the chip or D.
+    D. It then has as much of V as fits. tokens: tokens of a chunk, or 0 to choose this, too. Raises
+    ValueError if pallas does not support the chip or D.
     """
     if impl != "pallas":
         return Blocks(tokens or 1024)
@@ -305,7 +305,7 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
 
 
 # ---------------------------------------------------------------- over a mesh
-# The head is stored sharded over D, because V may not divide evenly. For the loss, an all-to-all
+# The head is stored sharded over D, because V may not be divisible. For the loss, an all-to-all
 # turns each device's d columns of the head into V / shards rows, where shards = fsdp * tp. These
 # devices then work on all of their tokens together: for each chunk they all-gather hidden states,
 # combine the sums of the softmax, and reduce-scatter dh. dW stays where it is until the end, when

@@ -2,7 +2,7 @@
 
 Array names end in their shapes: B rows, T query positions, S key positions, D model width, F
 feed-forward width, N query heads, K key/value heads, G = N/K, H head dim, V vocabulary, L layers.
-`wq_LDNH` has shape [L, D, N, H]; inside the scan over layers it keeps its name but has no L.
+`wq_LDNH` has shape [L, D, N, H]; the scan over layers removes L, but weights keep their names.
 
 Parameters are a nested dict of arrays, with layers stacked on L. Master weights are float32,
 sharded over the mesh axes `dp, fsdp, tp`. The forward pass casts weights to the compute dtype,
@@ -182,10 +182,10 @@ def shapes(cfg: ModelConfig) -> dict:
 def spec(name: str) -> P:
     """PartitionSpec of a parameter during training."""
     dims = letters(name)
-    # Matrices are sharded by D over fsdp, and by heads or F over tp.
+    # Matrices are sharded over fsdp along D, and over tp along heads or F.
     axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp"}
     if "V" in dims:
-        # V may not divide evenly, so the embedding and the head shard D over both axes.
+        # V may not be divisible, so the embedding and the head shard D over both axes.
         axes = {"D": ("fsdp", "tp")}
     elif dims in ("D", "LD"):
         # Norm scales are replicated.
@@ -322,8 +322,8 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
 
 
 # ---------------------------------------------------------------- the training forward
-# What the backward pass keeps of a layer, besides the layer's input; the rest is recomputed. Only
-# values with one of these names are kept. Gathered weights have no name and are gathered again.
+# Remat policies. Besides the input of a layer, the backward pass keeps the values with these names;
+# the rest is recomputed. Gathered weights have no name, so they are gathered again.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
@@ -364,7 +364,7 @@ def gather_layer(shards):
 
 @jax.custom_vjp
 def with_gradients_to(w, masters):
-    """Returns (w, masters) unchanged, but adds w's gradients to those of masters, in float32.
+    """Returns (w, masters) unchanged. The backward adds w's gradients to masters', in float32.
 
     w: masters rounded to the compute dtype, for the forward. Values of masters are never read.
     """
@@ -392,7 +392,7 @@ def look_up(embed_Vd, tokens_BT, dtype):
 
 
 def rows_at_once(B, T):
-    """Rows in a chunk, for B rows of T tokens.
+    """Number of rows per chunk, given B rows of T tokens.
 
     A chunk has at most B / 8 rows, because a chunk with any token at all is computed in full.
     """

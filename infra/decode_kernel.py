@@ -37,7 +37,7 @@ SMALL_CACHE = 2**24
 
 
 def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
-    """Rows per block: the largest divisor of B, up to MOST_ROWS, that fits most_bytes, or 1."""
+    """Rows per block: the largest divisor of B within MOST_ROWS and most_bytes; at least 1."""
     most = max(1, min(MOST_ROWS, most_bytes // row_bytes))
     possible = [n for n in range(1, most + 1) if B % n == 0]
     return max(possible)
@@ -121,9 +121,9 @@ def change_tiles(layer, slot, k, v, old_keys, old_values, keys, values):
 def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interpret=False) -> list:
     """Attention to the first length_B slots of a layer, and to others. Returns [out, log-sum-exp].
 
-    others_out, others_lse: the results of attention to other slots. Blocks beyond the longest of
-    their rows are not read. The softmax is that of flash attention (arXiv 2205.14135): running sums
-    of weights that are relative to the largest score so far.
+    others_out, others_lse: the results of attention to other slots. Slots beyond the longest row of
+    a block are not read. The softmax is that of flash attention (arXiv 2205.14135): its running
+    sums have weights relative to the largest score so far.
     """
     _, B, K, S, H = keys.shape
     M = q_BKMH.shape[2]
@@ -135,7 +135,7 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     rows = min(rows_of_block(B, key_bytes, BLOCK_BYTES), rows_of_block(B, score_bytes, SCORE_BYTES))
 
     def cache_index(b, k, m, s, layer, lengths):
-        # Beyond the last block, name it again: a block that is in VMEM already is not read again.
+        # Beyond the last block, repeat its index: a block already in VMEM is not read again.
         last = last_block(lengths, b, rows, slots)
         return layer[0], b, k, jnp.minimum(s, last), 0
 
@@ -195,7 +195,7 @@ def cost_of_attention(q_BKMH, keys) -> CostEstimate:
 
 
 def product(a, b, axis_of_b):
-    """Matmul of each row, which sums over the last axis of a, [rows, M, ..], and axis_of_b of b."""
+    """Batched matmul over rows: sums over the last axis of a, [rows, M, ..], and axis_of_b of b."""
     rows = (0,), (0,)
     contracted = (2,), (axis_of_b,)
     numbers = contracted, rows

@@ -29,8 +29,8 @@ class Cache(NamedTuple):
 def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout) -> tuple:
     """Attention of prompts to themselves, which also writes their keys and values to the cache.
 
-    On each device, they go to the cache's rows from `first` on. All prompts begin in slot 0.
-    Returns ([B, N, T, H] float32, cache).
+    On each device, keys and values go to the cache's rows from `first` on. All prompts begin in
+    slot 0. Returns ([B, N, T, H] float32, cache).
     """
 
     def on_device(q, k, v, layer, cache, first):
@@ -47,9 +47,9 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
 def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layout) -> tuple:
     """Attention of one new token of each answer to its prompt, its earlier tokens and itself.
 
-    cache: (of prompts, of answers); the new keys and values are written to this slot of the
-    latter. length_B: tokens of each row's prompt. Rows with the same prompt are consecutive, and
-    each prompt has equally many. Returns ([B, N, 1, H] float32, cache).
+    cache: (prompts, answers). The new keys and values are written to `slot` of the answers' cache.
+    length_B: tokens of each row's prompt. Rows with the same prompt are consecutive, and each
+    prompt has equally many rows. Returns ([B, N, 1, H] float32, cache).
     """
     device = layout.mesh.devices.flat[0]
     is_tpu = device.platform == "tpu"
@@ -107,7 +107,7 @@ def over_devices(run, layout, cache, *others):
 
 def join_group(q_BKGH, group):
     """Join the queries of each prompt's answers: [B, K, G, H] -> [B / group, K, M, H]."""
-    # M enumerates answers, and the G heads of each.
+    # M runs over the answers of a prompt, and over the G heads of each.
     B, K, G, H = q_BKGH.shape
     split = q_BKGH.reshape(-1, group, K, G, H)
     heads_first = split.swapaxes(1, 2)
@@ -165,7 +165,7 @@ def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
     is_filled_BKMS = is_filled_BS[:, None, None]
     scores = jnp.where(is_filled_BKMS, scores, LEAST)
 
-    # The softmax is over the others, too: their log-sum-exp holds their part of its sum.
+    # The softmax is over the other slots, too: others_lse holds their part of its sum.
     others_out, others_lse = others
     own_lse = jax.nn.logsumexp(scores, -1, keepdims=True)
     lse = jnp.logaddexp(others_lse, own_lse)

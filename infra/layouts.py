@@ -63,7 +63,7 @@ class Work:
 
 # ---------------------------------------------------------------- the choice
 def tp_sizes(cfg: ModelConfig, mesh: Mesh) -> list[int]:
-    """The numbers of a host's devices over which key/value heads, F and V can be split."""
+    """Sizes of tp that divide a host's devices, the key/value heads, F and V."""
     process = mesh.devices.flat[0].process_index
     host_devices = sum(device.process_index == process for device in mesh.devices.flat)
     must_divide = host_devices, cfg.K, cfg.F, cfg.V
@@ -207,7 +207,7 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
 
     move_top(params) moves the parameters outside layers, move_stack(layers, first, size) a stack.
     """
-    # Specs of each parameter in the rollout, and after its cast, before the move.
+    # Specs of each parameter: in the rollout, and when it is cast but not yet moved.
     specs = {}
     cast_specs = {}
     for name in names:
@@ -215,7 +215,7 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
         cast_specs[name] = quantise.cast_spec(name, model.spec(name), quantised)
 
     def move_array(a, from_spec, to_spec):
-        # Without this constraint, XLA would move the array first, in float32, and cast it then.
+        # Without this constraint, XLA would move the array in float32, and cast it afterwards.
         a = model.constrain(a, training_mesh, *from_spec)
         if layout.kind == "tp":
             # Replicate the array on the way: XLA knows no shorter way, and would warn.

@@ -116,7 +116,7 @@ def work_of_step(flags, hosts: int, longest_prompt: int) -> Work:
 def rows_by_group(cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int) -> dict:
     """{rows that share a prompt: rows that a device decodes at once next to `resting` bytes}.
 
-    One row has each prompt in evaluations, and a group of rows in training.
+    A prompt has one row in evaluations, and a group of rows in training.
     """
     groups = (1, work.group)
     return {n: layouts.rows_that_fit(cfg, layout, dtype, work, resting, n) for n in groups}

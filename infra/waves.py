@@ -46,7 +46,7 @@ def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
 
 
 def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int]:
-    """Returns (row_ids of each wave, new group: rows of a prompt on one device in one wave).
+    """Returns (row_ids of each wave, rows of a prompt that stay together on a device in a wave).
 
     B: number of all rows. shards: number of parts that they are split into. group: consecutive rows
     that share a prompt. at_once: most rows of a device in a wave.
