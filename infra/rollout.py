@@ -48,12 +48,12 @@ def generate(
 
     weights: from `layouts.to_rollout`. prompts: this process's lists of token ids, equally many on
     each process; every `group` consecutive ones are equal. key: a row's tokens depend on the key
-    and the row's index among all processes, not on the layout. at_once: rows that a device decodes
-    together; 0 for all. stage: tokens per call of `decode`. progress(rows that have ended, tokens)
-    is called after each prefill and stage.
+    and on the row's index among the rows of all processes, not on the layout. at_once: rows that a
+    device decodes together; 0 for all. stage: tokens per call of `decode`. progress(rows that have
+    ended, tokens) is called after each prefill and stage.
 
     Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after the
-    stop token; lengths_B, stop token included; truncated_B, without a stop token; logprobs_BT
+    stop token; lengths_B, stop token included; truncated_B, true if no stop token came; logprobs_BT
     float32, under the distribution that tokens were drawn from, after temperature, top_k and top_p.
     """
     prompts_BP, length_B = pad_prompts(prompts)
@@ -62,8 +62,7 @@ def generate(
     steps = min(stage, max_answer)
     static = dict(cfg=cfg, layout=layout, steps=steps, sampling=sampling)
     waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
-    # A step reads fewer bytes if the weights are quantised, so dropping rows saves a larger part of
-    # them.
+    # A step reads fewer bytes with quantised weights, so dropping rows saves a larger share.
     quantised = isinstance(model.head(weights), model.Quantised)
     for row_ids in waves:
         # Free the cache of the last wave before the next one is made.
