@@ -86,8 +86,9 @@ def generate(
             progress(*totals(answers))
             if not is_live.any():
                 break
-    # Every process has the answers of all processes, and returns its own.
+    # Every process has the answers of all processes.
     first = jax.process_index() * len(prompts)
+    # Return only this process's own.
     return {name: a[first : first + len(prompts)] for name, a in answers.items()}
 
 
