@@ -1,13 +1,13 @@
-"""The GRPO loss, from hidden states to a number, without ever holding [tokens, vocabulary] logits.
+"""The GRPO loss, computed from hidden states without ever holding [tokens, vocabulary] logits.
 
 For token i with hidden state h, target y, LM head W [V, D] and temperature T:
 
     z = h W' / T      logp = z[y] - logsumexp(z)      H = -sum_v p_v log p_v,  p = softmax(z)
-    ratio  = exp(logp - old)                     old: the trainer's log-prob when it was sampled
+    ratio  = exp(logp - old)                     old: the trainer's logprob of y at sampling time
     policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
                                                  PPO (arXiv 1707.06347, eq. 7); DAPO (2503.14476)
-    kl     = exp(ref - logp) - (ref - logp) - 1  to a frozen reference (GRPO, 2402.03300, eq. 4)
-    cap    = min(exp(old - sampler), is_cap)     truncated importance weight, a constant
+    kl     = exp(ref - logp) - (ref - logp) - 1  KL to a frozen reference (GRPO, 2402.03300, eq. 4)
+    cap    = min(exp(old - sampler), is_cap)     truncated importance weight, without gradient
     loss   = sum_i weight_i (beta kl - cap policy - entropy_bonus H)
     dz     = (g (onehot(y) - p) - e p (log p + H)) / T,  where g = dloss/dlogp, e = dloss/dH
     dh, dW = dz W, dz' h
@@ -26,15 +26,16 @@ from jax.experimental.pallas import BlockSpec, cdiv, num_programs, pallas_call, 
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-# Suffixes of shapes: N tokens of all devices, n of one; C of a chunk, c of a chunk on one device;
-# D model, d columns of a device or tile; V vocabulary, or its rows in a shard or tile.
-HEAD = ("fsdp", "tp")  # the mesh axes that shard the LM head: their devices share each chunk
-TOKENS = ("dp", *HEAD)  # and those that shard tokens, outside a chunk
-GRID = ("parallel", "arbitrary")  # chips with two cores share out a grid's first dimension
+# Array names end in their shapes: N tokens on all devices, n tokens on one; C tokens of a chunk, c
+# of these on one device; D model width, d columns of D on one device or in one tile; V vocabulary,
+# or the part of it in one shard or tile.
+HEAD = ("fsdp", "tp")  # mesh axes that shard the LM head; devices along them share each chunk
+TOKENS = ("dp", *HEAD)  # mesh axes that shard tokens; a chunk is gathered over HEAD
+GRID = ("parallel", "arbitrary")  # chips with two cores split a grid's first dimension
 VMEM = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}  # MiB, by device_kind
 LOG2E = 1.4426950408889634  # log2(e)
-NO_LOGIT = -1e30  # the logit of a row that is not in the vocabulary
-FAR = 60.0  # differences of log-probs are at most this, so that exp does not overflow
+NO_LOGIT = -1e30  # logit of a row beyond the vocabulary
+FAR = 60.0  # upper bound on differences of logprobs, so that exp does not overflow
 f32 = jnp.float32
 
 
@@ -50,10 +51,13 @@ def grpo_terms(
     is_cap: float = 0.0,  # 0: no importance weight
     entropy_bonus: float = 0.0,
 ) -> tuple[Array, dict]:
-    """The terms of the loss above -> (loss_N, stats), float32 [N], all 0 where weight is 0.
-    vectors: `weight` (aggregation and normalisation; 0: masked, whatever the others hold there),
-    `advantage`, and if present `old` (else ratio 1), `sampler` (else cap 1), `ref` (else no KL)."""
-    # Masked before any algebra: 0 times infinity or NaN is NaN, in the gradient too.
+    """The loss above, token by token. Returns (loss_N, stats), float32 [N], 0 where weight is 0.
+
+    vectors: `weight` (aggregation and normalisation; 0 masks a token, whatever the other vectors
+    hold there), `advantage`, and optionally `old` (without it the ratio is 1), `sampler` (without
+    it the cap is 1) and `ref` (without it there is no KL).
+    """
+    # Mask before any algebra: 0 times infinity or NaN is NaN, in the gradient too.
     mask = vectors["weight"] > 0
     vectors = {name: jnp.where(mask, a, 0.0) for name, a in vectors.items()}
     logp = jnp.where(mask, logp_N, 0.0)
@@ -62,7 +66,7 @@ def grpo_terms(
     ratio = jnp.exp(jnp.minimum(logp - old, FAR))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     outside = clipped * advantage < ratio * advantage
-    # This is min(), but jnp.minimum would halve the gradient of a tie.
+    # This is min(), but jnp.minimum would halve the gradient at a tie.
     policy = jnp.where(outside, clipped, ratio) * advantage
     stats = {"clip_fraction": 1.0 * (mask & outside), "ratio": mask * ratio}
     if "sampler" in vectors:
@@ -81,16 +85,20 @@ def grpo_terms(
 
 
 # ---------------------------------------------------------------- a chunk in plain JAX
-# The gradients of a chunk are formed while its logits are at hand: three GEMMs (z, dh, dW), not
-# four. Of the head's V rows, only the first `rows` are in the vocabulary.
+# A chunk's gradients are computed while its logits are in memory: this takes three GEMMs (z, dh,
+# dW) instead of four. Only the first `rows` of the head's V rows are in the vocabulary.
 def dot(a, b, a_axis, b_axis):
-    precision = "highest" if a.dtype == f32 else "default"  # float32 products are not rounded
+    # Products of float32 inputs must not be rounded.
+    precision = "highest" if a.dtype == f32 else "default"
     axes = (([a_axis], [b_axis]), ([], []))
     return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=f32)
 
 
 def jax_forward(head_VD, rows, temperature, h_CD):
-    """-> z [C, V], its maximum m, sum of exp(z - m), sum of (z - m) exp(z - m): float32 [C]."""
+    """Returns z [C, V] and its reductions over V, [C], all in float32.
+
+    These are the maximum m of z, the sum of exp(z - m), and the sum of (z - m) exp(z - m).
+    """
     z_CV = dot(h_CD, head_VD, 1, 1) / temperature
     z_CV = jnp.where(jnp.arange(len(head_VD)) < rows, z_CV, NO_LOGIT)
     top_C = z_CV.max(-1, initial=NO_LOGIT)
@@ -100,7 +108,10 @@ def jax_forward(head_VD, rows, temperature, h_CD):
 
 
 def jax_backward(head_VD, z_CV, h_CD, y_C, vectors, dW_VD, is_first):
-    """-> dh [C, D], dW [V, D], float32; the first chunk does not add to dW_VD, it replaces it."""
+    """Returns dh [C, D] and the new dW [V, D], in float32.
+
+    A chunk adds its gradient to dW_VD, except for the first chunk, which replaces dW_VD.
+    """
     g, e, lse, entropy = (a[:, None] for a in vectors)
     log_p = z_CV - lse
     hit = y_C[:, None] == jnp.arange(len(head_VD))
@@ -110,7 +121,7 @@ def jax_backward(head_VD, z_CV, h_CD, y_C, vectors, dW_VD, is_first):
 
 
 def combine(top, total, product):
-    """Sums of exp relative to each part's own maximum, [parts, C] -> to that of all, [C]."""
+    """Combine the maximum and sums of each part of V, [parts, C], into those of all of V, [C]."""
     top_C = top.max(0)
     scale = jnp.exp(top - top_C)
     product_C = (scale * (product + (top - top_C) * total)).sum(0)
@@ -118,24 +129,28 @@ def combine(top, total, product):
 
 
 # ---------------------------------------------------------------- a chunk in Pallas
-# Two kernels work on tiles of z' [vocabulary, tokens], so that sums over the vocabulary go down
-# sublanes, and what belongs to a token lies along lanes. The forward keeps z - m, where m is the
-# largest of `step` rows: bfloat16 is exact near the top, where it matters. The backward makes dz
-# in VMEM, for both its GEMMs. Exponents are of 2, as in hardware.
+# The two kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
+# sublanes, and per-token values lie along lanes. The forward saves z - m, where m is the maximum of
+# `step` rows: bfloat16 is most exact near the maximum, where precision matters. The backward
+# computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2, as in hardware.
 @dataclass(frozen=True)
 class Blocks:
-    tokens: int  # of a chunk, over the devices of a head; plain JAX uses this one only
+    tokens: int  # tokens of a chunk, on all devices along HEAD; plain JAX uses only this field
     rows: int = 0  # tokens of a tile in the forward
-    vocab: int = 0  # rows of the head of a tile
-    hidden: int = 0  # columns of the model of a tile in the backward
-    vmem: int = 0  # bytes that a kernel may take
-    interpret: object = False  # True or pltpu.InterpretParams: interpreted, not compiled
+    vocab: int = 0  # rows of the head in a tile
+    hidden: int = 0  # columns of D in a tile of the backward
+    vmem: int = 0  # bytes of VMEM that a kernel may use
+    interpret: object = False  # True or pltpu.InterpretParams: interpret the kernels
     step: int = 256  # rows of z that share a maximum
 
 
 def block_sizes(device_kind: str, D: int, impl: str = "pallas", tokens: int = 0) -> Blocks:
-    """Blocks for a chip and a bfloat16 model: all of D if 7/8 of VMEM hold it, as z is read once
-    for each tile of D; then much of V. `tokens`, if given, is a chunk's. ValueError: no TPU."""
+    """Choose the Blocks for a chip and a bfloat16 model.
+
+    A tile has all of D if that fits 7/8 of VMEM, because the backward reads z once for each tile of
+    D. It then has as much of V as fits. tokens: tokens of a chunk, or 0 to choose this, too. Raises
+    ValueError if pallas does not support the chip or D.
+    """
     if impl != "pallas":
         return Blocks(tokens or 1024)
     vmem = next((mib << 20 for kind, mib in VMEM.items() if device_kind.startswith(kind)), 0)
@@ -144,8 +159,8 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", tokens: int = 0)
     for halvings in range(5):
         hidden = cdiv(D, 128 << halvings) * 128
         for vocab in (1024, 512, 256):
-            # h and dh, in two buffers where they change, and the float32 sum of dh; two buffers
-            # each of W, dW in, dW out and z, and dz; the temporaries of a step.
+            # VMEM holds h and dh, in two buffers each if D has several tiles, and the float32 sum
+            # of dh; two buffers each of W, dW in, dW out and z; dz; and a step's temporaries.
             need = C * hidden * (10 if hidden >= D else 16)
             need += vocab * (20 * hidden + 6 * C) + 256 * C * 8
             if need < vmem * 7 // 8:
@@ -155,14 +170,14 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", tokens: int = 0)
 
 
 def forward_kernel(scale, step, h_CD, w_VD, *outputs):
-    """Of a tile: [z - m,] m, sum of p, sum of p log2 p, where p = 2 ** (z - m)."""
+    """Write [z - m,] m, sum of p and sum of p log2 p of a tile, where p = 2 ** (z - m)."""
     *z_out, top_out, total_out, product_out = outputs
     size = w_VD.shape[0]
     z = dot(w_VD[:step], h_CD[...], 1, 1)
     for i in range(size // step):
         end = (i + 1) * step
-        # The next step's GEMM stands before this step's exp, so that the compiler can run the
-        # matrix unit and the vector unit at the same time.
+        # Issue the next step's GEMM before this step's exp, so that the compiler can run the matrix
+        # unit and the vector unit at the same time.
         next_z = dot(w_VD[end : end + step], h_CD[...], 1, 1) if end < size else None
         z *= scale * LOG2E
         top = z.max(0, keepdims=True)
@@ -178,7 +193,10 @@ def forward_kernel(scale, step, h_CD, w_VD, *outputs):
 
 
 def pallas_forward(blocks, tiles, save, head_VD, rows, temperature, h_CD):
-    """-> (z - m if save, m, z of the rest), and the sums of `jax_forward`, which takes the rest."""
+    """As `jax_forward`, but returns (z - m if save, m, z of the rest) in place of z.
+
+    The kernel computes `tiles` tiles of the head's rows, and `jax_forward` computes the rest.
+    """
     (C, D), V = h_CD.shape, blocks.vocab
     tokens, steps, done = min(blocks.rows, C), V // blocks.step, tiles * V
     vector = ShapeDtypeStruct((tiles, steps, 1, C), f32)
@@ -207,7 +225,7 @@ def pallas_forward(blocks, tiles, save, head_VD, rows, temperature, h_CD):
 def backward_kernel(
     step, entropic, is_first, y_1C, vectors, h_CD, w_VD, z_VC, top, dW_in, dh, dW, dz_VC, dh_CD
 ):
-    """Of a tile: dz = g onehot(y) - p (k + e log2 p), k = g + e H, dW += dz h; dh sums dz' w."""
+    """For a tile: dz = g onehot(y) - p (k + e log2 p), k = g + e H; dW += dz h; dh += dz' w."""
     tile, size = program_id(1), w_VD.shape[0]
 
     @when(tile == 0)
@@ -215,7 +233,7 @@ def backward_kernel(
         dh_CD[...] = jnp.zeros_like(dh_CD)
 
     g, e, k, lse = (vectors[i : i + 1] for i in range(4))
-    wide = 1 if size // step % 2 else 2  # steps a GEMM: with more rows, h is read less often
+    wide = 1 if size // step % 2 else 2  # steps per GEMM: with more rows, h is read less often
 
     def gradient(first):
         parts = []
@@ -231,7 +249,8 @@ def backward_kernel(
     dz = gradient(0)
     for i in range(0, size // step, wide):
         rows = slice(i * step, (i + wide) * step)
-        next_dz = gradient(i + wide) if rows.stop < size else None  # before this dz's GEMM
+        # As in the forward, the next dz comes before the GEMM of this one.
+        next_dz = gradient(i + wide) if rows.stop < size else None
         dz_VC[rows] = dz
         dW[rows] = jnp.where(is_first[0] == 1, 0.0, dW_in[rows]) + dot(dz, h_CD[...], 1, 0)
         dz = next_dz
@@ -243,14 +262,15 @@ def backward_kernel(
 
 
 def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors, dW_VD, is_first):
-    """As `jax_backward`, but dh is of dtype, and dW replaces dW_VD in place."""
+    """As `jax_backward`, but returns dh in `dtype` and updates dW_VD in place."""
     (C, D), V, d = h_CD.shape, blocks.vocab, blocks.hidden
     (z_VC, top, z_rest), (g, e, lse, entropy) = saved, vectors
     done = len(z_VC)
     rest = z_rest, h_CD, y_C - done, vectors, dW_VD[done:], is_first
     dh_rest, dW_rest = jax_backward(head_VD[done:], *rest)
-    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))  # after the kernel, XLA copies dW
-    # log p = z - lse, and -p (g + e (log p + H)) = -p (k + e log p) with k = g + e H; base 2.
+    # Write dW's other rows before the kernel runs: after it, XLA would copy dW to do so.
+    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))
+    # log p = z - lse, and -p (g + e (log p + H)) = -p (k + e log p) with k = g + e H, in base 2.
     vectors_4C = jnp.stack([g, e / LOG2E, g + e * entropy, lse * LOG2E])
     column = BlockSpec((C, d), lambda i, j, _: (0, i))
     tile = BlockSpec((V, d), lambda i, j, _: (j, i))
@@ -263,7 +283,7 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
             tile,
             BlockSpec((V, C), lambda i, j, _: (j, 0)),
             BlockSpec((1, *top.shape[1:]), lambda i, j, _: (j, 0, 0, 0)),
-            # The first chunk adds to nothing: of dW in, not written yet, only tile 0 is fetched.
+            # In the first chunk, dW is not written yet and not added to: only fetch its tile 0.
             BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i)),
         ],
         out_specs=[column, tile],
@@ -276,37 +296,39 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
         interpret=blocks.interpret,
         grid_spec=grid_spec,
         out_shape=[ShapeDtypeStruct((C, D), dtype), ShapeDtypeStruct(dW_VD.shape, f32)],
-        input_output_aliases={} if blocks.interpret else {7: 1},  # interpreted, dW would be padded
+        input_output_aliases={} if blocks.interpret else {7: 1},  # the interpreter would pad dW
         compiler_params=params,
     )(is_first[None], y_C[None], vectors_4C, h_CD, head_VD, z_VC, top, dW_VD)
-    if blocks.interpret:  # not in place there
+    if blocks.interpret:  # the kernel did not update dW in place
         dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))
     return (dh_CD + dh_rest).astype(dtype), dW_VD
 
 
 # ---------------------------------------------------------------- over a mesh
-# Parameters are sharded over D, as V may be any number. For the loss, an all-to-all turns a
-# device's d columns of the head into V / shards rows, for the tokens of its shards = fsdp * tp
-# devices. A chunk's hidden states are gathered, the softmax's sums are combined, and dh is
-# reduce-scattered; dW stays where it is, and an all-to-all turns its rows into columns at the end.
+# The head is stored sharded over D, because V may not be divisible. For the loss, an all-to-all
+# turns each device's d columns of the head into V / shards rows, where shards = fsdp * tp. These
+# devices then work on all of their tokens together: for each chunk they all-gather hidden states,
+# combine the sums of the softmax, and reduce-scatter dh. dW stays where it is until the end, when
+# an all-to-all turns its rows into columns.
 @dataclass(frozen=True)
 class Settings:
     mesh: Mesh
     terms: Callable | None  # (logp, entropy, vectors) -> (loss, stats); None: no gradients
-    entropic: bool  # terms uses the entropy; if False, Pallas leaves its gradient out
+    entropic: bool  # whether terms uses the entropy; if not, Pallas leaves out its gradient
     temperature: float = 1.0
     impl: str = "jax"  # or pallas, or full
-    blocks: Blocks | None = None  # None: what suits the devices
+    blocks: Blocks | None = None  # None: chosen by block_sizes
 
 
 def rows_to_columns(dW_VD, shards):
-    """This device's rows of dW -> its columns, summed over dp."""
+    """Exchange this device's rows of dW for its columns, and sum these over dp."""
     if shards == 1:
         return lax.psum(dW_VD, "dp")
     V, D = dW_VD.shape
     piece = min(2048, V)
 
-    # In pieces, as XLA copies what it sends; without the layout, it would copy all columns too.
+    # Move one piece at a time, because XLA copies what it sends. Without the layout constraint, XLA
+    # would also copy all of the columns.
     def move(i, columns):
         start = jnp.minimum(i * piece, V - piece)
         rows = lax.dynamic_slice_in_dim(dW_VD, start, piece).reshape(piece, shards, D // shards)
@@ -320,22 +342,30 @@ def rows_to_columns(dW_VD, shards):
 
 
 def chunk_logp(forward, head_VD, temperature, h_CD, y_C):
-    """-> what the backward needs; log-probs, log-sum-exp and entropies over all shards, [C]."""
+    """Returns (saved, logp, logsumexp, entropy): what the backward needs, and [C] over all shards.
+
+    y_C: targets, counted from the first row of this device's shard of the head.
+    """
     saved, *sums = forward(h_CD)
-    # One device has the target's row of the head; with the others it is 0.
+    # Only one device has the target's row of the head; the others get zeros.
     w_CD = head_VD.at[y_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     target = lax.psum(jnp.sum(h_CD.astype(f32) * w_CD, -1) / temperature, HEAD)
     top, total, product = combine(*lax.all_gather(sums, HEAD))
     log_total = jnp.log(total)
-    log_total += total * jnp.exp(-log_total) - 1  # a Newton step: a TPU's log is good to 1e-4
+    # One Newton step, because a TPU's log is only good to 1e-4.
+    log_total += total * jnp.exp(-log_total) - 1
     return saved, target - top - log_total, top + log_total, log_total - product / total
 
 
 def chunk_loss(settings, forward, backward, head_VD, dW_VD, is_first, h_cD, y_c, vectors_c):
-    """-> dW_VD with a chunk's; logp, entropy and, given terms, loss and dh of this device's c."""
+    """Compute a chunk. Returns (dW_VD plus the chunk's dW, results of this device's c tokens).
+
+    The results are (logp, entropy), and with terms (logp, entropy, loss, dh).
+    """
     rank, c = lax.axis_index(HEAD), len(h_cD)
     gather = partial(lax.all_gather, axis_name=HEAD, tiled=True)
-    h_cD = jnp.where(vectors_c["weight"][:, None] > 0, h_cD, 0)  # a masked NaN must not reach dW
+    # A NaN of a masked token must not reach dW.
+    h_cD = jnp.where(vectors_c["weight"][:, None] > 0, h_cD, 0)
     h_CD = gather(h_cD)
     y_C = gather(y_c) - rank * len(head_VD)
     saved, logp_C, lse_C, entropy_C = chunk_logp(forward, head_VD, settings.temperature, h_CD, y_C)
@@ -343,7 +373,7 @@ def chunk_loss(settings, forward, backward, head_VD, dW_VD, is_first, h_cD, y_c,
     entropy_c = lax.dynamic_slice_in_dim(entropy_C, rank * c, c)
     if not settings.terms:
         return dW_VD, (logp_c, entropy_c)
-    # The loss is algebra on vectors of c tokens: JAX makes its derivatives g and e.
+    # The loss is algebra on vectors of c tokens, so JAX can derive g and e.
     loss_c, vjp = jax.vjp(lambda *a: settings.terms(*a, vectors_c)[0], logp_c, entropy_c)
     g_C, e_C = (gather(a) / settings.temperature for a in vjp(jnp.ones_like(loss_c)))
     dh_CD, dW_VD = backward(saved, h_CD, y_C, (g_C, e_C, lse_C, entropy_C), dW_VD, is_first)
@@ -352,10 +382,10 @@ def chunk_loss(settings, forward, backward, head_VD, dW_VD, is_first, h_cD, y_c,
 
 
 def one_device(settings, h_nD, head_Vd, targets_n, vectors):
-    """`loss_and_gradients` of this device's tokens and columns of the head, chunk by chunk."""
+    """`loss_and_gradients` for this device's tokens and columns of the head, chunk by chunk."""
     (n, D), (V, d) = h_nD.shape, head_Vd.shape
     terms, temperature, blocks = settings.terms, settings.temperature, settings.blocks
-    # The head's columns become rows, as many on each device; those past V are zeros.
+    # Exchange the head's columns for rows, equally many on each device; rows past V are zeros.
     shards = D // d
     share = cdiv(V, shards)
     head_Vd = jnp.pad(head_Vd.astype(h_nD.dtype), ((0, share * shards - V), (0, 0)))
@@ -363,21 +393,22 @@ def one_device(settings, h_nD, head_Vd, targets_n, vectors):
     rows = V - lax.axis_index(HEAD) * share
     forward = partial(jax_forward, head_VD, rows, temperature)
     backward = partial(jax_backward, head_VD)
-    # Pallas takes the tiles that all devices have; the last one has the fewest rows.
+    # Pallas computes as many tiles as every device has; the last device has the fewest rows.
     tiles = max(0, V - (shards - 1) * share) // blocks.vocab if settings.impl == "pallas" else 0
     if tiles:
         forward = partial(pallas_forward, blocks, tiles, bool(terms), head_VD, rows, temperature)
-        dtype = h_nD.dtype if shards == 1 else f32  # of dh, which is summed over shards
+        # If dh is summed over shards, the parts stay in float32.
+        dtype = h_nD.dtype if shards == 1 else f32
         backward = partial(pallas_backward, blocks, settings.entropic, dtype, head_VD)
-    # All chunks have as many tokens. For compiled kernels, these fill lanes of 128.
+    # All chunks have equally many tokens; for compiled kernels, a multiple of the 128 lanes.
     c = cdiv(n, cdiv(n * shards, blocks.tokens))
     while tiles and not blocks.interpret and c * shards % 128:
         c += 1
-    # Tokens with a weight come first; chunks of others are not computed. Indices from n on fill
-    # the last chunk: they read zeros, and what they write is dropped.
+    # Tokens with a weight come first, so that chunks without any can be skipped. Indices from n on
+    # fill up the last chunk: they read zeros, and their writes are dropped.
     has_weight = vectors["weight"] > 0
     order = jnp.concatenate([jnp.argsort(~has_weight, stable=True), jnp.arange(n, n + -n % c)])
-    # The first chunk is always computed, as it writes all of dW.
+    # Always compute the first chunk, because it initialises dW.
     chunks = jnp.maximum(1, cdiv(lax.pmax(has_weight.sum(), HEAD), c))
 
     def body(i, carry):
@@ -400,7 +431,10 @@ def one_device(settings, h_nD, head_Vd, targets_n, vectors):
 
 
 def with_all_logits(settings, targets_N, vectors, h_ND, head_VD):
-    """-> loss [N], if terms are given, and logp [N], entropy [N], by what JAX differentiates."""
+    """Compute from full logits, for JAX to differentiate. Returns (loss [N], (logp, entropy)).
+
+    Without terms, the loss is None.
+    """
     h_ND = jnp.where(vectors["weight"][:, None] > 0, h_ND, 0)
     shardings = [NamedSharding(settings.mesh, spec) for spec in (P(TOKENS), P())]
     inputs = lax.with_sharding_constraint([h_ND, head_VD.astype(h_ND.dtype)], shardings)
@@ -414,7 +448,10 @@ def with_all_logits(settings, targets_N, vectors, h_ND, head_VD):
 def loss_and_gradients(
     settings: Settings, h_ND: Array, head_VD: Array, targets_N: Array, vectors: dict
 ) -> tuple:
-    """-> logp, entropy [N]; given terms, loss [N], dh [N, D] in h's dtype, dW [V, D]; float32."""
+    """Returns logp [N] and entropy [N]; with terms also loss [N], dh [N, D] and dW [V, D].
+
+    dh has h's dtype, everything else is float32.
+    """
     mesh, terms, impl = settings.mesh, settings.terms, settings.impl
     if impl == "full":
         run = partial(with_all_logits, settings, targets_N, vectors)
@@ -432,8 +469,9 @@ def loss_and_gradients(
 
 
 # ---------------------------------------------------------------- a differentiable loss
-# The forward pass makes both gradients of the loss, the backward pass scales them. Chunks are only
-# computed again where a caller's own term in logp or entropy gives these cotangents.
+# The forward pass computes both gradients of the loss, and the backward pass only scales them.
+# Chunks are recomputed only if the caller builds terms of its own from logp or entropy, which then
+# have cotangents.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_loss(settings, *inputs):
     logp_N, entropy_N = loss_and_gradients(replace(settings, terms=None), *inputs)
@@ -452,7 +490,7 @@ def fused_loss_backward(settings, saved, cotangents):
     dh_ND, dW_VD = (0.0 if isinstance(d_loss, SymbolicZero) else a * d_loss for a in gradients)
     outer = {k: a for k, a in zip("ge", outer, strict=True) if not isinstance(a, SymbolicZero)}
     if outer:
-        # The gradients of a loss that has these cotangents for its derivatives g and e.
+        # Add the gradients of a loss whose derivatives g and e are these cotangents.
         settings = replace(
             settings,
             terms=lambda logp, entropy, v: (v.get("g", 0) * logp + v.get("e", 0) * entropy, {}),
@@ -470,17 +508,20 @@ def grpo_loss(
     hidden_ND: Array,  # in the compute dtype
     head_VD: Array,
     targets_N: Array,  # int32, in [0, V)
-    vectors: dict,  # of `grpo_terms`
-    mesh: Mesh,  # its devices divide N, and fsdp * tp divides D
+    vectors: dict,  # see `grpo_terms`
+    mesh: Mesh,  # its size must divide N, and fsdp * tp must divide D
     *,
     temperature: float = 1.0,
-    impl: str = "jax",  # or pallas (TPUs, else ValueError), or full: all logits, to compare with
-    blocks: Blocks | None = None,  # None: what suits the devices
-    **options,  # of `grpo_terms`
+    impl: str = "jax",  # or pallas (only TPUs, else ValueError), or full (all logits, to compare)
+    blocks: Blocks | None = None,  # None: chosen by block_sizes
+    **options,  # see `grpo_terms`
 ) -> tuple[Array, dict]:
-    """-> (loss, a float32 scalar; tokens), differentiable in hidden_ND and head_VD. tokens:
-    float32 [N], 0 where masked: logp and entropy (other terms can be built of them, as their
-    cotangents count), and without gradient clip_fraction, ratio, and if defined logprob_gap, kl."""
+    """Returns (loss, tokens), differentiable in hidden_ND and head_VD.
+
+    loss: float32 scalar. tokens: {name: float32 [N]}, 0 where masked: logp and entropy, which have
+    gradients, so that a caller can build other terms from them; and, without gradients,
+    clip_fraction, ratio and, where defined, logprob_gap and kl.
+    """
     with jax.named_scope("grpo_loss"):
         terms = partial(grpo_terms, **options)
         entropic = bool(options.get("entropy_bonus"))
@@ -494,7 +535,10 @@ def grpo_loss(
 def score(
     hidden_ND: Array, head_VD: Array, targets_N: Array, weight_N: Array, mesh: Mesh, **how
 ) -> tuple[Array, Array]:
-    """-> logp [N], entropy [N] of targets with a weight, by one GEMM; arguments of `grpo_loss`."""
+    """Returns (logp [N], entropy [N]) of the targets that have a weight, by one GEMM.
+
+    how: temperature, impl and blocks, as for `grpo_loss`.
+    """
     settings = Settings(mesh, None, False, **how)
     hidden_ND, head_VD = lax.stop_gradient((hidden_ND, head_VD))
     return loss_and_gradients(settings, hidden_ND, head_VD, targets_N, {"weight": weight_N})

@@ -1,12 +1,12 @@
 """Qwen2 and Qwen2.5 (dense): config, parameters, training forward, cached forward.
 
-Shapes are suffixes: B rows, T query positions, S key positions, D model, F feed-forward, N query
-heads, K key/value heads, G = N/K, H head dim, V vocab, L layers. `wq_LDNH` has shape [L, D, N, H];
-inside the scan over layers a weight keeps its name and has lost its L.
+Array names end in their shapes: B rows, T query positions, S key positions, D model width, F
+feed-forward width, N query heads, K key/value heads, G = N/K, H head dim, V vocabulary, L layers.
+`wq_LDNH` has shape [L, D, N, H]; the scan over layers removes L, but weights keep their names.
 
-Parameters are a nested dict of arrays, layers stacked on L. Master weights are float32, sharded
-over the mesh axes `dp, fsdp, tp`; a forward casts what it uses to the compute dtype, accumulates
-in float32, and takes norms and softmax in float32.
+Parameters are a nested dict of arrays, with layers stacked on L. Master weights are float32,
+sharded over the mesh axes `dp, fsdp, tp`. The forward pass casts weights to the compute dtype,
+accumulates matmuls in float32, and computes norms and softmax in float32.
 Architecture: Qwen2 technical report, arXiv 2407.10671.
 """
 
@@ -22,9 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ("dp", "fsdp", "tp")  # of a mesh
-ROWS = ("dp", "fsdp")  # the axes that share out the rows of a batch
-# Memory that parameters rest in; with --offload, some of them in the host's.
+AXES = ("dp", "fsdp", "tp")  # mesh axes
+ROWS = ("dp", "fsdp")  # mesh axes that shard the rows of a batch
+# Memory spaces. --offload keeps optimizer state, and optionally parameters, in host memory.
 DEVICE = jax.memory.Space.Device
 HOST = jax.memory.Space.Host
 
@@ -32,7 +32,7 @@ HOST = jax.memory.Space.Host
 # ---------------------------------------------------------------- config
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Qwen2 model, by the letters above."""
+    """Sizes of a Qwen2 model, named by the letters above."""
 
     V: int
     D: int
@@ -43,7 +43,7 @@ class ModelConfig:
     L: int
     rope_theta: float
     rms_eps: float
-    tied: bool  # the LM head is the embedding
+    tied: bool  # whether the LM head is the embedding
     max_positions: int
     stop_ids: tuple  # token ids that end an answer
 
@@ -53,16 +53,16 @@ class ModelConfig:
 
     @property
     def n_multiplied(self) -> int:
-        """Parameters in matrix products: all but an untied embedding, which is looked up."""
+        """Number of parameters used in matmuls: all but an untied embedding, which is looked up."""
         return self.n_params - (0 if self.tied else self.V * self.D)
 
 
 def config_from_hf(config: dict, generation: dict) -> ModelConfig:
-    """The ModelConfig of a Hugging Face config.json.
+    """The ModelConfig for a Hugging Face config.json.
 
-    generation: its generation_config.json, which overrules the stop ids, or {}. Raises
-    NotImplementedError for all but a dense Qwen2, and ValueError, TypeError and others for values
-    that nothing can be made of.
+    generation: the content of generation_config.json, whose stop ids take precedence, or {}.
+    Raises NotImplementedError for anything but a dense Qwen2, and ValueError, TypeError or other
+    exceptions for malformed values.
     """
     refuse_unsupported(config)
     N = number(config, "num_attention_heads")
@@ -97,7 +97,7 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
 
 
 def number(config: dict, name: str, default=None, kind: type = int, end: float = 2**31):
-    """A positive number of a config.json, where null stands for the default."""
+    """Read a positive number below `end` from a config.json; default if missing or null."""
     value = default if config.get(name) is None else config[name]
     if type(value) not in (int, kind) or not 0 < value < end:
         raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
@@ -105,14 +105,14 @@ def number(config: dict, name: str, default=None, kind: type = int, end: float =
 
 
 def rope_thetas(config: dict) -> list:
-    """The base of the rotary angles, from each place where versions of transformers write it."""
+    """Values of rope_theta, from each place where some version of transformers writes it."""
     places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
     return [place["rope_theta"] for place in places if place.get("rope_theta") is not None]
 
 
 def refuse_unsupported(config: dict) -> None:
-    """Raise NotImplementedError for what a config.json asks for and this file does not compute."""
-    # transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling.
+    """Raise NotImplementedError if a config.json asks for a feature that this file lacks."""
+    # transformers 5 writes rope_parameters; transformers 4 wrote rope_scaling.
     ropes = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     rope_types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
     scaled = [kind for kind in rope_types if kind != "default"]
@@ -126,7 +126,7 @@ def refuse_unsupported(config: dict) -> None:
     activation = config.get("hidden_act", "silu")
     layer_types = {*(config.get("layer_types") or [])}
 
-    # is it refused, what the file has, what is supported
+    # Each row: (whether to refuse the model, what its config has, what is supported instead).
     # fmt: off
     table = [
         (model_type != "qwen2", f"model_type {model_type!r}", "'qwen2' is"),
@@ -148,7 +148,7 @@ def refuse_unsupported(config: dict) -> None:
 
 
 # ---------------------------------------------------------------- parameters
-# ours: (the Hugging Face tensor, its dimensions in our letters; "NH" is one dimension of N * H)
+# our name: (Hugging Face name, dimensions of that tensor; "NH" is one dimension of size N * H)
 TENSORS = {
     "embed_VD": ("model.embed_tokens.weight", "V D"),
     "layers/attn_norm_LD": ("model.layers.{}.input_layernorm.weight", "D"),
@@ -169,7 +169,7 @@ TENSORS = {
 
 
 def letters(name: str) -> str:
-    """The dimensions of a parameter: "LDNH" of "layers/wq_LDNH"."""
+    """The dimensions of a parameter: "LDNH" for "layers/wq_LDNH"."""
     return name.rsplit("_", 1)[1]
 
 
@@ -180,28 +180,28 @@ def shapes(cfg: ModelConfig) -> dict:
 
 
 def spec(name: str) -> P:
-    """PartitionSpec of a parameter in training."""
+    """PartitionSpec of a parameter during training."""
     dims = letters(name)
-    # Matrices split D over fsdp; heads and F are split over tp.
+    # Matrices are sharded over fsdp along D, and over tp along heads or F.
     axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp"}
     if "V" in dims:
-        # V may be any number, so that embedding and head split D over both.
+        # V may not be divisible, so the embedding and the head shard D over both axes.
         axes = {"D": ("fsdp", "tp")}
     elif dims in ("D", "LD"):
-        # Scales of norms are complete on every device.
+        # Norm scales are replicated.
         axes = {}
     return P(*(axes.get(letter) for letter in dims))
 
 
 def nest(flat: dict) -> dict:
-    """{"layers/wq_LDNH": a} -> {"layers": {"wq_LDNH": a}}"""
+    """Turn {"layers/wq_LDNH": a} into {"layers": {"wq_LDNH": a}}."""
     layers = {name.removeprefix("layers/"): a for name, a in flat.items() if "/" in name}
     others = {name: a for name, a in flat.items() if "/" not in name}
     return others | {"layers": layers}
 
 
 def flatten(tree) -> dict:
-    """{"layers/wq_LDNH": a} of any tree of dicts and tuples."""
+    """Turn any tree of dicts and tuples into a flat {"layers/wq_LDNH": a}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): a for path, a in leaves}
 
@@ -212,7 +212,7 @@ def shardings(cfg: ModelConfig, mesh: Mesh) -> dict:
 
 
 def head(params: dict) -> jax.Array:
-    """The LM head [V, D]: its own, or the tied embedding."""
+    """The LM head [V, D]: an array of its own, or the tied embedding."""
     return params.get("head_VD", params["embed_VD"])
 
 
@@ -222,14 +222,14 @@ def constrain(x, mesh: Mesh, *axes) -> jax.Array:
 
 
 class Quantised(NamedTuple):
-    """A matrix as int8 times scale: one for each output channel of its product."""
+    """A matrix as int8 times scale, with one scale for each output channel of its matmul."""
 
     int8: jax.Array
-    scale: jax.Array  # float32; of size 1 in the dimensions that the product sums over
+    scale: jax.Array  # float32; of size 1 in the dimensions that the matmul sums over
 
 
 def dequantise(w, dtype) -> jax.Array:
-    """A matrix, quantised or not, in dtype."""
+    """Convert a matrix, quantised or not, to dtype."""
     if isinstance(w, Quantised):
         w = w.int8 * w.scale
     return w.astype(dtype)
@@ -238,7 +238,8 @@ def dequantise(w, dtype) -> jax.Array:
 def matmul(equation: str, x, w) -> jax.Array:
     """einsum in x's dtype, accumulated and returned in float32."""
     if isinstance(w, Quantised):
-        # Every int8 is exact in x's dtype. With ones for x, scales fall into the product's order.
+        # x's dtype holds every int8 exactly. The einsum with ones arranges the scales like the
+        # output, so that they broadcast over it.
         scale = jnp.einsum(equation, jnp.ones([1] * x.ndim), w.scale, precision="highest")
         return scale * matmul(equation, x, w.int8)
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -251,7 +252,7 @@ def rms_norm(x, scale, eps: float) -> jax.Array:
 
 
 def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
-    """cos and sin of the rotary angles, [B, 1, T, H/2] float32 (arXiv 2104.09864)."""
+    """cos and signed sin of the rotary angles, float32 [B, 1, T, H] (arXiv 2104.09864)."""
     inverse = cfg.rope_theta ** (-jnp.arange(0, cfg.H, 2, dtype=jnp.float32) / cfg.H)
     angle = positions_BT[:, None, :, None].astype(jnp.float32) * inverse
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -259,20 +260,20 @@ def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
 
 
 def rotate(x, rope: tuple) -> jax.Array:
-    """Rotate the pairs (i, i + H/2) of float32 [B, heads, T, H]."""
+    """Rotate the pairs (i, i + H/2) of x, float32 [B, heads, T, H]."""
     cos, sin = rope
-    # Not (2i, 2i + 1) as in the paper: weights on the hub are in this order.
+    # The paper pairs (2i, 2i + 1), but weights on the Hugging Face hub are in this order.
     return x * cos + jnp.roll(x, x.shape[-1] // 2, -1) * sin
 
 
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
-    """Grouped-query attention without repeating keys -> [B, N, T, H] float32.
+    """Grouped-query attention without repeating keys. Returns float32 [B, N, T, H].
 
-    Queries come scaled by H ** -0.5. mask: whether a query attends to a key.
+    Queries are already scaled by H ** -0.5. mask_BTS: whether a query attends to a key.
     """
     B, N, T, H = q_BNTH.shape
     K = k_BKSH.shape[1]
-    # Each G query heads in succession share one of the K heads.
+    # Each group of G consecutive query heads shares one of the K key/value heads.
     q_BKGTH = q_BNTH.reshape(B, K, -1, T, H)
     scores = matmul("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH)
     scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
@@ -282,15 +283,16 @@ def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
 
 
 def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
-    """One transformer layer -> (x_BTD, extra).
+    """One transformer layer. Returns (x_BTD, extra).
 
-    attend(q, k, v) -> ([B, N, T, H], extra): attention to the caller's keys and values, and what
-    else it returns: the new cache, or None. sum_parts(y): the sum over devices that have a part of
-    the heads or of F each.
+    attend(q, k, v) -> ([B, N, T, H], extra): the caller's attention; extra is the new KV cache in a
+    rollout, and None in training. sum_parts(y): sums y over devices that each hold a part of the
+    heads or of F.
     """
     dtype = x_BTD.dtype
 
-    # Names for the policies of REMAT; matrix products are rounded here, as they may be kept.
+    # The policies in REMAT use these names. Matmul outputs are also rounded to the compute dtype
+    # here, since the backward pass may keep them.
     def save(a):
         return checkpoint_name(a.astype(dtype), "dot")
 
@@ -313,43 +315,43 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
     h = save_elementwise(jax.nn.silu(gate) * up)
     if x_BTD.shape[1] == 1:
-        # In decoding XLA would compute `up` inside the next product, where it takes longer.
+        # In decode (T = 1), XLA would compute `up` inside the next matmul, which takes longer.
         h = jax.lax.optimization_barrier(h)
     out = matmul("BTF,FD->BTD", h, w["w_down_LFD"])
     return x_BTD + sum_parts(out).astype(dtype), extra
 
 
 # ---------------------------------------------------------------- the training forward
-# What of a layer is kept for the backward pass, beside its input; the rest is computed again. Kept
-# is what has one of these names; gathered weights have none, and so are gathered again.
+# Remat policies. Besides the input of a layer, the backward pass keeps the values with these names;
+# the rest is recomputed. Gathered weights have no name, so they are gathered again.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
-# Tokens that a device runs through a layer at once: enough for wide matrix products, and few, as
-# the activations inside the layer are in memory for so many.
+# Tokens that a device runs through a layer at once: enough for large matmuls, but not more, since
+# the activations inside the layer take memory for all of these tokens.
 TOKENS_AT_ONCE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How the training forward computes."""
+    """Options of the training forward."""
 
-    dtype: str  # of compute
+    dtype: str  # compute dtype
     attend: Callable  # (q_BNTH, k_BKTH, v_BKTH, segments_BT) -> [B, N, T, H]: infra/attention.py
     remat: str = "full"  # a key of REMAT
 
 
-# From here to `forward` all runs in a shard_map: on a device's rows, with its shards of weights.
+# From here to `forward`, functions run inside a shard_map, on one device's rows and weight shards.
 def fsdp_axis(name):
-    """The dimension of a layer's weight that fsdp splits, or None."""
+    """The dimension of a layer's weight that is sharded over fsdp, or None."""
     axes = spec(f"layers/{name}")[1:]
     return axes.index("fsdp") if "fsdp" in axes else None
 
 
 def gather_layer(shards):
-    """A layer's weights, all-gathered over fsdp; gradients are reduce-scattered."""
+    """All-gather a layer's weights over fsdp; the backward pass reduce-scatters their gradients."""
 
     def gather(name, shard):
         axis = fsdp_axis(name)
@@ -362,8 +364,10 @@ def gather_layer(shards):
 
 @jax.custom_vjp
 def with_gradients_to(w, masters):
-    """-> (w, masters), unchanged. w: masters rounded to the compute dtype, which the forward uses.
-    Its gradients are added, in float32, to those of masters, of which no value is read."""
+    """Returns (w, masters) unchanged. The backward adds w's gradients to masters', in float32.
+
+    w: masters rounded to the compute dtype, for the forward. Values of masters are never read.
+    """
     return w, masters
 
 
@@ -376,8 +380,11 @@ with_gradients_to.defvjp(lambda *args: (args, None), with_gradients_to_backward)
 
 
 def look_up(embed_Vd, tokens_BT, dtype):
-    """Embeddings [B, T, D]. No table is gathered: each device looks up its columns for all rows
-    over fsdp, and then rows are exchanged for columns."""
+    """Embeddings [B, T, D] of this device's tokens, without gathering the table.
+
+    Each device looks up its own columns for the rows of all devices along fsdp. An all-to-all then
+    exchanges rows for columns.
+    """
     tokens = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
     x = embed_Vd[tokens].astype(dtype)
     x = jax.lax.all_gather(x, "tp", axis=2, tiled=True)
@@ -385,19 +392,22 @@ def look_up(embed_Vd, tokens_BT, dtype):
 
 
 def rows_at_once(B, T):
-    """Rows of a chunk, of B: at most an eighth, as a chunk with any token is computed complete."""
+    """Number of rows per chunk, given B rows of T tokens.
+
+    A chunk has at most B / 8 rows, because a chunk with any token at all is computed in full.
+    """
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
 
 def split_rows(a, chunk):
-    """[B, ...] -> [chunks, chunk, ...], the last one padded with zeros."""
+    """Reshape [B, ...] to [chunks, chunk, ...], with the last chunk padded with zeros."""
     padding = [(0, -len(a) % chunk)]
     padding += [(0, 0)] * (a.ndim - 1)
     return jnp.pad(a, padding).reshape(-1, chunk, *a.shape[1:])
 
 
 def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
-    """-> (`layer` of a chunk of rows, masters unchanged); a chunk without tokens is left out."""
+    """Run `layer` on a chunk of rows, or skip a chunk without tokens. Returns (x_BTD, masters)."""
 
     def attend(q, k, v):
         return how.attend(q, k, v, segments_BT), None
@@ -405,7 +415,7 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
     def run(x_BTD, masters):
         own_w, masters = with_gradients_to(w, masters)
         rope = rope_tables(positions_BT, cfg)
-        # Heads and F are split over tp.
+        # Heads and F are sharded over tp, so each device computes a part of these sums.
         sum_parts = partial(jax.lax.psum, axis_name="tp")
         x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, sum_parts)
         return x_BTD, masters
@@ -413,13 +423,13 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
     def leave_out(x_BTD, masters):
         return x_BTD, masters
 
-    # The devices along tp have the same rows, so that all of them meet in the sum, or none.
+    # Devices along tp have the same rows, so either all of them reach the psum or none of them.
     has_tokens = jnp.any(segments_BT > 0)
     return jax.lax.cond(has_tokens, run, leave_out, x_BTD, masters)
 
 
 def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, how):
-    """`forward` of a device's rows, with its shards of the parameters."""
+    """`forward` for one device's rows, with its shards of the parameters."""
     B, T = tokens_BT.shape
     chunk = rows_at_once(B, T)
     positions = split_rows(positions_BT, chunk)
@@ -427,15 +437,16 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     remat = partial(jax.checkpoint, policy=REMAT[how.remat], prevent_cse=False)
     run_chunk = remat(partial(layer_of_chunk, cfg=cfg, how=how))
 
-    # Remat here too, beside that of each chunk: gathered weights are not kept.
+    # Remat the whole layer as well as each chunk, so that gathered weights are not kept.
     @remat
     def run_layer(x, one_layer):
         masters, layer_at_rest = one_layer
-        # Rounded before they are gathered, they take half the time.
+        # Weights are rounded before the all-gather: in bfloat16 it takes half the time.
         w = jax.device_put(layer_at_rest, DEVICE)
         w = gather_layer({name: a.astype(how.dtype) for name, a in w.items()})
-        # No value of these is read, so they are not gathered; but their gradients, in float32, go
-        # from chunk to chunk, and are added to where a chunk is computed.
+        # Nothing reads the values of `masters`, so this gathers nothing in the forward pass. It is
+        # here for their float32 gradients, which pass from chunk to chunk: each computed chunk adds
+        # to them.
         masters = gather_layer(masters)
 
         def next_chunk(masters, rows):
@@ -452,27 +463,31 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
         layers = params["layers"], at_rest
         x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), layers)
     x_BTD = x.reshape(-1, T, cfg.D)[:B]
-    # Under remat, as its backward pass would keep hidden states in float32.
+    # Remat the norm: its backward pass would otherwise keep float32 hidden states.
     norm = jax.checkpoint(rms_norm, static_argnums=2)
     return norm(x_BTD, params["norm_D"].astype(how.dtype), cfg.rms_eps)
 
 
 def forward(params, cfg, mesh, rows, how, at_rest=None):
-    """Hidden states after the last norm, [B, T, D] in how.dtype; times `head`, logits.
-    To be differentiated in `params`, whose gradients come reduce-scattered, in float32.
+    """Hidden states after the last norm, [B, T, D] in how.dtype; multiply by `head` for logits.
 
-    rows: `tokens`, `positions`, `segments` int32 [B, T]: a token sees those at or before it in its
-    row that have its segment; segment 0 is padding, and chunks of nothing else are left out.
-    For the backward pass stay [L, B, T, D], the inputs of layers, and what how.remat keeps.
+    Differentiate with respect to `params`: gradients come reduce-scattered, in float32. The
+    backward pass keeps the inputs of all layers, [L, B, T, D], and what how.remat keeps.
 
-    at_rest: params["layers"] where they rest in the host's memory, to be brought layer by layer.
-    Those of `params` then serve for gradients only: none of their values is read, nor copied.
+    rows: `tokens`, `positions`, `segments`, int32 [B, T]. A token attends to tokens of its own
+    segment at or before it in its row. Segment 0 is padding; chunks of nothing but padding are
+    skipped.
+
+    at_rest: params["layers"] as they are stored; with --offload params in host memory, from where
+    they are fetched layer by layer. params["layers"] then serves only for gradients: its values are
+    neither read nor copied.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cfg, mesh))
     specs.pop("head_VD", None)
-    # A device's gradients of what others hold too are parts of a sum. shard_map's transpose adds
-    # them over the axes that a spec leaves out: dp for matrices, for norms all of them. (Without
-    # check_vma, which Pallas kernels do not pass, each psum's transpose is a psum of such parts.)
+    # For a parameter that is replicated over some axes, each device computes one part of the
+    # gradient's sum. shard_map's transpose adds the parts over the axes that the parameter's spec
+    # omits: dp for matrices, all axes for norms. (Without check_vma, which Pallas kernels do not
+    # pass, the transpose of a psum is a psum of such parts.)
     by_row = P(ROWS)
     run = jax.shard_map(
         partial(forward_on_device, cfg=cfg, how=how),
@@ -490,12 +505,12 @@ def forward(params, cfg, mesh, rows, how, at_rest=None):
 def cached_forward(
     weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, last_B, attend: Callable, caches
 ) -> tuple:
-    """Forward of T new tokens, with attention to a KV cache.
+    """Forward pass of T new tokens, with attention to a KV cache.
 
-    -> (hidden state of each row's token number last_B after the last norm [B, D], caches).
-    attend(q, k, v, layer number, cache) -> ([B, N, T, H], cache): of infra/kv_cache.py; it also
-    writes keys and values of the new tokens. caches: one for each stack of layers in
-    weights["layers"]. layout: of infra/layouts.py.
+    Returns (hidden states [B, D] after the last norm of the token at index last_B of each row,
+    caches). attend(q, k, v, layer number, cache) -> ([B, N, T, H], cache) comes from
+    infra/kv_cache.py; it also writes the keys and values of the new tokens to the cache. caches:
+    one for each stack of layers in weights["layers"]. layout: from infra/layouts.py.
     """
     rope = rope_tables(positions_BT, cfg)
 
@@ -510,7 +525,7 @@ def cached_forward(
 
     x = jax.tree.map(lambda table: table[tokens_BT], weights["embed_VD"])
     x_BTD = constrain(dequantise(x, weights["norm_D"].dtype), layout.mesh, layout.rows)
-    # The cache is carried through the scan and updated in place: as xs and ys it would be copied.
+    # The scan carries the cache and so updates it in place; as xs and ys it would be copied.
     new_caches = []
     for stack, cache in zip(weights["layers"], caches, strict=True):
         carry = x_BTD, cache, 0

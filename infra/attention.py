@@ -1,7 +1,7 @@
-"""Attention of the training forward: causal, and within the segments of packed rows.
+"""Attention for the training forward: causal, and within the segments of packed rows.
 
-Each function takes q_BNTH, scaled by H ** -0.5, k_BKTH, v_BKTH and segments_BT, int32, and returns
-[B, N, T, H]: a token attends to those at or before it in its row that have its segment.
+Each function takes q_BNTH (already scaled by H ** -0.5), k_BKTH, v_BKTH and segments_BT (int32),
+and returns [B, N, T, H]. A token attends to tokens of its own segment at or before it in its row.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,20 @@ ATTENTION = "splash", "cudnn", "blockwise"
 
 
 def segment_attention(name: str, platform: str) -> Callable:
-    """The function of this name: splash for TPUs, and interpreted elsewhere; cudnn for GPUs;
-    blockwise for any device."""
+    """The attention function of this name.
+
+    splash is for TPUs, and interpreted elsewhere; cudnn is for GPUs; blockwise is for any device.
+    """
     if name == "splash":
         return partial(splash, is_interpreted=platform != "tpu")
     return {"cudnn": cudnn, "blockwise": blockwise}[name]
 
 
 def blockwise(q_BNTH, k_BKTH, v_BKTH, segments_BT):
-    """In plain JAX. Scores are there for 512 queries at a time."""
+    """Attention in plain JAX, which holds the scores of 512 queries at a time."""
     T = q_BNTH.shape[2]
 
-    # Computed again in the backward pass.
+    # Scores are recomputed in the backward pass.
     @partial(jax.checkpoint, static_argnums=(0, 1))
     def block(start, end):
         q = q_BNTH[:, :, start:end]
@@ -45,19 +47,19 @@ def blockwise(q_BNTH, k_BKTH, v_BKTH, segments_BT):
 
 
 def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
-    """By cuDNN's kernel, which never holds scores in memory."""
+    """Attention by cuDNN's kernel, which never holds scores in memory. Exits 2 if H > 128."""
     H = q_BNTH.shape[3]
     check(
         H <= 128,
         f"attention = cudnn is for heads of at most 128, and the model's are of {H}; try "
         "--attention blockwise",
     )
-    # JAX's function wants [B, T, N, H].
+    # jax.nn.dot_product_attention expects [B, T, N, H].
     q = q_BNTH.transpose(0, 2, 1, 3)
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
-    # The kernel leaves out later keys without reading a mask. For segments it reads one, of [T, T]
-    # in bfloat16: to give it each segment as a row of its own, by lengths, would move more bytes.
+    # The kernel skips later keys without a mask, but for segments it reads a bfloat16 mask [T, T].
+    # Passing each segment as a row of its own, by sequence lengths, would move more bytes.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)
@@ -65,12 +67,12 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
 
 
 def segment_mask(segments_BT, start, end):
-    """Which keys before `end` the queries from `start` to `end` attend to, bool [B, T, S]."""
-    # Tokens of a segment stand together, so that order within a row is order within a segment.
+    """Which keys before `end` the queries start .. end - 1 attend to, bool [B, T, S]."""
+    # A segment's tokens are contiguous, so their order in the row is their order in the segment.
     segments_of_queries = segments_BT[:, start:end]
     segments_of_keys = segments_BT[:, :end]
     same_segment = segments_of_queries[:, :, None] == segments_of_keys[:, None]
-    # And none attends to a later one.
+    # No query attends to a later key.
     queries = jnp.arange(start, end)
     keys = jnp.arange(end)
     causal = queries[:, None] >= keys
@@ -78,12 +80,12 @@ def segment_mask(segments_BT, start, end):
 
 
 def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
-    """By JAX's Pallas kernel for TPUs, which never holds scores in HBM."""
+    """Attention by JAX's Pallas kernel for TPUs, which never holds scores in HBM."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     _, N, T, H = q_BNTH.shape
-    # The kernel is for complete blocks of tokens, and for heads of 64 or of multiples of 128.
+    # The kernel needs complete blocks of tokens, and a head dim of 64 or a multiple of 128.
     T_in_tiles = -(-T // 128) * 128
     block = min(512, T_in_tiles)
     pad_T = -T % block
@@ -95,7 +97,7 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
 
     sizes = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
     blocks = {f"block_{name}": block for name in sizes}
-    # The same for all heads.
+    # All heads use the same mask.
     causal = masks.CausalMask((T + pad_T, T + pad_T))
     attend = kernel.make_splash_mha(
         masks.MultiHeadMask([causal] * N),
@@ -108,7 +110,7 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
     def attend_row(q, k, v, segments):
         return attend(q, k, v, kernel.SegmentIds(segments, segments))
 
-    # What is added to a row is a segment of its own.
+    # The padding of a row is a segment of its own.
     widths = [(0, 0), (0, pad_T)]
     segments = jnp.pad(segments_BT, widths, constant_values=-1)
     rows = (pad(q_BNTH), pad(k_BKTH), pad(v_BKTH), segments)

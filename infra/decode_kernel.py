@@ -1,8 +1,8 @@
-"""Pallas kernels of decoding on TPUs: they read and write the KV cache where it lies in HBM.
+"""Pallas TPU kernels for decode, which read and write the KV cache in place in HBM.
 
-A kernel runs over a grid of blocks. Index functions say which block of each array comes to VMEM, or
-goes back; `None` in a block's shape is a dimension of which it has one element. Letters as in
-infra/kv_cache.py, whose plain functions these stand for.
+A kernel runs over a grid of blocks. Index functions choose which block of each array is copied to
+VMEM, or back to HBM; `None` in a block's shape is a dimension of size 1 that the kernel does not
+see. Letters are as in infra/kv_cache.py, whose plain JAX functions these kernels replace.
 """
 
 from functools import partial
@@ -21,39 +21,43 @@ from jax.experimental.pallas import (
 )
 from jax.experimental.pallas import tpu as pltpu
 
-# Bytes of VMEM that a block of keys takes, and a block of scores.
+# Most bytes of VMEM for a block of keys, and for a block of scores.
 BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
-# The score of a slot that is not attended to.
+# Score of a slot that is not attended to.
 LEAST = -1e30
-# A block's rows, of which the length of each is read one by one; and its queries of a row.
+# Most rows of a block, whose lengths are read one by one, and most queries per row.
 MOST_ROWS = 16
 MOST_QUERIES = 1024
-# Slots of a block that is read, and of one that is written: a tile of bfloat16.
+# Slots of a block that attention reads, and of one that is written: a bfloat16 tile.
 BLOCK_SLOTS = 512
 TILE_SLOTS = 16
-# Bytes of keys that XLA may hold in VMEM while all layers run.
+# Largest array of keys or values, in bytes, that XLA may hold in VMEM while all layers run.
 SMALL_CACHE = 2**24
 
 
 def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
-    """The most rows, of B in equal blocks, that take no more than so many bytes; at least 1."""
+    """Rows per block: the largest divisor of B within MOST_ROWS and most_bytes; at least 1."""
     most = max(1, min(MOST_ROWS, most_bytes // row_bytes))
     possible = [n for n in range(1, most + 1) if B % n == 0]
     return max(possible)
 
 
 def queries_of_block(M: int) -> int:
-    """The most queries, of M in equal blocks of complete tiles; all where there are no such."""
+    """Queries per block: M, or if that is too many, its largest divisor of complete tiles.
+
+    If there is no such divisor, all M.
+    """
     possible = [n for n in range(8, MOST_QUERIES + 1, 8) if M % n == 0]
     return M if M <= MOST_QUERIES else max(possible, default=M)
 
 
 # ---------------------------------------------------------------- writing a token
 def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> list:
-    """One token of all rows goes to a slot, in place -> [keys, values].
+    """Write one token of every row to a slot of the cache, in place. Returns [keys, values].
 
-    The tile of its slot is read, changed, and written: a cache has complete tiles.
+    The kernel reads the slot's tile, changes it and writes it back, so the slots of the cache must
+    fill complete tiles.
     """
     _, B, K, _, H = keys.shape
     tile_bytes = K * TILE_SLOTS * H * keys.dtype.itemsize
@@ -77,9 +81,9 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
             out_specs=[tile, tile],
         ),
         out_shape=[jax.typeof(keys), jax.typeof(values)],
-        # Of the layer, the slot, two tokens, keys and values the last two are the results.
+        # The inputs are layer, slot, two tokens, keys and values; the last two become the outputs.
         input_output_aliases={4: 0, 5: 1},
-        # Tiles of keys and values are read and written.
+        # A tile of keys and a tile of values are each read and written.
         cost_estimate=CostEstimate(flops=0, bytes_accessed=4 * B * tile_bytes, transcendentals=0),
         name="write_token",
         interpret=interpret,
@@ -89,20 +93,23 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
 
 
 def in_hbm(a):
-    """A cache where it is to lie. A small one XLA may hold in VMEM while all layers run, which is
-    faster; a larger one it would copy there, all layers, for each layer."""
+    """Constrain keys or values to HBM, unless they are small.
+
+    XLA may hold a small cache in VMEM while all layers run, which is faster. It would copy a larger
+    one to VMEM with all its layers, again for each layer.
+    """
     if a.nbytes <= SMALL_CACHE:
         return a
     return pltpu.with_memory_space_constraint(a, pltpu.HBM)
 
 
 def in_array(number):
-    """A number as index functions get it."""
+    """A number as an array [1], as index functions need it."""
     return jnp.reshape(number, 1)
 
 
 def change_tiles(layer, slot, k, v, old_keys, old_values, keys, values):
-    # Other slots of the tile are written as they were.
+    # The other slots of the tile are written back unchanged.
     slots = lax.broadcasted_iota(jnp.int32, old_keys.shape, 2)
     slot_of_tile = lax.rem(slot[0], TILE_SLOTS)
     is_written = slots == slot_of_tile
@@ -112,10 +119,11 @@ def change_tiles(layer, slot, k, v, old_keys, old_values, keys, values):
 
 # ---------------------------------------------------------------- attention
 def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interpret=False) -> list:
-    """Attention to the first `length` slots of a layer, and to others -> [out, log-sum-exp].
+    """Attention to the first length_B slots of a layer, and to others. Returns [out, log-sum-exp].
 
-    Slots beyond the longest row of a block are not read. The softmax is that of flash attention
-    (arXiv 2205.14135): sums so far are of weights relative to the largest score so far.
+    others_out, others_lse: the results of attention to other slots. Slots beyond the longest row of
+    a block are not read. The softmax is that of flash attention (arXiv 2205.14135): its running
+    sums have weights relative to the largest score so far.
     """
     _, B, K, S, H = keys.shape
     M = q_BKMH.shape[2]
@@ -127,11 +135,11 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     rows = min(rows_of_block(B, key_bytes, BLOCK_BYTES), rows_of_block(B, score_bytes, SCORE_BYTES))
 
     def cache_index(b, k, m, s, layer, lengths):
-        # A block that is there already is not read again.
+        # Beyond the last block, repeat its index: a block already in VMEM is not read again.
         last = last_block(lengths, b, rows, slots)
         return layer[0], b, k, jnp.minimum(s, last), 0
 
-    # Of queries and of results the same block stays for all blocks of slots.
+    # The block of queries, like that of the results, is the same for all blocks of slots.
     def query_index(b, k, m, s, layer, lengths):
         return b, k, m, 0
 
@@ -148,7 +156,7 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
             scratch_shapes=[pltpu.VMEM((rows, queries, 1), jnp.float32)],
         ),
         out_shape=[jax.typeof(others_out), jax.typeof(others_lse)],
-        # Blocks of slots come one after another.
+        # Blocks of slots run in order, since each adds to the sums of the one before.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
@@ -156,13 +164,13 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
         name="decode_attention",
         interpret=interpret,
     )
-    # Index functions get the first two.
+    # The first two arguments are the scalars that index functions get.
     cache = in_hbm(keys), in_hbm(values)
     return run(in_array(layer), length_B, q_BKMH, *cache, others_out, others_lse)
 
 
 def last_block(lengths, b, rows: int, slots: int):
-    """The last block of slots that a row of block b of the rows has."""
+    """Index of the last block of slots that any row of row block b reaches."""
     longest = 0
     for i in range(rows):
         longest = jnp.maximum(longest, lengths[b * rows + i])
@@ -170,7 +178,7 @@ def last_block(lengths, b, rows: int, slots: int):
 
 
 def lengths_of_block(lengths, b, rows: int):
-    """The lengths of the rows of a block, as a vector [rows, 1, 1]."""
+    """The lengths of the rows of row block b, as an array [rows, 1, 1]."""
     row = lax.broadcasted_iota(jnp.int32, (rows, 1, 1), 0)
     length = jnp.zeros_like(row)
     for i in range(rows):
@@ -179,7 +187,7 @@ def lengths_of_block(lengths, b, rows: int):
 
 
 def cost_of_attention(q_BKMH, keys) -> CostEstimate:
-    """To a cache that is full."""
+    """Cost of attention to a full cache."""
     _, B, K, S, H = keys.shape
     scores = B * K * q_BKMH.shape[2] * S
     key_bytes = B * K * S * H * keys.dtype.itemsize
@@ -187,7 +195,7 @@ def cost_of_attention(q_BKMH, keys) -> CostEstimate:
 
 
 def product(a, b, axis_of_b):
-    """Matrix products of each row: over the last axis of a, [rows, M, ..]."""
+    """Batched matmul over rows: sums over the last axis of a, [rows, M, ..], and axis_of_b of b."""
     rows = (0,), (0,)
     contracted = (2,), (axis_of_b,)
     numbers = contracted, rows
@@ -197,8 +205,11 @@ def product(a, b, axis_of_b):
 def attend_to_block(
     layer, lengths, q, k, v, others_out, others_lse, out, total, largest, *, rows, slots
 ):
-    """out, total: sums over the slots so far, with the weights exp(score - largest); at the end,
-    the results."""
+    """Add one block of slots to the running sums.
+
+    out and total hold sums over the slots so far, with weights exp(score - largest). After the last
+    block they hold the results: the output and the log-sum-exp.
+    """
     b = program_id(0)
     s = program_id(3)
 
@@ -206,7 +217,8 @@ def attend_to_block(
         slot = s * slots + lax.broadcasted_iota(jnp.int32, shape, axis)
         return slot < lengths_of_block(lengths, b, rows)
 
-    # Where nothing came before, the sums are 0, or vanish with the first weight.
+    # If there are no other slots, out starts at 0, and the initial total of 1 is scaled to 0 by the
+    # first block, because others_lse is LEAST.
     @when(s == 0)
     def begin():
         out[...] = others_out[...]
@@ -222,7 +234,7 @@ def attend_to_block(
         weights = jnp.exp(scores - now)
         shrink = jnp.exp(before - now)
 
-        # A slot that was not written may hold anything, and 0 times NaN is NaN.
+        # A slot that was not written may hold a NaN, and 0 times NaN is NaN.
         values = jnp.where(is_filled(v.shape, 1), v[...], 0)
         values = values.astype(v.dtype)
         new = product(weights.astype(v.dtype), values, axis_of_b=1)

@@ -1,9 +1,9 @@
 """The KV cache of a rollout: writing to it, and attention to it.
 
-Keys and values are [L, B, K, S, H], where B is answers, or prompts: a prompt's are there once for
-all of its answers. On TPUs they are read and written where they lie, as a layer taken out of them
-would be a copy. Letters as in model.py; M is the queries that attend to the same keys: G for each
-answer.
+Keys and values are [L, B, K, S, H], where B counts answers or prompts: a prompt is cached once for
+all of its answers. On TPUs, kernels read and write the cache in place, because slicing a layer out
+of it would make a copy. Letters are as in model.py; M counts the queries that attend to the same
+keys: G for each answer.
 """
 
 from typing import NamedTuple
@@ -27,12 +27,15 @@ class Cache(NamedTuple):
 
 # ---------------------------------------------------------------- what a layer calls
 def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout) -> tuple:
-    """Attention of prompts to themselves, whose keys and values go to the rows first.. of the cache
-    of each device -> ([B, N, T, H] float32, cache). All prompts begin in slot 0."""
+    """Attention of prompts to themselves, which also writes their keys and values to the cache.
+
+    On each device, keys and values go to the cache's rows from `first` on. All prompts begin in
+    slot 0. Returns ([B, N, T, H] float32, cache).
+    """
 
     def on_device(q, k, v, layer, cache, first):
         cache = write_plain(cache, k, v, layer, first)
-        # What comes after a prompt is attended to by nothing that matters.
+        # Pads need no mask: they come after the prompt, so only pads attend to them.
         causal = jnp.tri(q.shape[2], dtype=bool)
         out = model.attention(q, k, v, causal[None])
         return out, cache
@@ -42,11 +45,11 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
 
 
 def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layout) -> tuple:
-    """Attention of one token of each answer to its prompt, to the tokens since, and to itself.
+    """Attention of one new token of each answer to its prompt, its earlier tokens and itself.
 
-    cache: (of prompts, of answers), in which its keys and values go to this slot. length_B: tokens
-    of each row's prompt; rows with the same prompt stand together, as many of each. -> ([B, N, 1,
-    H] float32, cache)
+    cache: (prompts, answers). The new keys and values are written to `slot` of the answers' cache.
+    length_B: tokens of each row's prompt. Rows with the same prompt are consecutive, and each
+    prompt has equally many rows. Returns ([B, N, 1, H] float32, cache).
     """
     device = layout.mesh.devices.flat[0]
     is_tpu = device.platform == "tpu"
@@ -59,12 +62,12 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layou
         else:
             answers = write_plain(answers, k, v, layer, slot=slot)
 
-        # Each G query heads in succession share one of the K heads.
+        # Each group of G consecutive query heads shares one of the K key/value heads.
         B, N, _, H = q.shape
         K = k.shape[1]
         q_BKGH = q.reshape(B, K, -1, H)
 
-        # The answers of a prompt attend to it together, so that it is read once.
+        # The answers of a prompt attend to it together, so that its keys and values are read once.
         n_prompts = prompts.keys.shape[1]
         group = B // n_prompts
         q_joined = join_group(q_BKGH, group)
@@ -72,7 +75,7 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layou
         joined = attend(q_joined, prompts, layer, length_of_prompt, nothing(q_joined))
         of_prompts = split_group(joined, group)
 
-        # Then each attends to its own tokens, this one included.
+        # Then each answer attends to its own tokens, including the new one.
         filled_B = jnp.full(B, slot + 1)
         out, _ = attend(q_BKGH, answers, layer, filled_B, of_prompts)
         return out.reshape(B, N, 1, H), (prompts, answers)
@@ -82,12 +85,15 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layou
 
 
 def over_devices(run, layout, cache, *others):
-    """`run` in a shard_map: each device has its rows and heads. Outside of one jax 0.10 all-gathers
-    an array whose layout is constrained, and kernels are not partitioned."""
-    # Of queries, keys and values of the new tokens: rows and heads.
+    """Wrap `run` in a shard_map, where each device has its own rows and heads.
+
+    Outside a shard_map, jax 0.10 all-gathers an array whose layout is constrained, and Pallas
+    kernels are not partitioned.
+    """
+    # Queries, keys and values of the new tokens are split by rows and heads.
     by_head = P(layout.rows, "tp")
     of_cache = jax.tree.map(lambda _: layout.cache_spec, cache)
-    # What is not one number is of rows.
+    # Everything but scalars has one entry per row.
     by_row = P(layout.rows)
     of_others = [by_row if jnp.ndim(a) else P() for a in others]
     return jax.shard_map(
@@ -100,8 +106,8 @@ def over_devices(run, layout, cache, *others):
 
 
 def join_group(q_BKGH, group):
-    """Queries of answers -> of prompts, [B / group, K, M, H]."""
-    # A row of M is of one answer and one of its G heads.
+    """Join the queries of each prompt's answers: [B, K, G, H] -> [B / group, K, M, H]."""
+    # M runs over the answers of a prompt, and over the G heads of each.
     B, K, G, H = q_BKGH.shape
     split = q_BKGH.reshape(-1, group, K, G, H)
     heads_first = split.swapaxes(1, 2)
@@ -109,7 +115,7 @@ def join_group(q_BKGH, group):
 
 
 def split_group(arrays, group):
-    """[B, K, M, X] of prompts -> of answers, [B * group, K, G, X]: `join_group` undone."""
+    """Undo `join_group` for each array: [B, K, M, X] of prompts -> [B * group, K, G, X]."""
 
     def split_one(a):
         B, K, M, X = a.shape
@@ -122,9 +128,9 @@ def split_group(arrays, group):
 
 # ---------------------------------------------------------------- in plain JAX
 def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
-    """Keys and values of T tokens go to slots slot.. of rows first.. of a layer, in place."""
+    """Write keys and values of T tokens to a layer in place, from row `first` and `slot` on."""
     start = (layer, first, 0, slot, 0)
-    # For many rows XLA would change the order of dimensions in memory, and copy the cache.
+    # With many rows, XLA would change the order of dimensions in memory and so copy the cache.
     order = tuple(range(5))
     in_order = DeviceLayout(order)
 
@@ -137,7 +143,7 @@ def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
 
 
 def nothing(q_BKMH) -> tuple:
-    """What `attend_plain` gives for no slot at all."""
+    """What `attend_plain` returns for no slots at all."""
     out = jnp.zeros(q_BKMH.shape, jnp.float32)
     one_of_each = out[..., :1]
     lse = jnp.full_like(one_of_each, LEAST)
@@ -145,21 +151,21 @@ def nothing(q_BKMH) -> tuple:
 
 
 def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
-    """Attention to the first `length` slots of a layer of the cache, and to others.
+    """Attention to the first length_B slots of a layer of the cache, and to others.
 
-    Queries come scaled by H ** -0.5. -> ([B, K, M, H], the log-sum-exp of the scores [B, K, M, 1]),
-    float32. others: what this gave for other slots, or `nothing`.
+    Queries are already scaled by H ** -0.5. others: what this function returned for other slots, or
+    `nothing`. Returns ([B, K, M, H], log-sum-exp of the scores [B, K, M, 1]), float32.
     """
     k_BKSH = lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)
     v_BKSH = lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)
     scores = model.matmul("BKMH,BKSH->BKMS", q_BKMH, k_BKSH)
-    # Slots beyond are not written yet, or pads of a prompt.
+    # Slots beyond length_B are not written yet, or are the pads of a prompt.
     slots = jnp.arange(scores.shape[-1])
     is_filled_BS = slots < length_B[:, None]
     is_filled_BKMS = is_filled_BS[:, None, None]
     scores = jnp.where(is_filled_BKMS, scores, LEAST)
 
-    # The softmax is over the others, too: their part of its sum is in their log-sum-exp.
+    # The softmax is over the other slots, too: others_lse holds their part of its sum.
     others_out, others_lse = others
     own_lse = jax.nn.logsumexp(scores, -1, keepdims=True)
     lse = jnp.logaddexp(others_lse, own_lse)
@@ -170,5 +176,5 @@ def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
 
 
 def attend_pallas(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
-    """`attend_plain` by a kernel for TPUs."""
+    """`attend_plain`, computed by a Pallas kernel for TPUs."""
     return decode_kernel.attend(q_BKMH, *cache, layer, length_B, *others)

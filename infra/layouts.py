@@ -1,4 +1,4 @@
-"""Where the weights, rows and KV cache of a rollout lie, and moving the weights there."""
+"""Layouts of a rollout: where its weights, rows and KV cache are, and moving the weights there."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,53 +17,53 @@ from infra.kv_cache import Cache
 from infra.log import check, say
 from model import ModelConfig
 
-# replicated: complete weights on each device. tp: split by key/value heads within a host. fsdp:
-# sharded as in training, and all-gathered layer by layer in each step. maxtext: sharded like fsdp,
-# with the rows split over dp only.
+# replicated: every device has all weights. tp: weights are split by heads, F and V within a host.
+# fsdp: weights are sharded as in training, and all-gathered layer by layer in each decode step.
+# maxtext: like fsdp, but rows are split over dp only.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows, weights and KV cache of a rollout lie."""
+    """Where the rows, weights and KV cache of a rollout are."""
 
     kind: str  # one of LAYOUTS
     mesh: Mesh  # the training mesh's devices, regrouped
-    rows: tuple  # the mesh axes that share out the rows
-    # Whether each layer has arrays of its own, its weights and its KV cache; else all layers are in
-    # one stack. On GPUs XLA copies what it slices out of a stack before a product reads it.
+    rows: tuple  # the mesh axes that shard the rows
+    # Whether each layer has its own arrays of weights and KV cache; otherwise all layers are in one
+    # stack. On GPUs, XLA copies a slice of a stack before a matmul reads it.
     by_layer: bool = False
 
     def stack_sizes(self, L: int) -> list[int]:
-        """The layers of each stack, of L in all."""
+        """Number of layers in each stack, for L layers in all."""
         return [1] * L if self.by_layer else [L]
 
     @property
     def cache_spec(self) -> P:
-        # Of keys or values [L, B, K, S, H].
+        # For keys or values [L, B, K, S, H].
         return P(None, self.rows, "tp", None, None)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rollout decodes."""
+    """How much a rollout decodes."""
 
-    answers: int  # of all processes
-    group: int  # answers of a prompt
-    prompt_slots: int  # of the KV cache for a prompt: the longest one, padded
-    answer_slots: int  # tokens of an answer, at most
+    answers: int  # answers of all processes
+    group: int  # answers per prompt
+    prompt_slots: int  # KV cache slots per prompt: the length of the longest one, padded
+    answer_slots: int  # KV cache slots per answer: its greatest length
     quantised: bool = False  # whether matrices are in int8
 
     def of_device(self, layout: "Layout") -> tuple[int, int]:
-        """-> (answers of a device, how many of them share a prompt)"""
+        """Returns (answers per device, how many of these share a prompt)."""
         answers = self.answers // row_shards(layout)
-        # A device takes complete groups, or equal parts of one.
+        # A device takes complete groups, or an equal part of one.
         return answers, math.gcd(self.group, answers)
 
 
 # ---------------------------------------------------------------- the choice
 def tp_sizes(cfg: ModelConfig, mesh: Mesh) -> list[int]:
-    """Numbers of devices of a host over which key/value heads, F and V can be split."""
+    """Sizes of tp that divide a host's devices, the key/value heads, F and V."""
     process = mesh.devices.flat[0].process_index
     host_devices = sum(device.process_index == process for device in mesh.devices.flat)
     must_divide = host_devices, cfg.K, cfg.F, cfg.V
@@ -72,13 +72,13 @@ def tp_sizes(cfg: ModelConfig, mesh: Mesh) -> list[int]:
 
 
 def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
-    """The layout of this kind; of tp, over so many devices."""
+    """The layout of this kind. tp: number of devices that split the weights, if kind is tp."""
     training_dp, training_fsdp, training_tp = mesh.devices.shape
     if kind in ("replicated", "tp"):
         dims = mesh.size // tp, 1, tp
     else:
         dims = training_dp, training_fsdp * training_tp, 1
-    # The devices of the training mesh, in the same order.
+    # Keep the devices of the training mesh in the same order.
     rollout_mesh = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
     rows = ("dp",) if kind == "maxtext" else model.ROWS
     by_layer = mesh.devices.flat[0].platform == "gpu"
@@ -86,26 +86,35 @@ def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
 
 
 def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> float:
-    """An estimate of a decode step with complete weights or tp: what is read at the memory's
-    bandwidth, and the latency of the collectives, which move little."""
+    """Estimate the seconds of a decode step with replicated weights or tp.
+
+    The estimate is the time to read weights and KV cache at the memory's bandwidth, plus the
+    latency of the collectives, which move few bytes.
+    """
     chip = chips.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, work)
     seconds = (weights + cache) / chip.bandwidth
-    # Two sums over tp in each layer, which go around a ring twice, both ways.
+    # Each layer has two sums over tp. Each goes around a ring twice, in both directions.
     hops = 2 * (layout.mesh.shape["tp"] // 2)
     return seconds + 2 * cfg.L * hops * chips.HOP_SECONDS
 
 
 def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
-    """Whether the weights leave room for a KV cache. With tp they may take half of the memory, as
-    what lies around them is split, too."""
+    """Whether the weights leave room for a KV cache.
+
+    Replicated weights may take a quarter of the memory. With tp they may take half of it, since the
+    other arrays are split, too.
+    """
     most = device_gib / 4 if layout.kind == "replicated" else device_gib / 2
     gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
     return gib / layout.mesh.shape["tp"] <= most
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Layout, str]:
-    """-> (of the layouts that fit, that with the least estimated step; the estimates, in words)"""
+    """Returns (layout that fits with the shortest estimated step, the estimates in words).
+
+    If neither replicated weights nor tp fit, the layout is fsdp.
+    """
     device_gib = chips.least_memory(mesh)
     candidates = [layout_of("replicated", 1, mesh)]
     candidates += [layout_of("tp", tp, mesh) for tp in tp_sizes(cfg, mesh)]
@@ -118,7 +127,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Lay
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, work)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
-    # Of two that take as long, the one with fewer collectives comes first.
+    # If two take equally long, the first one wins: it has fewer collectives.
     fastest = min(fitting, key=ms.get)
     return fastest, f"estimated step: {', '.join(estimates)}"
 
@@ -131,9 +140,9 @@ def name_of(layout: Layout) -> str:
 def rollout_layout(
     kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work
 ) -> tuple[Layout, str]:
-    """-> (Layout of a kind, or the fastest one that fits for "auto"; why, in words).
+    """Returns (Layout of this kind, or for "auto" the fastest that fits; the reason, in words).
 
-    dtype: of the weights that are not quantised, as in an evaluation, which has to fit too.
+    dtype: of weights that are not quantised. Evaluations use such weights, and must fit, too.
     """
     if kind == "auto":
         layout, why = fastest_layout(cfg, mesh, dtype, work)
@@ -151,7 +160,7 @@ def rollout_layout(
 
 
 def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> Layout:
-    """The layout of the rollout, printed with its reason; exit 2 where tp was asked for in vain."""
+    """Choose the rollout's layout and print it with the reason. Exits 2 if tp is not possible."""
     layout, why = rollout_layout(kind, cfg, mesh, dtype, work)
     check(
         kind != "tp" or layout.mesh.shape["tp"] > 1,
@@ -164,7 +173,7 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work) ->
 
 
 def rollout_spec(name: str, layout: Layout, quantised: bool = False):
-    """PartitionSpec of a parameter in a rollout; of a quantised one, that of each array."""
+    """PartitionSpec of a parameter in a rollout; for a quantised one, that of each array."""
     if layout.kind in ("fsdp", "maxtext"):
         spec = model.spec(name)
     else:
@@ -175,8 +184,10 @@ def rollout_spec(name: str, layout: Layout, quantised: bool = False):
 
 # ---------------------------------------------------------------- moving the weights
 def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> dict:
-    """The weights of a rollout: cast or quantised where they lie, then moved to its layout. In
-    place of `layers` they have a tuple of stacks of them."""
+    """Cast or quantise the parameters on the training mesh, then move them to a rollout's layout.
+
+    Returns the weights of the rollout, in which `layers` is a tuple of stacks of layers.
+    """
     names = tuple(model.flatten(params))
     training_mesh = params["norm_D"].sharding.mesh
     move_top, move_stack = compiled_moves(names, training_mesh, layout, dtype, quantised)
@@ -192,9 +203,11 @@ def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> 
 
 @cache
 def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
-    """-> (what moves the parameters outside of layers; what moves a stack of layers), compiled for
-    parameters with these names."""
-    # Where each lies in the rollout, and where it lies once it is cast.
+    """Returns (move_top, move_stack): jitted functions for parameters with these names.
+
+    move_top(params) moves the parameters outside layers, move_stack(layers, first, size) a stack.
+    """
+    # Specs of each parameter: in the rollout, and when it is cast but not yet moved.
     specs = {}
     cast_specs = {}
     for name in names:
@@ -202,20 +215,20 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
         cast_specs[name] = quantise.cast_spec(name, model.spec(name), quantised)
 
     def move_array(a, from_spec, to_spec):
-        # Otherwise XLA would move it first, in float32, and cast it there.
+        # Without this constraint, XLA would move the array in float32, and cast it afterwards.
         a = model.constrain(a, training_mesh, *from_spec)
         if layout.kind == "tp":
-            # By way of complete weights, as XLA knows no shorter way, and warns.
+            # Replicate the array on the way: XLA knows no shorter way, and would warn.
             a = model.constrain(a, layout.mesh)
         return model.constrain(a, layout.mesh, *to_spec)
 
     def move(name, a):
-        # With --offload params they come from the host's memory.
+        # With --offload params, parameters come from host memory.
         a = jax.device_put(a, model.DEVICE)
         a = quantise.cast(name, a, dtype, quantised)
         here_and_there = cast_specs[name], specs[name]
         if name.startswith("layers/"):
-            # In a layer of the stack, weights have lost their dimension L.
+            # The weights of a single layer have no dimension L.
             here_and_there = jax.tree.map(lambda spec: P(*spec[1:]), here_and_there)
         return jax.tree.map(move_array, a, *here_and_there)
 
@@ -227,10 +240,10 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
 
     def move_stack(layers, first, size):
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)
-        # A layer at a time, as all at once would take their memory twice.
+        # Move one layer at a time: moving all of them at once would take twice their memory.
         return jax.lax.map(move_layer, jax.tree.map(take, layers))
 
-    # XLA may drop constraints, but not the shardings of what a program returns.
+    # XLA may drop sharding constraints, but not the shardings of a program's outputs.
     place = partial(NamedSharding, layout.mesh)
     places = jax.tree.map(place, model.nest(specs))
     of_layers = places.pop("layers")
@@ -241,13 +254,13 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
 
 
 def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
-    """Shapes and shardings of a rollout's weights; the devices need not be here."""
+    """Shapes and shardings of a rollout's weights. The devices need not be attached."""
 
     def abstract(a, spec):
         sharding = NamedSharding(layout.mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    # A quantised matrix is two arrays.
+    # A quantised matrix becomes two arrays.
     weights = {}
     for name, shape in model.shapes(cfg).items():
         master = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -269,11 +282,10 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
 
 # ---------------------------------------------------------------- rows and bytes
 def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False) -> tuple[int, int]:
-    """Bytes that a device cannot but read in a decode step -> (of the weights, of the KV cache per
-    row and slot)."""
+    """Bytes that a device must read in a decode step: (weights, KV cache per row and slot)."""
     tp = layout.mesh.shape["tp"]
     itemsize = jnp.dtype(dtype).itemsize
-    # Scales, like norms and biases, are few.
+    # Scales, norms and biases are too few to matter.
     weight_bytes = cfg.n_multiplied // tp
     if not quantised:
         weight_bytes *= itemsize
@@ -282,7 +294,7 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
 
 
 def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> tuple[int, int]:
-    """Bytes that a device cannot but read in the last decode step -> (weights, KV cache)."""
+    """Bytes that a device must read in the last decode step: (weights, KV cache)."""
     weight_bytes, slot_bytes = bytes_read(cfg, layout, dtype, work.quantised)
     answers, group = work.of_device(layout)
     slots = answers // group * work.prompt_slots + answers * work.answer_slots
@@ -290,20 +302,20 @@ def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> tuple[
 
 
 def row_shards(layout: Layout) -> int:
-    """Parts that the rows of a rollout are split into."""
+    """Number of parts that the rows of a rollout are split into."""
     return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
 
 
 def rows_that_fit(
     cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int, group: int
 ) -> int:
-    """Rows that a device decodes at once beside the weights and `resting` bytes, where `group` of
-    them share a prompt: in an evaluation, none do.
+    """Number of rows that a device decodes at once, next to the weights and `resting` bytes.
 
-    Their KV cache takes half of what is free. The rest is for prompts, logits, and the cache that
-    it grew from, of up to 3/4 its size.
+    group: rows that share a prompt; 1 in an evaluation. The KV cache of these rows takes half of
+    the free memory. The other half is for prompts, logits, and the previous cache that this one
+    grew from, which has up to 3/4 its size.
     """
-    # Computed from sizes alone, so that a run that resumes decodes the same rows together.
+    # Use sizes only, so that a resumed run decodes the same rows together.
     shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
     weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
     device_bytes = chips.least_memory(layout.mesh) * 2**30
@@ -317,21 +329,21 @@ def rows_that_fit(
 
 # ---------------------------------------------------------------- the state of decoding
 class State(NamedTuple):
-    """What decoding carries from token to token, over all devices."""
+    """What decode carries from token to token, on all devices."""
 
-    prompts: tuple[Cache, ...]  # of each stack of layers; a device's are in the order of answers
-    answers: tuple[Cache, ...]
+    prompts: tuple[Cache, ...]  # one per stack of layers; on each device in the order of answers
+    answers: tuple[Cache, ...]  # one per stack of layers
     hidden_BD: jax.Array  # of the last token, after the last norm
 
 
 def shard_rows(a: np.ndarray, layout: Layout) -> jax.Array:
-    """An array that every process has complete, split over the devices by its rows."""
+    """Split an array, which every process has in full, over the devices by rows."""
     sharding = NamedSharding(layout.mesh, P(layout.rows))
     return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
 
 
 def spec_in_state(a, layout: Layout) -> P:
-    """PartitionSpec of an array of a state: of the cache, or the hidden states."""
+    """PartitionSpec of an array of a State: of a cache, or of the hidden states."""
     return layout.cache_spec if a.ndim > 2 else P(layout.rows)
 
 
@@ -339,7 +351,7 @@ def spec_in_state(a, layout: Layout) -> P:
 def empty_state(
     *, B: int, n_prompts: int, width: int, slots: int, cfg: ModelConfig, layout: Layout, dtype
 ) -> State:
-    """The state of B answers to so many prompts of this width, with empty caches."""
+    """The State of B answers to n_prompts prompts of `width` tokens, with empty caches."""
 
     def empty_cache(rows, slots):
         shapes = [(L, rows, cfg.K, slots, cfg.H) for L in layout.stack_sizes(cfg.L)]
@@ -356,9 +368,9 @@ def empty_state(
 
 @partial(jax.jit, static_argnames=("layout", "slots"))
 def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
-    """Some rows of one array of a state; of a cache, with so many slots.
+    """Take some rows of one array of a State; if it is a cache, also give it `slots` slots.
 
-    index_B: the rows to take, counted within each device's.
+    index_B: the rows to take, counted within each device.
     """
     is_cache = a.ndim > 2
 
@@ -369,7 +381,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         shape = L, len(index_B), K, slots, H
         new = jnp.zeros(shape, a.dtype)
 
-        # A layer at a time, as otherwise a copy of the complete cache would come between.
+        # Copy one layer at a time: otherwise XLA makes a temporary copy of the complete cache.
         def copy_layer(i, new):
             layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
             layer = jnp.take(layer, index_B, 1, mode="clip")
@@ -377,7 +389,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
 
         return jax.lax.fori_loop(0, L, copy_layer, new)
 
-    # Rows move within a device only.
+    # Rows only move within a device.
     array_spec = spec_in_state(a, layout)
     resize_shards = jax.shard_map(
         resize,

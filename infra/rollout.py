@@ -1,8 +1,9 @@
-"""Rollouts: answers to prompts, by a prefill and then decoding in stages.
+"""Rollouts: sample answers to prompts, with a prefill and then decode in stages.
 
-Prompts have a KV cache of their own, each once for all of its answers; in that of the answers all
-rows write the same slot in each step. It grows from stage to stage, and rows that have ended leave
-the batch between stages. Where not all rows fit a device, they are decoded in waves.
+Prompts have a KV cache of their own, which holds each prompt once for all of its answers. In the
+answers' KV cache, all rows write the same slot in each step. This cache grows from stage to stage,
+and rows that have ended leave the batch between stages. If a device cannot hold all of its rows at
+once, they are decoded in waves.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from infra.sampling import Sampling, sample_token
 from infra.waves import Rows, Wave, plan_waves, resize_wave, rows_of
 from model import ModelConfig
 
-# Tokens of prompts that a device runs at once.
+# Prompt tokens that a device runs at once.
 PREFILL_TOKENS = 4096
 
 
@@ -45,15 +46,15 @@ def generate(
 ) -> dict:
     """Sample an answer to each prompt, until one of cfg.stop_ids or for max_answer tokens.
 
-    weights: of `layouts.to_rollout`. prompts: lists of token ids, this process's, as many in each;
-    `group` in succession are equal. key: a row's tokens depend on it and on the row's place among
-    those of all processes, not on the layout. at_once: rows that a device decodes together, or 0
-    for all. stage: tokens of one call of `decode`. progress(rows that have ended, tokens) is called
-    after each prefill and stage.
+    weights: from `layouts.to_rollout`. prompts: this process's lists of token ids, equally many on
+    each process; every `group` consecutive ones are equal. key: a row's tokens depend on the key
+    and on the row's index among the rows of all processes, not on the layout. at_once: rows that a
+    device decodes together; 0 for all. stage: tokens per call of `decode`. progress(rows that have
+    ended, tokens) is called after each prefill and stage.
 
-    Returns NumPy arrays, a row for each prompt: tokens_BT int32 [B, max_answer], the stop token
-    last, then 0; lengths_B, stop token included; truncated_B, no stop token came; logprobs_BT
-    float32, in the distribution that tokens were drawn from, after temperature and truncation.
+    Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after the
+    stop token; lengths_B, stop token included; truncated_B, true if no stop token came; logprobs_BT
+    float32, under the distribution that tokens were drawn from, after temperature, top_k and top_p.
     """
     prompts_BP, length_B = pad_prompts(prompts)
     B = len(prompts_BP)
@@ -61,10 +62,10 @@ def generate(
     steps = min(stage, max_answer)
     static = dict(cfg=cfg, layout=layout, steps=steps, sampling=sampling)
     waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
-    # A step reads fewer bytes of quantised weights, so that rows that leave save more of them.
+    # A step reads fewer bytes with quantised weights, so dropping rows saves a larger share.
     quantised = isinstance(model.head(weights), model.Quantised)
     for row_ids in waves:
-        # The cache of the last wave goes before the next one is made.
+        # Free the cache of the last wave before the next one is made.
         wave = state = None
         slots = slots_for(steps, max_answer)
         wave = prefill_wave(weights, cfg, layout, prompts_BP, length_B, row_ids, group, slots)
@@ -73,7 +74,7 @@ def generate(
         for t in range(0, max_answer, stage):
             until = min(t + stage, max_answer)
             if t > 0:
-                # The cache grows, and rows that have ended leave.
+                # Grow the cache, and drop rows that have ended.
                 slots = slots_for(until, max_answer)
                 wave = resize_wave(wave, slots, cfg, layout, quantised)
             rows = rows_of(wave, length_B, layout)
@@ -85,17 +86,17 @@ def generate(
             progress(*totals(answers))
             if not is_live.any():
                 break
-    # Every process has the answers of all.
+    # Every process has the answers of all processes.
     first = jax.process_index() * len(prompts)
-    # This one returns its own.
+    # Return only this process's own.
     return {name: a[first : first + len(prompts)] for name, a in answers.items()}
 
 
 def pad_prompts(prompts: list) -> tuple:
-    """-> (prompts of all processes, padded on the right, int32 [B, P]; their lengths)."""
+    """Returns (prompts of all processes, padded on the right, int32 [B, P]; their lengths [B])."""
     longest = max(len(prompt) for prompt in prompts)
     width = padded_length(int(all_gather_hosts(longest).max()))
-    # A pad is token 0. Nothing that is used attends to it, so that any would do.
+    # Pad with token 0. Any token would do, since nothing that is used attends to pads.
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -105,7 +106,7 @@ def pad_prompts(prompts: list) -> tuple:
 
 
 def work_of_step(flags, hosts: int, longest_prompt: int) -> Work:
-    """What the rollout of a step decodes, where answers have their full length."""
+    """The Work of a step's rollout, if all answers have their full length."""
     sequences = flags.batch * flags.npq * hosts
     quantised = flags.rollout_dtype == "int8"
     prompt_slots = padded_length(longest_prompt)
@@ -113,24 +114,26 @@ def work_of_step(flags, hosts: int, longest_prompt: int) -> Work:
 
 
 def rows_by_group(cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int) -> dict:
-    """Rows that a device decodes at once beside `resting` bytes, by the number that share a prompt:
-    one in evaluations, a group in rollouts."""
+    """{rows that share a prompt: rows that a device decodes at once next to `resting` bytes}.
+
+    A prompt has one row in evaluations, and a group of rows in training.
+    """
     groups = (1, work.group)
     return {n: layouts.rows_that_fit(cfg, layout, dtype, work, resting, n) for n in groups}
 
 
 def padded_length(n: int) -> int:
-    """The least 2^k or 3 * 2^k that holds n: few enough to compile for each."""
+    """The smallest 2^k or 3 * 2^k that is at least n: so few lengths that each can be compiled."""
     power = 1 << (n - 1).bit_length()
     three_quarters = power * 3 // 4
     return three_quarters if n * 4 <= power * 3 else power
 
 
 def slots_for(until: int, max_answer: int) -> int:
-    """Slots of a KV cache for the first `until` tokens of answers."""
-    # Of few sizes, as each is compiled; but none that is larger than is ever used. In complete
-    # tiles, as these are written.
+    """Number of KV cache slots for the first `until` tokens of answers."""
+    # Use few sizes, since each is compiled, but none larger than is ever used.
     slots = min(padded_length(until), max_answer)
+    # Round up to complete tiles, since the decode kernel writes tiles.
     return -(-slots // decode_kernel.TILE_SLOTS) * decode_kernel.TILE_SLOTS
 
 
@@ -144,7 +147,7 @@ def empty_answers(B: int, max_answer: int) -> dict:
 
 
 def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
-    """Write tokens t .. until - 1, as `decode` returns them, into the answers of the rows ids_B."""
+    """Write tokens t .. until - 1, as returned by `decode`, into the answers of rows ids_B."""
     # The last wave may have places without a row.
     is_row = ids_B >= 0
     ids = ids_B[is_row]
@@ -155,7 +158,7 @@ def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
 
 
 def totals(answers: dict) -> tuple[int, int]:
-    """-> (rows that have ended, tokens of all rows)"""
+    """Returns (number of rows that have ended, number of tokens of all rows)."""
     ended = ~answers["truncated_B"]
     tokens = answers["lengths_B"].sum()
     return int(ended.sum()), int(tokens)
@@ -165,7 +168,7 @@ def totals(answers: dict) -> tuple[int, int]:
 def prefill_wave(
     weights, cfg: ModelConfig, layout: Layout, prompts_BP, length_B, row_ids, group: int, slots: int
 ) -> Wave:
-    """The wave of these rows, its prompts in the cache; each `group` rows have the same prompt."""
+    """Make the wave of these rows and prefill its prompts. Each `group` rows share a prompt."""
     # One prompt for each group of rows.
     prompt_ids = row_ids[:, ::group]
     n_prompts = prompt_ids.shape[1]
@@ -173,7 +176,7 @@ def prefill_wave(
     sizes = dict(B=row_ids.size, n_prompts=prompt_ids.size, width=width, slots=slots)
     dtype = weights["norm_D"].dtype
     state = layouts.empty_state(**sizes, dtype=dtype, cfg=cfg, layout=layout)
-    # Some of a device's prompts at a time, in equal parts, so that all run one program.
+    # Run a device's prompts in equal parts, so that one compiled program serves them all.
     most = max(1, PREFILL_TOKENS // width)
     parts = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     at_once = max(n for n in parts if n <= most)
@@ -184,7 +187,7 @@ def prefill_wave(
         state = prefill(
             weights, state, prompts, lengths, first, group=group, cfg=cfg, layout=layout
         )
-    # `progress` is called once the prompts have run, and not before.
+    # Wait, so that the caller's `progress` comes only after the prompts have run.
     jax.block_until_ready(state)
     return Wave(row_ids, is_live=row_ids >= 0, group=group, slots=slots, state=state)
 
@@ -201,19 +204,22 @@ def prefill(
     layout: Layout,
     group: int,
 ) -> State:
-    """Run prompts: their keys and values go to prompts first.. of their device, and the hidden
-    state after each, `group` times, to its rows."""
-    # Once for each shape: tracing a second time tells of a shape that was not meant to be.
+    """Run prompts, and write their keys, values and hidden states into the state.
+
+    Keys and values go to each device's prompts from `first` on. The hidden state after each prompt
+    goes to its `group` rows.
+    """
+    # JAX traces once for each shape, so another message reveals a shape that was not intended.
     n, width = prompts_PT.shape
     say(f"tracing prefill: {n} prompts of {width} tokens")
-    # Pads come last, so that all prompts begin at position 0.
+    # Pads come last, so all prompts begin at position 0.
     positions = jnp.broadcast_to(jnp.arange(width), prompts_PT.shape)
     attend = partial(kv_cache.prefill_attention, first=first, layout=layout)
     hidden_PD, prompts = model.cached_forward(
         weights, cfg, layout, prompts_PT, positions, length_P - 1, attend, state.prompts
     )
 
-    # In a shard_map, as rows are counted within each device.
+    # This needs a shard_map, because rows are counted within each device.
     def put(hidden_BD, new, first):
         copies = jnp.repeat(new, group, 0)
         return jax.lax.dynamic_update_slice(hidden_BD, copies, (first * group, 0))
@@ -238,17 +244,17 @@ def decode(
     steps: int,
     sampling: Sampling,
 ) -> tuple[State, dict]:
-    """Decode answer tokens t .. until - 1, at most `steps`.
+    """Decode answer tokens t .. until - 1, at most `steps`. Stops early once no row is live.
 
-    Stops early once no row is live. -> (state, {tokens_BT int32 [B, steps], logprobs_BT,
-    lengths_B: tokens made, live_B})
+    Returns (state, {tokens_BT int32 [B, steps], logprobs_BT float32 [B, steps], lengths_B: number
+    of tokens decoded, live_B: whether no stop token has come}).
     """
     B = len(rows.id_B)
     slots = state.answers[0].keys.shape[3]
     stop_ids = jnp.array(cfg.stop_ids, jnp.int32)
     say(f"tracing decode: {B} rows, {slots} slots, temperature {sampling.temperature}")
 
-    # Token t + i, of which rows that have ended make none.
+    # Decode token t + i. Rows that have ended produce no token.
     def step(carry):
         i, state, out = carry
         token_B, logprob_B = sample_next(weights, state, rows, key, t + i, layout, sampling)
@@ -275,18 +281,18 @@ def decode(
     }
     out = {name: model.constrain(a, layout.mesh, layout.rows) for name, a in out.items()}
     _, state, out = jax.lax.while_loop(is_unfinished, step, (0, state, out))
-    # Every process gets the answers of all, and so ends the wave after the same stage.
+    # Give every process all answers, so that all processes end the wave after the same stage.
     return state, {name: model.constrain(a, layout.mesh) for name, a in out.items()}
 
 
 def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sampling) -> tuple:
-    """Token t of each row, from its hidden state -> (token_B, logprob_B)."""
-    # Logits in float32, the vocabulary split over tp.
+    """Sample token t of each row from its hidden state. Returns (token_B, logprob_B)."""
+    # Logits are float32, with the vocabulary split over tp.
     z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))
     z_BV = model.constrain(z_BV, layout.mesh, layout.rows, "tp")
 
     def uniform(row_id):
-        # Of the key, t and the row alone: the same in every layout, wave and stage.
+        # Draws depend only on the key, t and the row, not on layout, wave or stage.
         key_of_row = jax.random.fold_in(jax.random.fold_in(key, t), row_id)
         return jax.random.uniform(key_of_row)
 
@@ -301,9 +307,9 @@ def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sam
 
 
 def run_token(weights, state: State, rows: Rows, token_B, t, cfg, layout) -> State:
-    """Run token t of each answer. Its keys and values go to slot t of the answers' cache."""
+    """Run token t of each answer, and write its keys and values to slot t of the answers' cache."""
     attend = partial(kv_cache.decode_attention, slot=t, length_B=rows.length_B, layout=layout)
-    # Its prompt is before it.
+    # The prompt comes before the answer.
     position_B = rows.length_B + t
     new_tokens = token_B[:, None], position_B[:, None], jnp.zeros_like(token_B)
     cache = zip(state.prompts, state.answers, strict=True)
@@ -313,8 +319,10 @@ def run_token(weights, state: State, rows: Rows, token_B, t, cfg, layout) -> Sta
 
 
 def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
-    """`decode` of all rows of a rollout, in its last stage, to be compiled; the devices need not be
-    here."""
+    """Lower `decode` for the last stage of a rollout, with all of its rows.
+
+    The result can be compiled for devices that are not attached.
+    """
 
     def abstract(shape, dtype, spec):
         sharding = NamedSharding(layout.mesh, spec)

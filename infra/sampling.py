@@ -1,7 +1,7 @@
-"""Sampling: a token from its logits, and its logprob in the distribution that it was drawn from.
+"""Sampling: draw a token from logits, with its logprob under the distribution it was drawn from.
 
-All functions run inside a shard_map, where the vocabulary may be split over tp. The draws are the
-same for any split.
+All functions run inside a shard_map, where the vocabulary may be split over tp. How it is split
+does not change the tokens that are drawn.
 """
 
 import dataclasses
@@ -14,24 +14,24 @@ COLUMNS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from its logits."""
+    """How a token is drawn from logits."""
 
     temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # only the k most likely tokens; 0 = all
-    top_p: float = 1.0  # only the most likely tokens that have this mass together; 1 = all
+    top_k: int = 0  # draw only from the k most likely tokens; 0 = all
+    top_p: float = 1.0  # only from the most likely tokens with this total probability; 1 = all
 
 
 def truncate(z_BV, sampling: Sampling) -> jax.Array:
     """Set the logits of tokens outside the top k, and then outside the top p, to -inf.
 
-    Tokens as likely as the last one that is kept are kept, too.
+    Tokens that are as likely as the last kept token are kept, too.
     """
     if sampling.top_k == 0 and sampling.top_p >= 1:
         return z_BV
-    # All logits of these rows, in descending order.
+    # Sort all logits of these rows, from all shards, in descending order.
     all_BV = jax.lax.all_gather(z_BV, "tp", axis=1, tiled=True)
     sorted_BV = jnp.sort(all_BV, descending=True)
-    # Without top_k the least likely token is the last one kept.
+    # Without top_k, the last kept token is the least likely token of all.
     threshold_B1 = sorted_BV[:, -1:]
     if sampling.top_k:
         most_likely_BK = sorted_BV[:, : sampling.top_k]
@@ -48,17 +48,18 @@ def truncate(z_BV, sampling: Sampling) -> jax.Array:
 
 
 def pick(a_BX, index_B):
-    """The element of each row at its index."""
+    """The element of each row at the row's index."""
     picked_B1 = jnp.take_along_axis(a_BX, index_B[:, None], 1)
     return picked_B1[:, 0]
 
 
 def invert_cdf(mass_BX, target_B) -> tuple:
-    """First index where the CDF exceeds the target; how far the target is beyond what is before."""
-    # An entry without mass is never chosen, though a parallel cumsum rounds without being monotone.
+    """Returns (first index where the CDF exceeds the target, target minus the CDF before it)."""
+    # Rounding can make a parallel cumsum non-monotone. Skip entries without mass, so that they are
+    # never chosen.
     sums_BX = jnp.cumsum(mass_BX, -1)
     cdf_BX = jnp.where(mass_BX > 0, sums_BX, -jnp.inf)
-    # Nor is any beyond the last one that has mass.
+    # Keep the target below the largest CDF, so that an entry with mass always exceeds it.
     largest_B = jnp.nextafter(cdf_BX.max(-1), 0.0)
     target_B = jnp.minimum(target_B, largest_B)
     index_B = jnp.argmax(cdf_BX > target_B[:, None], -1)
@@ -67,13 +68,15 @@ def invert_cdf(mass_BX, target_B) -> tuple:
 
 
 def in_columns(z_BV) -> tuple:
-    """This device's logits as [B, Y, 128], so that token v of the complete vocabulary lies in
-    column v % 128; and how many places are left empty before the first one."""
+    """Arrange this device's logits in 128 columns: token v of the vocabulary in column v % 128.
+
+    Returns (logits [B, Y, 128], number of places left empty before the first one).
+    """
     B, V = z_BV.shape
     if V % COLUMNS == 0:
         return z_BV.reshape(B, -1, COLUMNS), 0
     empty = jax.lax.axis_index("tp") * V % COLUMNS
-    # As many rows as any device needs.
+    # Every device uses as many rows as any of them may need.
     size = (V + 2 * (COLUMNS - 1)) // COLUMNS * COLUMNS
     padded = jnp.full((B, size), -jnp.inf)
     padded = jax.lax.dynamic_update_slice(padded, z_BV, (0, empty))
@@ -81,16 +84,16 @@ def in_columns(z_BV) -> tuple:
 
 
 def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
-    """Draw a token per row -> (token_B int32, its logprob in what it was drawn from, float32).
+    """Draw a token per row. Returns (token_B int32, logprob_B float32).
 
-    z: float32 logits; u: uniforms in [0, 1), at which the CDF is inverted. Greedy logprobs are
-    those at temperature 1.
+    z_BV: float32 logits. u_B: uniforms in [0, 1), at which the CDF is inverted. The logprob is that
+    of the distribution that the token was drawn from; for greedy tokens, that at temperature 1.
     """
-    # In training and sampling alike the temperature divides the logits.
+    # The temperature divides the logits, as it does in training.
     temperature = sampling.temperature or 1
     z_BV = truncate(z_BV / temperature, sampling)
     top_B = jax.lax.pmax(z_BV.max(-1), "tp")
-    # Mass per column of the vocabulary, on each of Z shards and in all.
+    # Probability mass of each column of the vocabulary, on each of the Z shards and in total.
     z_BYX, empty = in_columns(z_BV)
     off_BYX = z_BYX - top_B[:, None, None]
     mass_BX = jnp.exp(off_BYX).sum(1)
@@ -101,18 +104,18 @@ def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
     else:
         target_B = u_B * total_B
         token_B = draw(z_BYX, empty, top_B, mass_ZBX, target_B, z_BV.shape[1])
-    # Logits are relative to the largest, as the mass is.
+    # Subtract the largest logit, since the mass is relative to it.
     z_B = logit_of(token_B, z_BV)
     logprob_B = z_B - top_B - jnp.log(total_B)
     return token_B.astype(jnp.int32), logprob_B
 
 
 def most_likely(z_BV, top_B):
-    """The first of the most likely tokens, of logit top_B."""
+    """The first token of each row whose logit is top_B, the largest."""
     V = z_BV.shape[1]
     shard = jax.lax.axis_index("tp")
     last = V * jax.lax.axis_size("tp") - 1
-    # Where two shards have one, the first counts.
+    # If several shards have such a token, the first one wins.
     has_it_B = z_BV.max(-1) == top_B
     place_B = jnp.argmax(z_BV, -1)
     own_B = shard * V + place_B
@@ -121,10 +124,10 @@ def most_likely(z_BV, top_B):
 
 
 def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V):
-    """The token at which the CDF exceeds the target; V: tokens of a shard.
+    """The token at which the CDF exceeds the target. V: vocabulary of a shard.
 
-    A cumsum over 128 columns, one over the shards, and one down a column cost less than one over
-    the vocabulary, and round less.
+    Three cumsums, over 128 columns, over the shards and down a column, cost less than one over the
+    whole vocabulary, and have less rounding error.
     """
     shard = jax.lax.axis_index("tp")
     mass_BX = mass_ZBX.sum(0)
@@ -132,12 +135,12 @@ def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V):
     rows = jnp.arange(len(target_B))
     mass_BZ = mass_ZBX[:, rows, column_B].T
     shard_B, rest_B = invert_cdf(mass_BZ, rest_B)
-    # Down the column, on each shard.
+    # Search down the column, on each shard.
     z_BY1 = jnp.take_along_axis(z_BYX, column_B[:, None, None], 2)
     mass_BY = jnp.exp(z_BY1[:, :, 0] - top_B[:, None])
     y_B, _ = invert_cdf(mass_BY, rest_B)
     token_B = shard * V + y_B * COLUMNS + column_B - empty
-    # Only the shard that has the token knows which it is.
+    # Only the shard that has the token knows its id.
     own_B = jnp.where(shard_B == shard, token_B, 0)
     return jax.lax.psum(own_B, "tp")
 

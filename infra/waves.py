@@ -1,4 +1,4 @@
-"""Which rows of a rollout decode together, and how a wave shrinks as rows end."""
+"""Waves: which rows of a rollout decode together, and how a wave shrinks as rows end."""
 
 import math
 from dataclasses import dataclass
@@ -13,30 +13,31 @@ from model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """What decoding has to know of each row."""
+    """What decode needs to know about each row."""
 
-    length_B: jax.Array  # tokens of its prompt
-    id_B: jax.Array  # its number among the rows of all waves and processes, -1 for no row
+    length_B: jax.Array  # tokens of the row's prompt
+    id_B: jax.Array  # its index among the rows of all waves and processes; -1 if there is no row
     live_B: jax.Array  # whether no stop token has come
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows that decode together. Every process holds the same of the NumPy arrays."""
+    """Rows that decode together. The NumPy arrays are the same on every process."""
 
-    row_ids: np.ndarray  # [shards, rows of a device]: numbers among all rows, -1 for no row
-    is_live: np.ndarray  # of each, whether no stop token has come
-    group: int  # rows in succession that have a prompt in common
-    slots: int  # of the KV cache of answers
+    row_ids: np.ndarray  # [shards, rows of a device]: index among all rows; -1 if there is no row
+    is_live: np.ndarray  # the same shape: whether no stop token has come
+    group: int  # number of consecutive rows that share a prompt
+    slots: int  # slots of the answers' KV cache
     state: State
 
 
 def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
-    """What decoding has to know of a wave's rows. length_B: of the prompts of all rows."""
-    # The last wave may have places without a row, of number -1, which take the last row's length.
+    """The Rows of a wave. length_B: tokens of the prompt of each row of the rollout."""
+    # The last wave may have places without a row. Their index is -1, so they take the last row's
+    # length.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
-    # Each device gets those of its own rows.
+    # Each device gets the entries of its own rows.
     return Rows(
         layouts.shard_rows(length_B[id_B], layout),
         layouts.shard_rows(id_B, layout),
@@ -45,17 +46,19 @@ def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
 
 
 def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int]:
-    """-> (row_ids of each wave, how many equal prompts stay together on a device and in a wave).
+    """Returns (row_ids of each wave, rows of a prompt that stay together on a device in a wave).
 
-    B: all rows; shards: parts that they are split into; at_once: most rows of a device in a wave.
+    B: number of all rows. shards: number of parts that they are split into. group: consecutive rows
+    that share a prompt. at_once: most rows of a device in a wave.
     """
-    # Of a device.
+    # Rows of a device.
     rows = B // shards
     at_once = min(at_once, rows)
-    # A device takes complete groups, or equal parts of one.
+    # A device takes complete groups, or an equal part of one.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
-    # Waves of equal size, so that all run one program, and the last may lack some rows.
+    # Waves have equal sizes, so that one compiled program serves them all; the last one may have
+    # places without a row.
     most_rows = at_once // group * group
     n_waves = math.ceil(rows / most_rows)
     wave_rows = math.ceil(rows / n_waves / group) * group
@@ -66,18 +69,19 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
 
 def halved(count: int, needed: int) -> int:
-    """The least half, quarter, ... of a count that is not below what is needed."""
-    # Of few sizes, as each is compiled.
+    """The smallest of count, count / 2, count / 4, ... that is whole and at least `needed`."""
+    # Halving gives few sizes; each one is compiled.
     while count % 2 == 0 and count // 2 >= needed:
         count //= 2
     return count
 
 
 def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
-    """-> (prompts of a device, answers of each) that the next stage decodes: enough for the live
-    ones of every device, where a step then reads a tenth less; otherwise all.
+    """Returns (prompts per device, answers per prompt) that the next stage decodes.
 
-    is_live: of R devices' P prompts with G answers each; bytes: of the KV cache of one of them.
+    These are enough for the live answers of every device, if a decode step then reads at least a
+    tenth fewer bytes; otherwise all. is_live_RPG: of R devices with P prompts of G answers each.
+    prompt_bytes, answer_bytes: of the KV cache of one prompt and of one answer.
     """
     _, prompts, group = is_live_RPG.shape
 
@@ -92,9 +96,9 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
 
 
 def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quantised: bool) -> Wave:
-    """The wave with so many slots, without rows that have ended where that pays.
+    """Give a wave's cache `slots` slots, and drop rows that have ended if that pays.
 
-    The arrays of the old state that are not in the new one are deleted.
+    Arrays of the old state that are not in the new one are deleted.
     """
     prompts, answers, hidden_BD = wave.state
     width = prompts[0].keys.shape[3]
@@ -105,11 +109,12 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     size = fewer_rows(is_live_RPG, slot_bytes * width, slot_bytes * slots, weight_bytes)
     if size == (n_prompts, wave.group) and slots == wave.slots:
         return wave
-    # Each device keeps its prompts with live answers, and of each the live answers, in order. Where
-    # it has fewer of them than another device or prompt, it keeps some that have ended, too.
+    # Each device keeps its prompts that have live answers, and the live answers of each, in order.
+    # All devices keep equally many prompts, and all prompts equally many answers, so some answers
+    # that have ended may stay.
     has_ended_RP = ~is_live_RPG.any(2)
     kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, : size[0]]
-    # In their order: where none leaves, the cache of prompts stays as it is.
+    # Keep prompts in their order: if none leaves, the prompts' cache stays as it is.
     kept_RP = np.sort(kept_RP)
     is_live_RPG = np.take_along_axis(is_live_RPG, kept_RP[:, :, None], 1)
     kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, : size[1]]
@@ -119,7 +124,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     def resize(a, kept, slots):
         index_B = layouts.shard_rows(kept.ravel(), layout)
         new = layouts.resize_array(a, index_B, layout=layout, slots=slots)
-        # One after another, so that only one is held twice.
+        # Delete arrays one after another, so that only one is held twice.
         a.delete()
         return new
 
