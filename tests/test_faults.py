@@ -2,7 +2,6 @@
 started, preempted, created again, resumed, finished, deleted. Whatever fails, no result is lost,
 nothing is paid for in silence, and the exit code is 0 only with the model in the bucket."""
 
-import json
 import os
 import shutil
 import subprocess

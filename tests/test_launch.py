@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pods
 import pytest
@@ -388,9 +389,7 @@ def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
     assert "has no v6e-8 left" in text and "trying again in 60 seconds" in text, text
     assert cloud.count(" create ") == 3, text
     cloud.fail("create", said, times=2)
-    text = cloud.launch(
-        "v6e-8 up --zone a,us-east5-b --name other --create --reserved", code=1
-    )
+    text = cloud.launch("v6e-8 up --zone a,us-east5-b --name other --create --reserved", code=1)
     assert "the reservation is elsewhere, or full" in text, text
 
 
@@ -467,7 +466,7 @@ def test_every_call_of_gcloud_is_in_one_log(cloud):
     cloud.fail("create", "Waiting...\nERROR: (gcloud.x) PERMISSION_DENIED: no such luck")
     text = cloud.launch("v6e-1 up --name vm --zone us-east5-b", code=1)
     (path,) = re.findall("all calls of gcloud: (.*)", text)
-    log = open(path).read()
+    log = Path(path).read_text()
     assert "Waiting...\nERROR: (gcloud.x) PERMISSION_DENIED: no such luck" in log, log
     assert re.search(r"gcloud compute tpus tpu-vm create vm .*\nexit code 1\n", log), log
     assert log.count("exit code ") == len(cloud.calls()), log

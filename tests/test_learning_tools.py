@@ -11,7 +11,6 @@ from conftest import arguments
 from numpy.testing import assert_allclose
 
 import train
-from infra import data
 from infra.answers import final_number
 from tools import ablations, compare_trl, runs, word_problems
 

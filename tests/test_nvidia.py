@@ -211,7 +211,7 @@ def test_an_uneven_number_of_tasks_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(cluster.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
     for tasks, layout in [(1.5, "2,1"), (2, "3,1")]:
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", layout)
-        text = told(capsys, lambda: of_task(monkeypatch, tasks, "0"))
+        text = told(capsys, lambda tasks=tasks: of_task(monkeypatch, tasks, "0"))
         wanted = f"{2 * tasks:.0f} tasks do not divide over 2 nodes, which got {layout}; give "
         assert wanted + "--ntasks-per-node" in text, text
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")

@@ -1,4 +1,4 @@
-"""launch.sh slurm and its jobs on stand-ins for Slurm's commands. .ci/slurm_job has a real Slurm."""
+"""launch.sh slurm and its jobs, on stand-ins for Slurm's commands; .ci/slurm_job has a real one."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, run, until
-from pods import says, write
+from pods import write
 
 BANNER = "Welcome to site 7\n"
 
@@ -49,7 +49,7 @@ def start_job(site):
 
 
 def end(site, process, number=None, to_all=False):
-    """Send a signal to the command, or to all of its session, once it runs -> (exit code, output)."""
+    """Send a signal to the command, or to its session, once it runs -> (exit code, output)."""
     if number:
         assert until((site / "up").exists, [process], seconds=60)
         (os.killpg if to_all else os.kill)(process.pid, number)
@@ -59,21 +59,31 @@ def end(site, process, number=None, to_all=False):
 
 # ---------------------------------------------------------------- the job, from outside
 # The log that a site's --output names, which the job writes in the end.
-SBATCH = 'printf "{banner}%s\\n" "{printed}"; sleep 3; echo "step 1/1" >>"{log}"; sleep 1; exit {code}'
+SBATCH = """
+printf "{banner}%s\\n" "{printed}"
+sleep 3
+echo "step 1/1" >>"{log}"
+sleep 1
+exit {code}
+"""
+# The job waits when squeue is asked first and second.
+SQUEUE = """
+echo >>asked
+case "$(wc -l <asked)" in 1 | 2) echo "PENDING (Priority)" ;; *) echo "RUNNING (None)" ;; esac
+"""
 
 
 @pytest.mark.parametrize(
     "banner, printed, log", [("", "7", "slurm-%j.log"), (BANNER, "7;east", "%j/x.log")]
 )
 def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
-    """What the site prints before the job's number is no number, and --output is Slurm's to know."""
+    """The site prints lines of its own before the job's number, and Slurm knows its --output."""
     path = site / log.replace("%j", "7")
     path.parent.mkdir(exist_ok=True)
     program = SBATCH.format(banner=banner, printed=printed, log=path, code=3)
     stand_in(site, "sbatch", program)
     stand_in(site, "scontrol", f'[ "$*" = "show job 7" ] && echo "   StdOut={site}/{log}"')
-    states = 'n="$(wc -l <asked)"; case "$n" in 1 | 2) echo "PENDING (Priority)" ;; *) echo "RUNNING (None)" ;; esac'
-    stand_in(site, "squeue", f"echo >>asked; {states}")
+    stand_in(site, "squeue", SQUEUE)
     stand_in(site, "sleep", '[ "$1" -gt 3 ] || exec /bin/sleep "$1"; exec /bin/sleep 0.5')
     code, text = end(site, launch(site, "slurm", "--lr", "1"))
     assert code == 3
