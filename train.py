@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,15 @@ import kernel
 import model
 
 # isort: off
-from infra import checkpoint, cluster, data, files, flags, hf, layouts, log, memory, packing
-from infra import quantise, rewards, rollout, run_dir
+from infra import checkpoint, cluster, data, files, flags, hf, log, memory, packing
+from infra import rewards, rollout, run_dir
 # isort: on
 from infra.answers import final_number
 from infra.attention import ATTENTION, segment_attention
 from infra.cluster import all_gather_hosts
 from infra.layouts import LAYOUTS
 from infra.log import check, exit_on, say
+from infra.rollout import answer_tokens
 from infra.sampling import Sampling
 from infra.state import abstract_state, initial_state, is_vector, memory_of, reference
 from model import DEVICE, REMAT
@@ -264,13 +265,11 @@ class Setup:
     model_dir: str  # the Hugging Face directory that it starts from
     model_cfg: model.ModelConfig
     mesh: Mesh
-    layout: layouts.Layout  # of rows, weights and KV cache during the rollout
-    tokenizer: Any
+    engine: rollout.Engine  # samples answers
     questions: list[dict]  # rows of the data, with `prompt`: token ids
     examples: list[dict]  # those whose demonstration is short enough for supervised steps
     held_out: list[dict]  # rows of the evaluation
     row_width: int  # tokens of a packed row
-    rows_at_once: dict  # rows that a device decodes together, by the number that share a prompt
     micro_batch: int  # rows of a device in one forward and backward
 
 
@@ -285,7 +284,7 @@ class Start:
 
 
 # ---------------------------------------------------------------- rollout and advantages
-def sample_answers(weights, rows, group, key, sampling, cfg, setup, outputs):
+def sample_answers(rows, group, key, sampling, setup, outputs):
     """Sample an answer to each of this host's rows of the data, of which each `group` in succession
     are the same -> (what rollout.generate returns, the answers' texts)."""
 
@@ -296,20 +295,8 @@ def sample_answers(weights, rows, group, key, sampling, cfg, setup, outputs):
 
     # Token ids: prompts were encoded when the data was loaded.
     prompts = [row["prompt"] for row in rows]
-    out = rollout.generate(
-        weights, setup.model_cfg, setup.layout, prompts, key, sampling,
-        max_answer=cfg.max_answer,
-        group=group,
-        at_once=setup.rows_at_once[group],
-        progress=between_stages)
-    texts = [setup.tokenizer.decode(tokens) for tokens in answer_tokens(out)]
-    return out, texts
-
-
-def answer_tokens(out: dict) -> list[list[int]]:
-    """The token ids of each answer of a rollout, its stop token included."""
-    rows = zip(out["tokens_BT"], out["lengths_B"], strict=True)
-    return [tokens[:length].tolist() for tokens, length in rows]
+    out = setup.engine.generate(prompts, key, sampling, group, between_stages)
+    return out, setup.engine.texts(out)
 
 
 def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
@@ -602,7 +589,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
     # Not quantised, as the model that is saved is not; the same weights for all rounds.
-    weights = layouts.to_rollout(params, setup.layout, cfg.dtype)
+    setup.engine.load(params, exact=True)
     # Other draws than those of the rollouts, which fold in their steps, from 1.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
     solved = 0.0
@@ -614,7 +601,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
         rows = [setup.held_out[i % n] for i in places]
         key = jax.random.fold_in(eval_key, start)
         outputs.terminal.begin("evaluating", step, start, n)
-        out, texts = sample_answers(weights, rows, 1, key, sampling, cfg, setup, outputs)
+        out, texts = sample_answers(rows, 1, key, sampling, setup, outputs)
         scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
@@ -622,6 +609,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
             samples = [
                 log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
                 for i in range(min(3, n, per_host))]
+    setup.engine.unload()
     fraction = float(all_gather_hosts(solved).sum()) / n
     # At the end, which a signal may prevent: then the evaluation is made again.
     outputs.samples.append(*samples)
@@ -732,18 +720,15 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     memory.check_host_memory(cfg, row_width)
     state = abstract_state(cfg, model_cfg, mesh, optimizer)
     run_dir.check_disk(cfg.out, state, done, total_steps, cfg.save_every, cfg.keep)
-    work = rollout.work_of_step(cfg, jax.process_count(), longest_prompt)
-    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     resting = memory.device_bytes(state)
-    rows_at_once = rollout.rows_by_group(model_cfg, layout, cfg.dtype, work, resting)
+    engine = rollout.make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
     weights = hf.ModelFiles(data.model_directory(cfg, "*.safetensors"), model_cfg)
     wandb = log.start_wandb(cfg.wandb, cfg.out, config)
     run_dir.write_config(cfg.out, config)
     micro_batch = memory.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)
 
     setup = Setup(
-        model_dir, model_cfg, mesh, layout, tokenizer, questions, examples, held_out, row_width,
-        rows_at_once, micro_batch)
+        model_dir, model_cfg, mesh, engine, questions, examples, held_out, row_width, micro_batch)
     start = Start(weights, done, paths, skipped)
     outputs = run_dir.open_outputs(cfg, done, wandb)
     return cfg, setup, start, outputs
@@ -800,11 +785,11 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         else:
             # -------------------------------------------- rollout: npq answers to each question
             outputs.terminal.begin("rollout", step)
-            weights = layouts.to_rollout(state["params"], setup.layout, *quantise.dtypes(cfg))
+            setup.engine.load(state["params"])
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-            out, texts = sample_answers(
-                weights, rows, cfg.npq, key, Sampling(cfg.temperature), cfg, setup, outputs)
-            del weights  # the update wants the memory
+            sampling = Sampling(cfg.temperature)
+            out, texts = sample_answers(rows, cfg.npq, key, sampling, setup, outputs)
+            setup.engine.unload()  # the update wants the memory
             answers = answer_tokens(out)
             sampler_logprobs = out["logprobs_BT"]
             t_rollout = time.time()

@@ -7,18 +7,19 @@ once, they are decoded in waves.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+import tokenizers
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import decode_kernel, kv_cache, layouts
-from infra.cluster import all_gather_hosts
+from infra import data, decode_kernel, hf, kv_cache, layouts, quantise
+from infra.cluster import all_gather_hosts, host_count
 from infra.layouts import Layout, State, Work
 from infra.log import say
 from infra.sampling import Sampling, sample_token
@@ -27,6 +28,118 @@ from model import ModelConfig
 
 # Prompt tokens that a device runs at once.
 PREFILL_TOKENS = 4096
+
+
+# ---------------------------------------------------------------- the engine
+@dataclass
+class Engine:
+    """Samples answers with a model. `load` moves weights of training to where the rollout wants
+    them, `generate` decodes with them, and `unload` frees their memory."""
+
+    model_cfg: ModelConfig
+    tokenizer: tokenizers.Tokenizer
+    layout: Layout
+    dtype: str  # dtype of training's compute, and so of evaluations
+    rollout_dtype: str  # dtype of rollouts in training, or int8
+    max_answer: int  # most tokens of an answer
+    # {answers that share a prompt: answers that a device decodes at once}; without an entry, all
+    rows_at_once: dict[int, int] = field(default_factory=dict)
+    weights: dict | None = None
+
+    @classmethod
+    def of_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
+        """The engine of a Hugging Face directory on all devices of this process, with its weights.
+
+        Exits with code 2 if the directory holds no such model.
+        """
+        model_cfg = hf.read_config(directory)
+        tokenizer, end_of_turn = data.load_tokenizer(directory)
+        stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
+        model_cfg = replace(model_cfg, stop_ids=stop_ids)
+        devices = np.array(jax.local_devices())
+        mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
+        dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+        work = Work(answers=mesh.size, group=1, prompt_slots=max_answer, answer_slots=max_answer)
+        layout = layouts.choose_layout("auto", model_cfg, mesh, dtype, work)
+        engine = cls(model_cfg, tokenizer, layout, dtype, dtype, max_answer)
+        engine.load(hf.load(hf.ModelFiles(directory, model_cfg), mesh))
+        return engine
+
+    def load(self, params: dict, exact: bool = False) -> None:
+        """Cast or quantise parameters as the rollout wants them, and move them to its layout.
+
+        exact: use the dtype of training's compute, so that an evaluation measures the model that is
+        saved.
+        """
+        dtype, quantised = (self.dtype, False) if exact else quantise.dtypes(self)
+        self.weights = layouts.to_rollout(params, self.layout, dtype, quantised)
+
+    def unload(self) -> None:
+        """Free the memory of the weights, which the update wants."""
+        self.weights = None
+
+    def generate(
+        self,
+        prompts: list,
+        key: jax.Array,
+        sampling: Sampling,
+        group: int = 1,
+        progress: Callable = lambda done, tokens: None,
+    ) -> dict:
+        """Sample an answer to each prompt: `generate` below, with the engine's weights."""
+        return generate(
+            self.weights,
+            self.model_cfg,
+            self.layout,
+            prompts,
+            key,
+            sampling,
+            max_answer=self.max_answer,
+            group=group,
+            at_once=self.rows_at_once.get(group, 0),
+            progress=progress,
+        )
+
+    def texts(self, out: dict) -> list[str]:
+        """The answers of `generate` as texts."""
+        return [self.tokenizer.decode(tokens) for tokens in answer_tokens(out)]
+
+    def answer(self, questions: list[str], system: str = "", temperature: float = 0) -> list[str]:
+        """Answers to questions as texts: greedy, or sampled at a temperature."""
+        texts = [data.chat(system, question) for question in questions]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        prompts = [prompt.ids for prompt in encoded]
+        # Repeat the last prompt until the rows divide over the devices.
+        missing = -len(prompts) % layouts.row_shards(self.layout)
+        prompts += prompts[-1:] * missing
+        out = self.generate(prompts, jax.random.key(0), Sampling(temperature))
+        return self.texts(out)[: len(questions)]
+
+
+def make_engine(
+    flags, model_cfg: ModelConfig, mesh: Mesh, tokenizer, longest_prompt: int, resting: int
+) -> Engine:
+    """The engine of a run, without weights: its layout fits beside `resting` bytes of a device.
+
+    flags: the trainer's Config. Exits with code 2 if --rollout_sharding tp is impossible.
+    """
+    work = work_of_step(flags, host_count(mesh), longest_prompt)
+    layout = layouts.choose_layout(flags.rollout_sharding, model_cfg, mesh, flags.dtype, work)
+    return Engine(
+        model_cfg,
+        tokenizer,
+        layout,
+        flags.dtype,
+        flags.rollout_dtype,
+        flags.max_answer,
+        rows_by_group(model_cfg, layout, flags.dtype, work, resting),
+    )
+
+
+def answer_tokens(out: dict) -> list[list[int]]:
+    """The token ids of each answer that `generate` returns, its stop token included."""
+    rows = zip(out["tokens_BT"], out["lengths_B"], strict=True)
+    return [tokens[:length].tolist() for tokens, length in rows]
 
 
 # ---------------------------------------------------------------- generate

@@ -255,7 +255,7 @@ def test_a_run_samples_in_int8_and_evaluates_its_model(tmp_path, monkeypatch):
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     # Rollouts at steps 2 and 3, evaluations after 1, 2 and 3.
     used = [call.args[2:] for call in to_rollout.call_args_list]
-    evaluation, in_int8 = ("float32",), ("float32", True)
+    evaluation, in_int8 = ("float32", False), ("float32", True)
     assert used == [evaluation, in_int8, evaluation, in_int8, evaluation]
     assert [step for step, _ in evaluations(rows)] == [1, 2, 3]
     gaps = [row["logprob_gap/mean"] for row in rows if "logprob_gap/mean" in row]

@@ -40,7 +40,7 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra import checkpoint, cluster, data, layouts, rollout
+from infra import checkpoint, cluster, data, rollout
 from infra.sampling import Sampling
 
 # ---------------------------------------------------------------- one short run with one resume
@@ -344,11 +344,10 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
     """A run that is killed before that makes the evaluation again, and its samples come again.
 
     Of the last round only questions that are there count."""
-    monkeypatch.setattr(layouts, "to_rollout", lambda *_: None)
     two_answers = {"truncated_B": [False, False]}, ["2", "2"]
     monkeypatch.setattr(train, "sample_answers", lambda *_: two_answers)
     rows = [{"question": "1 + 1?", "answer": "2"}] * 3
-    setup = SimpleNamespace(held_out=rows, layout=None)
+    setup = SimpleNamespace(held_out=rows, engine=mock.Mock())
     outputs = mock.Mock(terminal=SimpleNamespace(begin=lambda *_: None))
     train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, outputs)
     assert [name for name, _, _ in outputs.method_calls] == ["samples.append", "write"]

@@ -26,7 +26,7 @@ from test_model import by_tier, hf_model
 from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
-from infra import attention, chips, hf, layouts, rollout, waves
+from infra import attention, chips, data, hf, layouts, rollout, waves
 from test_kernel import mesh
 from tools import bench_rollout
 
@@ -79,6 +79,21 @@ def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_pro
     assert not out["logprobs_BT"][after].any()
     assert not has_stops or len(set(lengths)) > 2
     record_property("equal tokens a row", ", ".join(map(str, lengths)))
+
+
+def test_an_engine_answers_questions_in_texts(tiny_directory):
+    """The greedy answers of transformers, to three questions on eight devices."""
+    transformers = pytest.importorskip("transformers")
+    questions = ["What is 2 + 3?", "What is 159 + 855?", "Why?"]
+    engine = rollout.Engine.of_directory(tiny_directory, max_answer=24)
+    texts = [data.chat("Be brief.", question) for question in questions]
+    prompts = [engine.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tiny_directory, dtype="float32")
+    wanted = greedy_answers(theirs, prompts, 24, eos_token_id=list(engine.model_cfg.stop_ids))
+    wanted = [engine.tokenizer.decode(tokens) for tokens in wanted]
+    assert engine.answer(questions, "Be brief.") == wanted
+    assert len(set(wanted)) == 3 and all(wanted)
+    assert engine.answer(questions, "Be brief.", temperature=1) != wanted
 
 
 # ---------------------------------------------------------------- layouts, waves, stages
