@@ -261,7 +261,7 @@ def test_what_a_kill_in_the_first_save_leaves_is_not_used(tmp_path, capsys):
 @contextlib.contextmanager
 def process(index, other_has):
     """Inside, this process is one of four. other_has: maps the value that this process gathers to
-    that of another process."""
+    the value of another one."""
 
     def with_other(value):
         return np.stack([value, other_has(np.asarray(value))])
@@ -274,8 +274,8 @@ def process(index, other_has):
 
 
 def test_files_of_the_first_save_of_some_processes_are_not_used(tmp_path, capsys):
-    """On a disk shared by four processes, the first checkpoint is ignored if two of them were killed
-    before they wrote their parts."""
+    """If two of four processes that share a disk were killed before they wrote their parts of the
+    first checkpoint, it is ignored."""
     write_checkpoint(tmp_path, 2, parts=[0, 3])
     with process(1, other_has=np.copy):
         assert newest(tmp_path, capsys)[0] == 0
@@ -289,7 +289,7 @@ def test_checkpoints_that_are_all_damaged_end_the_run(two_checkpoints, capsys):
 
 
 def test_parts_of_two_checkpoints_that_other_processes_lack_end_the_run(tmp_path, capsys):
-    """If this process has its parts of two checkpoints but another process has none, a disk was
+    """If this process has its parts of two checkpoints and another process has none, a disk was
     lost, and the run ends."""
     # A second checkpoint begins only when all processes have the first, so all must have had it.
     write_checkpoint(tmp_path, 1, parts=[0])
@@ -328,7 +328,7 @@ def test_half_of_the_first_file_is_not_in_the_way(tmp_path):
 
 
 def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
-    """A run with a final model but without checkpoints, as when step_* were deleted to make room, is
+    """A run with a final model but no checkpoints, as when step_* were deleted to make room, is
     refused: it would start over, and overwrite the model."""
     flags = dataclasses.asdict(train.parse(["--out", str(tmp_path)]))
     files.write_json(str(tmp_path / "config.json"), {"config": flags})
