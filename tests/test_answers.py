@@ -155,7 +155,7 @@ OTHER_NUMBERS = [
     (r"\frac12", "12"),
     ("5 million", "5"),
 ]
-# Formulas contain numbers but are no number, marked or not.
+# A formula contains numbers but is not a number, marked or not.
 FORMULAS = [
     (r"\boxed{10 - 2\sqrt{5}}", r"\boxed{3+\sqrt{5}}"),
     (r"10 - 2\sqrt{5}", "5"),

@@ -30,8 +30,8 @@ def random_inputs(H):
 
 
 def test_cudnn_is_asked_for_what_blockwise_computes(monkeypatch):
-    """With JAX's own attention in place of the cuDNN kernel, the arguments that cuDNN gets lead to
-    the same output and gradients as blockwise attention."""
+    """cuDNN is asked for what blockwise attention computes: JAX's own attention, called with
+    cuDNN's arguments, gives the same output and gradients."""
     asked = []
 
     def stand_in(*arrays, implementation, **options):

@@ -58,7 +58,7 @@ FORBIDDEN = (
 
 
 def fail(bucket, match, stderr=UNAVAILABLE, times=1):
-    """Let the next `times` calls of gcloud that match fail."""
+    """Make the next `times` matching calls of gcloud fail."""
     rule = {"match": match, "stderr": stderr, "times": times}
     (bucket.parents[2] / "fail").write_text(json.dumps(rule) + "\n")
 

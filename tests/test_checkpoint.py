@@ -134,7 +134,7 @@ DAMAGED = "shards-00002-of-00004.safetensors"
 
 
 def write_checkpoint(out, step, parts=range(4), run="7"):
-    """Write the files that these parts of four processes write for a checkpoint."""
+    """Write a checkpoint as four processes do, or only the files of some of them."""
     shards = checkpoint.shards_of({"a": jnp.arange(999.0), "n": jnp.int32(3)})
     for i in parts:
         with mock.patch.multiple(jax, process_index=lambda i=i: i, process_count=lambda: 4):
@@ -260,8 +260,10 @@ def test_what_a_kill_in_the_first_save_leaves_is_not_used(tmp_path, capsys):
 
 @contextlib.contextmanager
 def process(index, other_has):
-    """Inside, this process is one of four. other_has: maps the value that this process gathers to
-    the value of another one."""
+    """Inside, this process is one of four.
+
+    other_has(value that this process gathers) -> value that another process gathers.
+    """
 
     def with_other(value):
         return np.stack([value, other_has(np.asarray(value))])

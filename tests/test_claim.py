@@ -26,7 +26,7 @@ with claimed(sys.argv[1]):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Shorten the time between signs of life, and the time to look for them, to moments."""
+    """Shorten the pauses between signs of life, and the time spent looking for them."""
     monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.05)
     monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 0.5)
     monkeypatch.setattr(claim, "SECONDS_TO_ARBITRATE", 0.01)

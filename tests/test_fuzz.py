@@ -185,12 +185,12 @@ def read_questions(source):
 
 # ---------------------------------------------------------------- the test
 class HangError(BaseException):
-    """No subclass of Exception, because that would be reported as a mistake of the user."""
+    """Not a subclass of Exception, which would be reported as a mistake of the user."""
 
 
 @contextlib.contextmanager
 def no_longer_than(seconds):
-    """Raise HangError inside if it takes longer, unless it hangs in Rust or C."""
+    """Raise HangError if the block takes longer, unless it hangs in Rust or C."""
 
     def hang(*_):
         raise HangError(f"no end within {seconds} s")

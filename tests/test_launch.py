@@ -379,8 +379,8 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
 
 
 def test_a_queued_request_that_failed_says_why(cloud):
-    """If a queued request fails, the launcher shows the cause. Without quota it ends; for other
-    causes it makes new requests, with growing pauses, up to a limit."""
+    """If a queued request fails, the launcher shows the cause. It gives up if quota is lacking. For
+    other causes it makes new requests, with growing pauses and up to a limit."""
     write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
     (cloud.stub / "queue").write_text("ACCEPTED FAILED")
     up = "v6e-8 up --queued --name qr --zone us-east5-b"

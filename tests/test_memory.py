@@ -83,7 +83,8 @@ def fresh_answers(tmp_path, monkeypatch):
     update_gib = memory.update_gib
     update_gib.cache_clear()
 
-    # --micro_batch changes no program. Without it in the key, each program is traced once.
+    # --micro_batch changes no program. Leave it out of the cache's key, so that each program is
+    # traced once.
     def update_gib_without_flag(micro_batch, width, cfg, model_cfg, mesh, programs, **use):
         cfg = dataclasses.replace(cfg, micro_batch=0)
         return update_gib(micro_batch, width, cfg, model_cfg, mesh, programs, **use)
@@ -359,7 +360,7 @@ def train_here(tmp_path, monkeypatch):
 
 
 def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypatch, capsys):
-    """A run that is out of memory saves its last step and says what to do. The next run continues
+    """A run that runs out of memory saves its last step and says what to do. The next run continues
     from there."""
     flags = (
         "--sft_steps 0 --steps 3 --batch 4 --npq 4 --minibatches 2 --save_every 0 --eval_data none"

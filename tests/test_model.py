@@ -78,7 +78,8 @@ def hf_model(name):
     """Make a Qwen2 of transformers with random weights, save it, and load it with our code."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    # Beside JAX, several threads only wait for each other: a hundred times slower.
+    # In one process with JAX, several threads of PyTorch wait for each other, and are a hundred
+    # times slower than one.
     torch.set_num_threads(1)
     config = transformers.Qwen2Config(eos_token_id=None, **HF_MODELS[name])
     theirs = transformers.Qwen2ForCausalLM(config)
@@ -295,7 +296,7 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
 
 # ---------------------------------------------------------------- load
 class WatchedCheckpoint(hf.ModelFiles):
-    """Notes (parameter, shape read, bytes held before, bytes that reading took) of each read."""
+    """Records (parameter, shape read, bytes held before, bytes that reading took) of each read."""
 
     def __init__(self, directory, cfg):
         super().__init__(directory, cfg)

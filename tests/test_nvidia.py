@@ -34,7 +34,7 @@ def with_driver(tools, driver, capability="9.0"):
 
 def test_cuda_is_what_the_driver_and_the_gpus_take(cloud, tmp_path):
     """launch.sh installs the CUDA that suits the driver and the GPUs, by the tables of NVIDIA and
-    JAX. CUDA 13 of JAX does not support GPUs like the V100."""
+    JAX. JAX with CUDA 13 does not support GPUs like the V100."""
     drivers = {"580.65.06": "cuda13", "575.57": "cuda12", "525.60.13": "cuda12"}
     for driver, extra in drivers.items():
         path = with_driver(tmp_path, driver)
@@ -159,7 +159,7 @@ def test_gpus_that_slurm_did_not_give_are_asked_for(tmp_path, monkeypatch, capsy
     """If JAX should use GPUs but Slurm gave none, the message says how to ask for them. A stand-in
     answers for JAX, which skips CUDA when there are no device files."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    # No plugin counts: one may be installed to compile for absent GPUs.
+    # Pretend that there is no plugin: one may be installed to compile for absent GPUs.
     monkeypatch.setattr(nvidia, "plugin_cuda", lambda: "")
     monkeypatch.setenv("PATH", with_driver(tmp_path, "No devices were found"))
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
@@ -227,7 +227,7 @@ def test_an_uneven_number_of_tasks_is_refused(monkeypatch, capsys):
 
 
 def of_task(monkeypatch, tasks, visible):
-    """Returns what the last task on two nodes finds. tasks: of each node. visible: the value of
+    """Returns what the last task on two nodes finds. tasks: number per node. visible: the value of
     CUDA_VISIBLE_DEVICES."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(int(2 * tasks)))
     monkeypatch.setenv("SLURM_JOB_ID", "7")

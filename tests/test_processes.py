@@ -1,4 +1,5 @@
-"""A run has the same numbers on any processes and meshes, and ends if a host falls silent."""
+"""A run has the same numbers on any number of processes and any mesh, and ends if a host falls
+silent."""
 
 import shutil
 import signal

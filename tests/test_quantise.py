@@ -114,7 +114,7 @@ def test_weights_are_within_half_a_step_of_the_masters(way, record_property):
         assert_array_equal(is_full, largest > 0)
         half_steps = abs(int8 * scale - w) / (step / 2)
         assert half_steps.max() < 1 + 1e-4, name
-        # The errors reach almost to the bound, so the weights are not just the masters.
+        # The errors come close to the bound, so the weights really were rounded.
         assert half_steps.max() > 0.9, name
     check_errors(errors, 1e-6, record_property)
 

@@ -192,7 +192,8 @@ def test_commands_of_this_machine_work_one_after_another(checkout):
 
 @pytest.mark.slow
 def test_the_reward_of_readme_trains(checkout):
-    """The reward function that README shows, a change of a few lines, trains and gets a metric."""
+    """The reward function that README shows takes a few changed lines. It trains, and its metric
+    appears without further edits."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", text_of(README), re.M | re.S)
     lines = diff.splitlines()
     assert len(lines) < 8 and all(line[0] in "+-" for line in lines), diff

@@ -186,8 +186,7 @@ def saves(out, processes):
 
 
 def torn_save(out, processes, since):
-    """Returns "first save" or "later save" if one has been under way, or was torn, since then, else
-    ""."""
+    """Returns "first save" or "later save" if one was under way or torn since then, else ""."""
     complete, torn = saves(out, processes)
     if max(torn.values(), default=0) < since:
         return ""
@@ -441,8 +440,8 @@ def watch(process, log):
 
 
 def check_soak(out, steps, growth, record_property):
-    """Check that memory is the same in the second and the last quarter, and that nothing is traced
-    after 100 steps."""
+    """Check that memory changes by less than `growth` from the second to the last quarter, and that
+    nothing is traced after 100 steps."""
     flags = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
     log = Path(f"{out}.log")
     with running(out, arguments([flags, "--max_answer 16 --steps", steps])) as (process,):

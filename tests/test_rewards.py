@@ -245,7 +245,7 @@ def test_a_reward_that_catches_all_ends_the_run_by_name():
 
 
 def test_solved_is_one_named_function(monkeypatch, tmp_path):
-    """Whatever REWARDS has, the metric `solved` and evaluations count by SOLVED."""
+    """The metric `solved` and evaluations use SOLVED, whatever REWARDS contains."""
     monkeypatch.setattr(train, "REWARDS", [(closes_stdout, 1.0)])
     monkeypatch.setattr(train, "SOLVED", lambda row, answer: 0.5)
     flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 64"

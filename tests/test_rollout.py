@@ -154,7 +154,7 @@ def uncached_answers():
 
 
 class Way(NamedTuple):
-    """How a rollout is laid out, and what must follow from that."""
+    """How a rollout is laid out, and what the test expects of it."""
 
     dims: tuple
     kind: str
@@ -356,8 +356,8 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
 
 @pytest.mark.parametrize("kind, split", [("replicated", ""), ("tp", "NKFV")])
 def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
-    """tp splits the weights of a rollout by heads, feed-forward and vocabulary, but not by D:
-    otherwise each decode step would gather them."""
+    """Replicated weights are complete on each device. tp splits weights by heads, feed-forward and
+    vocabulary, but not by D: otherwise each decode step would gather them."""
     layout, _ = layouts.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16", WORK)
     for name in model.shapes(sizes("3B")):
         dims = model.letters(name)
@@ -386,16 +386,15 @@ def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
 
 
 def live(*devices):
-    """Returns which answers are live, bool [devices, prompts, group], from one text such as "110
-    000" per device."""
+    """Returns which answers are live, bool [devices, prompts, group]. A text such as "110 000"
+    gives the answers of a device."""
     return np.array([[[c == "1" for c in prompt] for prompt in d.split()] for d in devices])
 
 
 def test_batch_shrinks_where_that_saves_a_tenth():
     # fmt: off
     cases = [
-        # (live answers, bytes of the weights, (prompts per device, answers per prompt) from then
-        # on)
+        # (live answers, bytes of the weights, prompts per device and answers of each from then on)
         (live("1100 0100 0000 0000"), 100, (2, 2)),
         (live("1110 0100 0000 0000"), 100, (2, 4)),
         (live("1100 0100 0010 0000"), 100, (4, 2)),

@@ -63,8 +63,8 @@ def truncated(p, top_k, top_p):
 
 
 def chi_square(tokens, p):
-    """Returns the p-value of the tokens' counts. Tokens that are expected fewer than 10 times count
-    as one token."""
+    """Returns the p-value of a chi-square test of the drawn tokens. Tokens that are expected fewer
+    than 10 times count as one token."""
     count = np.bincount(tokens, minlength=len(p))
     expected = p * len(tokens)
     rare = expected < 10
@@ -172,7 +172,7 @@ LARGEST = np.nextafter(np.float32(1), np.float32(0))  # uniform below 1
 
 
 def random_logits(rng, rows, V, kept, nothing):
-    """Returns logits [rows, V]. All but `kept` tokens per row have no probability: logit
+    """Returns logits [rows, V]. All but `kept` tokens per row have no probability, and the logit
     `nothing`."""
     z = np.full((rows, V), nothing, np.float32)
     for row in z:
@@ -192,8 +192,8 @@ def check_have_probability(tokens, z, nothing):
     "V, kept", [(5, 2), (256, 60), (700, 1), (700, 9), (3000, 400), (77_000, 150)]
 )
 def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
-    """No token without probability is drawn: at u = 0, at the largest u, nor around the steps of
-    the CDF, where rounding matters."""
+    """No token without probability is drawn, neither at u = 0 and at the largest u, nor around the
+    steps of the CDF, where rounding matters."""
     rng = np.random.default_rng(5)
     drawn = 0
     for nothing in (-np.inf, -1e30):
@@ -262,8 +262,8 @@ def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_truncation_keeps_equals_of_the_last_token(tp):
-    """Truncation keeps all tokens that are as likely as the last one kept. top_k keeps tokens
-    however little mass they have."""
+    """Truncation keeps all tokens that are as likely as the last one kept. top_k keeps a token even
+    if it has hardly any mass."""
     z = np.log(np.array([[8, 1, 4, 2, 4, 4, 1e-30, 1]], np.float32))
     # (options, x for each token that is kept)
     cases = [

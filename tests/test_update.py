@@ -194,7 +194,7 @@ def test_rows_hold_the_fields_of_every_token():
 
 
 # fmt: off
-PACKED = [  # (devices, tokens of all sequences per device, in rows)
+PACKED = [  # (devices, rows per device that the tokens of all sequences fill)
     (1, 8),
     (1, 8.4),
     (1, 8.8),
@@ -307,7 +307,7 @@ def test_packed_answers_do_not_attend_to_each_other(record_property):
 
 # ---------------------------------------------------------------- the gradient
 def label(value):
-    """Returns the text of a test's parameter in the name of the test."""
+    """Returns a parameter as text, for the name of a test."""
     if isinstance(value, dict):
         return ",".join(f"{name}={v}" for name, v in value.items()) or "plain"
     if isinstance(value, tuple):
@@ -382,7 +382,7 @@ REWARDS = [  # of four groups; in the first group all answers score the same
 
 
 def test_update_equals_numpy_for_every_aggregation(record_property):
-    """The loss, and the gradient of an untied head, equal NumPy's in float64, which starts from the
+    """The loss, and the gradient of an untied head, equal those of float64 NumPy, computed from the
     hidden states."""
     untied = dataclasses.replace(SMALL, tied=False)
     case = update_case(untied)

@@ -39,7 +39,7 @@ FLAGS = dict(
     prompt=256,  # tokens
     answer=1024,  # tokens
     dtype="bfloat16",  # or float32; int8 is for matrices, the rest has train.py's default
-    transformers=0,  # 1 = also time generate of transformers
+    transformers=0,  # 1 = also time transformers' generate
 )
 
 
@@ -119,7 +119,7 @@ def memory_speed() -> float:
 
 
 def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> float:
-    """Time `generate` of transformers, in seconds, with the same weights, prompts and lengths."""
+    """Measure the seconds that transformers takes with the same weights, prompts and lengths."""
     import torch
     import transformers
 

@@ -94,7 +94,7 @@ def optimizer_of(cfg: train.Config, parameters) -> tuple:
     import torch
 
     updates = cfg.minibatches * cfg.ppo_epochs
-    # The scheduler multiplies this lr of 1.
+    # The scheduler multiplies this learning rate of 1.
     adamw = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, cfg.b2), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         adamw, lambda update: train.learning_rate(cfg, update // updates + 1)

@@ -100,8 +100,8 @@ def plan_update(cfg, model_cfg, mesh, guess: memory.Guess, limit: float) -> tupl
 def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dict:
     """Returns {micro-batch: estimated GiB} for the powers of two up to twice the largest.
 
-    Interpolates between 0 rows, which take rest_gib by sizes, and the largest micro-batch, which
-    takes gib.
+    The estimates lie on the line from 0 rows, which take rest_gib by sizes, to the largest
+    micro-batch, which takes gib.
     """
     others = [2**i for i in range(11) if 2**i <= 2 * largest]
     # A micro-batch of at least `filled` rows is a complete minibatch, so gradients are held once,

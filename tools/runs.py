@@ -13,7 +13,7 @@ from tools import plot
 
 # ---------------------------------------------------------------- runs
 TRAIN = Path(train.__file__)
-# The metrics that are kept of a row, which belongs to a step or an evaluation.
+# The metrics to keep of each row, whether it belongs to a step or to an evaluation.
 KEPT = ("step", "reward/mean", "solved", "eval/solved", "len/answer", "entropy", "time/step_s")
 
 

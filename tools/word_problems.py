@@ -1,4 +1,4 @@
-"""Make word problems of several steps in the form of GSM8K, and a random Qwen2 of 31M parameters.
+"""Make multi-step word problems in the form of GSM8K, and a Qwen2 with 31M random parameters.
 
     python tools/word_problems.py --tokenizer path/to/Qwen2.5-0.5B-Instruct --out out/words
 
@@ -31,7 +31,7 @@ CHANGES = [
 ]
 TRAINING = 20000
 HELD_OUT = 500
-# One of every three demonstrations is right.
+# One in RIGHT_EVERY demonstrations is right.
 RIGHT_EVERY = 3
 
 # The tiny model's config.json with other sizes. Most parameters are in the embedding, which has
@@ -59,8 +59,8 @@ def demonstration(steps: list[tuple[str, int]], start: int, first_sign: str) -> 
 
 
 def problem(rng: random.Random, is_right: bool) -> dict:
-    """Returns a row. If it is not to be right, its demonstration adds in the first step, where it
-    should multiply."""
+    """Returns a row. Unless is_right, its demonstration adds in the first step, where it should
+    multiply."""
     name = rng.choice(NAMES)
     groups, items = rng.choice(THINGS)
     n_groups = rng.randint(2, 6)
