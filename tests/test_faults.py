@@ -72,7 +72,7 @@ def outcome(cloud, code, text, calm=None):
 
 
 def name_of(argv):
-    """Returns a call of gcloud in a few words: its command and arguments, without flags."""
+    """Returns a call of gcloud in a few words: its words without flags, and what it runs by ssh."""
     words = [word for word in argv if not word.startswith("-")]
     command = [word.rpartition("; ")[2] for word in argv if word.startswith("--command=")]
     return " ".join(words + command)[:100]
