@@ -1,4 +1,4 @@
-"""For tests that compile programs for devices that are not here."""
+"""Helpers for tests that compile programs for absent devices."""
 
 import json
 import sys
@@ -11,7 +11,8 @@ from tools.sizes import SIZES
 
 
 def write_config(directory, size, **changes):
-    """A directory with the config.json of a size of Qwen2.5, which is enough to compile for."""
+    """Write the config.json of a Qwen2.5 of this size, which is enough to compile it. Returns the
+    directory."""
     V, D, F, N, K, _, L, tied = SIZES[size]
     config = dict(
         model_type="qwen2",
@@ -31,15 +32,15 @@ def write_config(directory, size, **changes):
 
 
 def compile_elsewhere(*command, compiler="libtpu", **options):
-    """What a Python program that compiles for absent devices prints. A compiler wants a process of
-    its own."""
+    """Run a Python program that compiles for absent devices, and return its output. Each compiler
+    needs a process of its own."""
     pytest.importorskip(compiler)
-    # What makes other tests cheap is not for these compilers. Matrix products have the precision
-    # that users have; in bfloat16, splash attention refuses more. And JAX cannot read programs for
-    # absent devices back from its compilation cache.
+    # Undo the settings that make other tests cheap. Matrix products get the precision that users
+    # have: splash attention refuses higher ones in bfloat16. JAX cannot read programs for absent
+    # devices back from its compilation cache, so the cache is off.
     environment = dict(
         XLA_FLAGS="", JAX_DEFAULT_MATMUL_PRECISION="default", JAX_ENABLE_COMPILATION_CACHE="false"
     )
-    # What an earlier plan has found is in the user's cache.
+    # An empty HOME hides the results of earlier plans in the user's cache.
     with tempfile.TemporaryDirectory() as home:
         return run(sys.executable, *arguments(command), HOME=home, **environment, **options)

@@ -1,7 +1,7 @@
-"""Compile both Pallas kernels of the loss for a v6e that is not here: `aot_kernels.py TILES`.
+"""Compile both Pallas kernels of the loss for an absent v6e: `aot_kernels.py TILES`.
 
-The head has so many tiles. libtpu wants a process of its own, and reads in LIBTPU_INIT_ARGS, when
-it loads, where to write the cycles that it counts.
+TILES is the number of tiles of the LM head. libtpu needs a process of its own: LIBTPU_INIT_ARGS
+tells it, when it loads, where to write the cycles that it counts.
 """
 
 import sys
@@ -18,12 +18,12 @@ HIDDEN = 2048
 
 
 def compile_kernel(name, sharding, function, *inputs, donate=()):
-    """Compile the one Pallas kernel that a function calls, without what else the function does."""
+    """Compile the one Pallas kernel that a function calls, without the rest of the function."""
     jaxpr = jax.make_jaxpr(function)(*inputs)
     (call,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
 
     def run_kernel(*kernel_inputs):
-        # The compiler's file of cycles is named after this scope.
+        # The compiler names its file of cycles after this scope.
         with jax.named_scope(name):
             return call.primitive.bind(*kernel_inputs, **call.params)
 
@@ -37,7 +37,7 @@ def main(tiles):
     array = jax.ShapeDtypeStruct
     blocks = kernel.block_sizes(device.device_kind, HIDDEN)
     tokens = blocks.tokens
-    # Complete tiles only: no row is left to plain JAX.
+    # Only complete tiles, so that no row is left to plain JAX.
     vocab = tiles * blocks.vocab
     on_device = SingleDeviceSharding(device)
 
@@ -59,7 +59,7 @@ def main(tiles):
     is_first_chunk = array((), jnp.int32)
     backward = partial(kernel.pallas_backward, blocks, False, jnp.bfloat16)
     inputs = (head_VD, saved, h_CD, targets_C, vectors, dW_VD, is_first_chunk)
-    # The kernel's last input, dW, is added to in place, as in the trainer.
+    # The last input, dW, is donated: as in the trainer, the kernel adds to it in place.
     compile_kernel("grpo_backward", on_device, backward, *inputs, donate=7)
 
 

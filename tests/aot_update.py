@@ -1,8 +1,8 @@
-"""Compile the update for devices that are not here, and print what the programs hold, as JSON:
+"""Compile the update for absent devices, and print facts about the compiled programs as JSON:
 
     python -m tests.aot_update h100-8 cudnn 8,16,32
 
-For the tests, which want a process for it. Qwen2.5-0.5B in rows of 2,048 tokens.
+The model is Qwen2.5-0.5B, with rows of 2,048 tokens. Tests run this in a process of its own.
 """
 
 import json
@@ -21,13 +21,13 @@ COLLECTIVE = (
 
 
 def facts(text: str, vocab: int) -> dict:
-    """Of a compiled program: bytes of the largest collective of each kind, cuDNN's calls with their
-    masks, arrays with a share of the vocabulary."""
+    """Returns facts about a compiled program: the bytes of the largest collective of each kind, the
+    calls of cuDNN with their masks, and the tokens of the largest array of logits."""
     largest = Counter()
     for result, op in re.findall(COLLECTIVE, text):
         size = max(size for size, _ in array_sizes(result))
         largest[op] = max(largest[op], size)
-    # Of an array [tokens, vocabulary], or a device's share of either, the tokens.
+    # The most tokens of any array [tokens, vocabulary], where a device may have a share of either.
     beside_vocab = 0
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)}
     for shape in shapes:
@@ -60,7 +60,7 @@ def main(device_type: str, attention: str, micro_batches: str) -> None:
     for n in map(int, micro_batches.split(",")):
         update = n, width, cfg, model_cfg, mesh, train.UPDATE
         gib[n], _ = memory.update_gib(*update, compile=compile)
-    # Of the last micro-batch, the gradients and then an optimizer step.
+    # The last two programs are the gradients and the optimizer step of the last micro-batch.
     print(json.dumps({"gib": gib, **facts(texts[-2], model_cfg.V)}))
 
 

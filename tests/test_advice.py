@@ -1,4 +1,5 @@
-"""Why nothing is learned (infra/advice.py), and how a step's line shows a number not defined."""
+"""The advice to a run that learns nothing (infra/advice.py), and undefined numbers in the line of
+a step."""
 
 import math
 
@@ -7,7 +8,7 @@ from conftest import run_train
 
 from infra import advice, log
 
-# The metrics of a step in which no group has a variance, and every answer is wrong.
+# The metrics of a step in which every answer is wrong and no group has a variance.
 STEP = {
     "group/zero_variance": 1.0,
     "truncated": 0.0,
@@ -25,7 +26,7 @@ STEP = {
 @pytest.mark.parametrize(
     "metrics, wanted",
     [
-        # A truncated answer has no number either: the cause that hides the other comes first.
+        # Truncation comes first, because it also explains why answers have no number.
         ({"truncated": 0.9, "no_number": 0.9}, "90% of the answers are truncated at 96 tokens"),
         ({"no_number": 0.8}, "80% of the answers end in no number"),
         ({"solved": 1.0}, "100% of the answers are right already"),
@@ -36,7 +37,7 @@ STEP = {
 def test_the_likeliest_cause_is_said_with_its_number(metrics, wanted):
     steps = [STEP | metrics] * advice.STEPS
     assert wanted in advice.why_nothing_is_learned(steps)
-    # Nothing is said before some steps have run, nor while groups have a variance.
+    # There is no advice before advice.STEPS steps have run, nor while groups have a variance.
     assert advice.why_nothing_is_learned(steps[1:]) == ""
     learning = STEP | metrics | {"group/zero_variance": 0.5}
     assert advice.why_nothing_is_learned([learning] * advice.STEPS) == ""

@@ -1,4 +1,5 @@
-"""The final number of an answer (infra/answers.py): which answers are equal, and which are none."""
+"""The final number of an answer (infra/answers.py): which answers are equal, and which have no
+number."""
 
 import fractions
 import itertools
@@ -10,7 +11,7 @@ import train
 from infra import answers
 
 # fmt: off
-FINAL_NUMBERS = {  # a number: the texts whose final number it is
+FINAL_NUMBERS = {  # {number: texts whose final number this is}
     # plain: the last one counts; signs, currency, separators, fractions and percent are read
     7: ["007"],
     18: ["The answer is 18."],
@@ -35,14 +36,14 @@ FINAL_NUMBERS = {  # a number: the texts whose final number it is
     25: ["<answer>25 m^2</answer>", r"\boxed{25\text{ cm}^2}"],
     42: ["<answer>42</answer>", r"\boxed{42}", "so\n#### 42", "it is 7, no, 42"],
     50: ["50%", r"\boxed{50\%}"],
-    # none: none at all, none where it is marked, more digits than Python converts, a formula
+    # none: no number at all, or not at the mark; more digits than Python converts; a formula
     None: ["5/0", "no number", "", "<answer>none</answer> 5", "<answer></answer>", "9" * 5000,
            "(3)-2", "10%-20%", "1,2,3", r"\boxed{x^{2} + {3}} 9", "10-5"],
 }
 
-# Pairs of a reference and an answer, as GSM8K, MATH and people's reports have them.
+# Pairs (reference, answer) that are equal, as found in GSM8K, in MATH and in users' reports.
 EQUAL = [
-    # GSM8K's references, and how models write the same number
+    # references of GSM8K, and the same number as models write it
     ("#### 72", "72"),
     ("#### 72", "The answer is 72."),
     ("#### 72", "<answer>72</answer>"),
@@ -95,7 +96,7 @@ EQUAL = [
     ("#### 5", "<answer>10 - 5 = 5</answer>"),
     ("#### 5", "(5)"),
     ("#### 21", "the 21st"),
-    # MATH's, and the same number in other ways
+    # references of MATH, and the same number written differently
     (r"\frac{1}{2}", "1/2"),
     (r"\frac12", "0.5"),
     (r"\frac12", ".5"),
@@ -154,7 +155,7 @@ OTHER_NUMBERS = [
     (r"\frac12", "12"),
     ("5 million", "5"),
 ]
-# Formulas, which have numbers in them and are none, marked or not.
+# A formula contains numbers but is not a number, marked or not.
 FORMULAS = [
     (r"\boxed{10 - 2\sqrt{5}}", r"\boxed{3+\sqrt{5}}"),
     (r"10 - 2\sqrt{5}", "5"),
@@ -197,7 +198,7 @@ FORMULAS = [
     ("10-5", "5"),
     ("(3)-2", "2"),
 ]
-# Texts that have no number, or one that is part of more.
+# Texts without a number, or with a number that is only a part of something else.
 NO_NUMBERS = [
     ("10%-20%", "20"),
     ("12/25/2020", "2020"),
@@ -229,13 +230,13 @@ def test_pairs_of_answers_are_equal_or_not(equal):
     for reference, answer in EQUAL if equal else DIFFERENT:
         found = train.correct({"answer": reference}, answer)
         assert found == equal, (reference[:60], answer[:60])
-        # A completion is marked in one way or another, and a reference may be.
+        # The comparison is symmetric: references may be marked in the same ways as answers.
         assert train.correct({"answer": answer}, reference) == equal, (answer[:60], reference[:60])
     assert len(EQUAL) + len(DIFFERENT) >= 150
 
 
 def test_a_marked_answer_is_read_like_one_that_stands_alone():
-    # Texts that are marked already, and sentences with more than one number, stand alone only.
+    # Skip texts that are marked already, and sentences with more than one number.
     alone_only = ("####", "boxed", "answer", " = 72", ", no")
     for text in itertools.chain(*EQUAL):
         if any(part in text.lower() for part in alone_only):

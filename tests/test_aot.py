@@ -1,7 +1,7 @@
-"""Programs compiled for TPUs that are not here: their memory, traffic and cycles.
+"""The memory, traffic and cycles of programs that are compiled for absent TPUs.
 
-Nothing is run, the figures are the TPU compiler's. The tests compile different programs, so that
-two pytest processes share them; those that take longest come first.
+Nothing runs: all figures come from the TPU compiler. Each test compiles programs of its own, so two
+pytest processes can share the tests. The slowest tests come first.
 """
 
 import re
@@ -21,7 +21,8 @@ ROW_TOKENS = 2048
 
 
 def update_gib(tmp_path, loss_impl, *micro_batches):
-    """{micro_batch: GiB a device} of the update of Qwen2.5-0.5B, float32 weights and AdamW."""
+    """Returns {micro_batch: GiB per device} of the update of Qwen2.5-0.5B, with float32 weights and
+    AdamW."""
     write_config(tmp_path, "0.5B")
     sweep = ",".join(map(str, micro_batches))
     half = ROW_TOKENS // 2
@@ -41,7 +42,8 @@ def update_gib(tmp_path, loss_impl, *micro_batches):
 
 
 def check_time(printed):
-    """A plan's two estimates: the compiler's is not below that of the bytes, and adds up."""
+    """Check that a plan's estimate by the compiler adds up, and that its rollout takes at least as
+    long as the plan's estimate by bytes."""
     by_bytes, by_clock = re.findall(r"^  rollout ([\d.]+) s = ", printed, re.M)
     _, update = re.findall(r"^  update ([\d.]+) s = ", printed, re.M)
     (total,) = re.findall(r"compiler's clock, not measured: ([\d.]+) s$", printed, re.M)
@@ -57,7 +59,7 @@ def logits_gib(rows):
 def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_property):
     gib = update_gib(tmp_path, "pallas", 8, 64)
     gib_per_row = (gib[64] - gib[8]) / (64 - 8)
-    # Of a row, bfloat16 [layers, tokens, model].
+    # Each row keeps its inputs of all layers, bfloat16 [layers, tokens, model].
     layer_inputs = 24 * ROW_TOKENS * 896 * 2 / 2**30
     assert layer_inputs < gib_per_row < 1.6 * layer_inputs, gib
     assert gib[8] < logits_gib(8) / 2, gib
@@ -66,7 +68,8 @@ def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_pro
 
 
 def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
-    """With the test above: more than twice the memory of the update that never holds them."""
+    """The full loss takes more memory than all logits. By the test above, that is more than twice
+    what the update takes with the Pallas kernels, which never hold all logits."""
     gib = update_gib(tmp_path, "full", 8)
     assert gib[8] > logits_gib(8), gib
     record_property("GiB a device", gib)
@@ -74,14 +77,15 @@ def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
 
 # ---------------------------------------------------------------- the loss
 def loss_temp(flags):
-    """What `bench_loss.py FLAGS` prints of absent TPUs -> {implementation: GB of temp a device}"""
+    """Run `bench_loss.py FLAGS` for absent TPUs. Returns {implementation: GB of temporaries per
+    device}."""
     printed = compile_elsewhere(ROOT / "tools/bench_loss.py", flags)
     found = re.findall(r"^\S+ (\w+) +temp ([\d.]+) GB", printed, re.M)
     return {impl: float(gb) for impl, gb in found}
 
 
-# Not all pairs, but each chip, each width and each size of the vocabulary, and both ends of the
-# widths on the chip with the least VMEM. A v6e compiles the width 2,048 below.
+# These cases cover each chip, each width and each vocabulary size, though not all combinations. The
+# chip with the least VMEM has the smallest and the largest width. Width 2,048 on a v6e comes below.
 # fmt: off
 @pytest.mark.parametrize("chip, hidden, vocab", [
     ("v4-8",        3584, 151643),
@@ -121,13 +125,14 @@ def test_full_loss_holds_all_logits(record_property):
 
 
 # ---------------------------------------------------------------- the kernels' time
-# What a v6e does in a millisecond.
+# The clock and the memory bandwidth of a v6e, per millisecond.
 CYCLES_PER_MS = 1.75e6
 BYTES_PER_MS = 1.64e9
 
 
 def kernel_cycles(dump, tiles):
-    """{kernel: cycles that the compiler counts} of a chunk of tokens, so many tiles of the head."""
+    """Returns {kernel: cycles counted by the compiler} for one chunk of tokens and so many tiles of
+    the LM head."""
     dump.mkdir()
     init_args = f"--xla_jf_dump_static_llo_profile_to={dump}"
     compile_elsewhere("-m tests.aot_kernels", str(tiles), LIBTPU_INIT_ARGS=init_args)
@@ -139,17 +144,19 @@ def kernel_cycles(dump, tiles):
 
 
 def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
-    """4,096 tokens on a v6e: of each kernel the larger time, of its cycles or of bytes moved."""
+    """For 4,096 tokens on a v6e, the kernels take little longer than three GEMMs. The time of a
+    kernel is the larger of its compute time, by cycles, and its memory time, by bytes."""
     V, D, tokens = 151936, 2048, 4096
     blocks = kernel.block_sizes("TPU v6 lite", D)
     C = blocks.tokens
-    # Counting takes time and memory, so it is scaled up from small heads: a tile more always takes
-    # the same cycles more.
+    # Counting cycles for the complete head would take much time and memory. Extrapolate from two
+    # small heads instead: each additional tile takes the same number of cycles.
     few = 4
     more = 8
     cycles_of_few = kernel_cycles(tmp_path / "few", few)
     cycles_of_more = kernel_cycles(tmp_path / "more", more)
-    # Of both, the head and z in bfloat16; the backward also reads and writes dW in float32.
+    # Both kernels move the head and the logits z in bfloat16. The backward kernel also reads and
+    # writes dW in float32.
     head_and_z = 2 * V * (D + C)
     bytes_moved = {"forward": head_and_z, "backward": head_and_z + 2 * 4 * V * D}
     ms = {}
@@ -165,9 +172,12 @@ def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
 
 # ---------------------------------------------------------------- the rollout's decode loop
 def decode_loops(*flags):
-    """Loops of 128 rows as compiled -> of each the layout and GB a step, on a device: the weights
-    and the cache, all that is read and written, what collectives move; then the largest copy, as a
-    share of the KV cache, and ms: of the bytes and by the compiler's clock."""
+    """Compile decode loops of 128 rows. Returns a dict for each of them, all per device and step:
+
+    layout; least, GB of the weights and the KV cache; compiled, GB read and written; moved, GB of
+    collectives; copied, the largest copy as a share of the KV cache; bytes_ms and clock_ms, the
+    milliseconds by bytes and by the compiler's clock.
+    """
     bench = ROOT / "tools/bench_rollout.py"
     printed = compile_elsewhere(bench, "--prompt 1024 --answer 256", *flags)
     layouts = re.findall(r"^\S+ on \S+: (\w+)", printed, re.M)
@@ -188,10 +198,11 @@ def decode_loops(*flags):
 def check_reads_only_weights_and_cache(loop):
     least = loop["least"]
     assert loop["compiled"] <= 1.15 * least, loop
-    # Parts of sums over tp: of 64 rows of a device and 28 layers 0.08 GB, whatever is read.
+    # Collectives only sum over tp. With 64 rows per device and 28 layers they move 0.08 GB,
+    # however much is read.
     assert loop["moved"] <= 0.1 and loop["moved"] <= 0.03 * least, loop
     assert loop["copied"] <= 0.1, loop
-    # No operation takes less than its bytes do; the small ones take longer.
+    # No operation is faster than its bytes allow, and small operations take longer.
     assert loop["bytes_ms"] <= loop["clock_ms"] <= 4 * loop["bytes_ms"], loop
 
 
@@ -202,7 +213,8 @@ def check_reads_only_weights_and_cache(loop):
 ])
 # fmt: on
 def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_property):
-    """In the layout that is the fastest; before there was a kernel, it took 7.1 and 13.1 ms."""
+    """In the fastest layout, decoding reads little more than the weights and the KV cache. Before
+    there was a decode kernel, a step took 7.1 ms (3B) and 13.1 ms (7B)."""
     (loop,) = decode_loops(f"--model {size} --aot {chips}")
     assert loop["layout"] == "tp"
     check_reads_only_weights_and_cache(loop)
@@ -212,12 +224,12 @@ def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_prop
 
 
 def test_decoding_compiles_for_every_chip_and_head_size(record_property):
-    """Of 64 and 128, on chips with more VMEM and less."""
+    """The decode loop compiles for heads of 64 and 128, on chips with more and with less VMEM."""
     chips = "v4-8", "v5litepod-8", "v5p-8"
     loops = decode_loops(f"--model 0.5B,1.5B --aot {','.join(chips)}")
     assert len(loops) == 2 * len(chips)
     for loop in loops:
-        # Of such small models the logits and, on a v5p, activations are much of what is read.
+        # In models this small, logits and (on a v5p) activations are a large part of the traffic.
         assert loop["compiled"] <= 1.5 * loop["least"], loop
         assert loop["copied"] <= 0.3, loop
         assert loop["moved"] <= 0.1, loop
@@ -225,7 +237,8 @@ def test_decoding_compiles_for_every_chip_and_head_size(record_property):
 
 
 def test_a_small_cache_is_not_copied_in_each_layer(record_property):
-    """As it is in the first stage of a rollout; XLA may hold it in VMEM."""
+    """In the first stage of a rollout the KV cache is small enough for XLA to hold it in VMEM, but
+    no layer copies it."""
     bench = ROOT / "tools/bench_rollout.py"
     flags = "--model 0.5B --aot v6e-8 --batch 64 --prompt 256 --answer 128"
     printed = compile_elsewhere(bench, flags)
@@ -235,9 +248,9 @@ def test_a_small_cache_is_not_copied_in_each_layer(record_property):
 
 
 def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
-    """Not the layout chosen for the 3B, but complete weights, gathered ones, and a cache of
-    repeated heads."""
-    # As if the cache held the keys and values of 2 heads for each query.
+    """Slower ways to decode a 3B show in the figures: complete weights on each device, all-gathered
+    weights, and a KV cache with repeated heads."""
+    # Repeat the 2 key/value heads for every query head.
     n_heads = SIZES["3B"][3]
     write_config(tmp_path, "3B", num_key_value_heads=n_heads)
     chosen, complete, fsdp = decode_loops("--model 3B --aot v6e-8 --layout auto,replicated,fsdp")
@@ -255,7 +268,7 @@ def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
     assert fsdp["moved"] > 0.8 * least, fsdp
     assert fsdp["clock_ms"] > 2 * chosen["clock_ms"], (fsdp, chosen)
 
-    # Of what the keys and values of 2 heads take.
+    # `least` counts a KV cache with 2 key/value heads.
     assert repeated["layout"] == "replicated"
     assert repeated["compiled"] > 1.15 * least, repeated
 

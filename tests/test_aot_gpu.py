@@ -1,7 +1,7 @@
-"""Programs compiled for GPUs that are not here: their memory, collectives and kernels.
+"""The memory, collectives and kernels of programs that are compiled for absent GPUs.
 
-Nothing is run, the figures are those of XLA's compiler for GPUs. It needs JAX's CUDA plugin and
-cuDNN, and no driver; `bash launch.sh test -m aot` installs them.
+Nothing runs: all figures come from XLA's compiler for GPUs. The compiler needs JAX's CUDA plugin
+and cuDNN, which `bash launch.sh test -m aot` installs, but no driver.
 """
 
 import json
@@ -20,7 +20,7 @@ def compile_for_gpus(*command, **options):
 
 # ---------------------------------------------------------------- the update
 VOCAB = 151936
-# Of Qwen2.5-0.5B, whose largest matrix of a layer is [896, 4864].
+# The largest matrix of a layer of Qwen2.5-0.5B is [896, 4864].
 MATRIX_BYTES = 896 * 4864 * 4
 
 
@@ -32,23 +32,24 @@ def update_facts(device_type, attention, micro_batches):
 @pytest.mark.parametrize("device_type", ["h100-1", "h100-8", "h100-16"])
 @pytest.mark.parametrize("attention", ["cudnn", "blockwise"])
 def test_update_for_gpus(device_type, attention, record_property):
-    """No logits, gradients reduce-scattered, segments without a mask in float32."""
+    """The update holds the logits of one chunk at most, reduce-scatters gradients, and separates
+    segments without a float32 mask."""
     facts = update_facts(device_type, attention, "16")
-    # Of 32,768 tokens of a device at most a chunk has logits.
+    # A device has 32,768 tokens, but logits exist for at most one chunk of them.
     assert 0 < facts["beside_vocab"] <= 2048, facts
     largest = facts["largest"]
     if device_type == "h100-1":
         assert not largest, facts
     else:
-        # Gradients of norms and biases are all that is summed on every device.
+        # Only the small gradients, of norms and biases, are all-reduced.
         assert largest["reduce-scatter"] >= MATRIX_BYTES, facts
         assert largest["all-reduce"] < MATRIX_BYTES / 4, facts
     if attention == "cudnn":
-        # Forward, the same again in the backward pass, and that itself.
+        # cuDNN runs in the forward, again in the recomputed forward, and in the backward.
         calls = facts["cudnn"]
         assert calls["__cudnn$fmhaScaleBiasSoftmaxBackward"] >= 1, facts
         assert calls["__cudnn$fmhaScaleBiasSoftmax"] >= 2, facts
-        # Later keys are left out, and no mask is read for them.
+        # cuDNN skips later keys by itself, and reads no mask for them.
         assert facts["masks"] == {"CAUSAL": sum(calls.values())}, facts
         assert facts["float32_masks"] == 0, facts
     else:
@@ -58,19 +59,19 @@ def test_update_for_gpus(device_type, attention, record_property):
 
 # ---------------------------------------------------------------- plans
 def plan(tmp_path, size, flags):
-    """What a plan of rows of 2,048 tokens prints."""
+    """Run tools/plan.py with rows of 2,048 tokens, and return its output."""
     command = ROOT / "tools/plan.py", flags, "--max_prompt 1024 --max_answer 1024 --model"
     return compile_for_gpus(*command, write_config(tmp_path, size), cwd=tmp_path)
 
 
 def gib_of(printed, micro_batch):
-    """GiB of a micro-batch that was compiled, and fits."""
+    """Returns the GiB of a micro-batch that was compiled and fits."""
     (gib,) = re.findall(rf"^ +{micro_batch} +([\d.]+)  fits$", printed, re.M)
     return float(gib)
 
 
 def test_a_plan_of_gpus_is_what_the_compiler_says(tmp_path, record_property):
-    """Where a plan has an estimate, that micro-batch is compiled too."""
+    """The estimates in a plan are within 10% of what compiling the same micro-batches finds."""
     printed = plan(tmp_path, "0.5B", "h100-8")
     estimates = dict(re.findall(r"^    ~ +(\d+) +([\d.]+)  fits$", printed, re.M))
     assert {"64", "256"} <= estimates.keys(), printed
@@ -82,7 +83,7 @@ def test_a_plan_of_gpus_is_what_the_compiler_says(tmp_path, record_property):
 
 
 def table_cell(device_type, size):
-    """-> (micro-batch, GiB, mark of the offload) of a cell of the table of what fits"""
+    """Returns (micro-batch, GiB, mark of the offload) from a cell of assets/what_fits.md."""
     table = (ROOT / "assets/what_fits.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
     columns = rows[0]
@@ -102,7 +103,8 @@ def test_the_table_of_what_fits_is_what_the_compiler_says(device_type, size, tmp
 
 
 def test_offloaded_7b_fits_one_gpu(tmp_path, record_property):
-    """Of 7.6 billion parameters 28 GiB of masters, as much of gradients, 57 of moments."""
+    """With --offload, a 7B fits one GPU. Its 7.6 billion parameters have 28 GiB of float32 weights,
+    as much of gradients, and 57 GiB of moments."""
     gib = {}
     for offload in ("none", "optimizer", "params"):
         printed = plan(tmp_path, "7B", f"h200-1 --micro_batch 2 --offload {offload}")
@@ -119,8 +121,9 @@ def test_offloaded_7b_fits_one_gpu(tmp_path, record_property):
 # ---------------------------------------------------------------- the rollout's decode loop
 @pytest.mark.parametrize("size, tp", [("3B", 1), ("7B", 2)])
 def test_decoding_for_gpus_reads_weights_and_cache_once(size, tp, record_property):
-    """Before each layer had arrays of its own, all weights were copied in each step, so that the 3B
-    on eight GPUs read 2.9 times as much. Nothing but sums over tp goes between GPUs."""
+    """A decode step reads the weights and the KV cache once, and GPUs exchange only sums over tp.
+    Before each layer had arrays of its own, every step copied all weights, so that a 3B on eight
+    GPUs read 2.9 times as much."""
     bench = ROOT / "tools/bench_rollout.py"
     types = ["h100-8", "h100-16"] if tp > 1 else ["h100-1", "h100-8", "h100-16"]
     flags = f"--model {size} --aot {','.join(types)} --prompt 1024 --answer 256"
@@ -131,7 +134,7 @@ def test_decoding_for_gpus_reads_weights_and_cache_once(size, tp, record_propert
     assert len(figures) == len(types), printed
     for device_type, texts in zip(types, figures, strict=True):
         share, moved, copied = map(float, texts)
-        # One GPU's 128 rows have more of activations, which stay in its L2.
+        # With all 128 rows on one GPU, activations are a larger share; they stay in L2.
         assert share <= (1.8 if device_type == "h100-1" else 1.3), printed
         assert moved <= (0.06 if tp > 1 else 0), printed
         assert copied <= 0.1, printed

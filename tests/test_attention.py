@@ -1,4 +1,4 @@
-"""Attention of the training forward on GPUs, of which only the arithmetic can be run here."""
+"""Attention of the training forward on GPUs. Without a GPU, only its arithmetic can be tested."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 from infra import attention
 
 T = 96
-# Rows of several sequences, of one, and with padding, which is segment 0.
+# The lengths of the sequences of each row: several, one, some with padding (segment 0), none.
 LENGTHS = (30, 1, 40, 25), (96,), (50, 20), ()
 
 
@@ -23,14 +23,15 @@ def segments_of_rows():
 
 
 def random_inputs(H):
-    """Queries of 4 heads, keys and values of 2, segments."""
+    """Returns queries with 4 heads, keys and values with 2 heads, and segments."""
     rng = np.random.default_rng(H)
     q, k, v = (rng.standard_normal((len(LENGTHS), n, T, H), np.float32) for n in (4, 2, 2))
     return q * H**-0.5, k, v, segments_of_rows()
 
 
 def test_cudnn_is_asked_for_what_blockwise_computes(monkeypatch):
-    """JAX's own form stands in for cuDNN's kernel, with the same arguments; gradients too."""
+    """cuDNN is asked for what blockwise attention computes: JAX's own attention, called with
+    cuDNN's arguments, gives the same output and gradients."""
     asked = []
 
     def stand_in(*arrays, implementation, **options):
@@ -41,7 +42,7 @@ def test_cudnn_is_asked_for_what_blockwise_computes(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     q, k, v, segments = random_inputs(64)
     weights = np.random.default_rng(1).standard_normal(q.shape, np.float32)
-    # What padding gives is used by nobody.
+    # Nothing uses the outputs at padding, so they get no weight.
     weights *= (segments > 0)[:, None, :, None]
 
     def loss(function, *inputs):
@@ -51,7 +52,7 @@ def test_cudnn_is_asked_for_what_blockwise_computes(monkeypatch):
     for name in ("cudnn", "blockwise"):
         function = attention.segment_attention(name, "gpu")
         results[name] = jax.value_and_grad(partial(loss, function), argnums=(0, 1, 2))(q, k, v)
-    # That nothing is computed of later keys does not hang on a mask.
+    # cuDNN skips later keys because of is_causal, not because of a mask.
     assert set(asked) == {("cudnn", True)}
     for a, b in zip(*map(jax.tree.leaves, results.values()), strict=True):
         assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())

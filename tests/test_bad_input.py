@@ -1,4 +1,4 @@
-"""Files and directories that train.py cannot use: one line names what is to be mended."""
+"""Files and directories that train.py cannot use: one line says what to fix."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from conftest import refused, spoiled_copy
 
 # ---------------------------------------------------------------- paths
 # fmt: off
-FILES = {  # names and contents, beside which the flags below are given
+FILES = {  # {name: content} of the files that are there when train.py gets the flags below
     "plain": "",
     "other/notes.txt": "not a run",
     "model/config.json": '{"model_type": "qwen2"}',
@@ -21,7 +21,7 @@ FILES = {  # names and contents, beside which the flags below are given
     "broken/config.json": "{",
     "empty/config.json": '{"config": []}',
 }
-PATHS = {  # flags: what the message must say
+PATHS = {  # {flags: what the message must say}
     "--out other": "is not a run of podgrpo",
     "--out model": "not a run",
     "--out empty": "is not a run of podgrpo",
@@ -50,13 +50,13 @@ PATHS = {  # flags: what the message must say
 
 
 def check_messages(table):
-    """Each of (flags, what the message must say) is refused so."""
+    """Check that train.py refuses each (flags, what the message must say) in the table."""
     for flags, words in table:
-        # the hub is asked again after some seconds
+        # Requests to the hub are retried after some seconds: do not wait.
         with mock.patch("time.sleep"):
             message = refused("--out run", flags)
         assert words in message, f"{flags}: {message!r} does not say {words!r}"
-    # no mistake leaves anything that is in the way of the next run
+    # No mistake leaves files that would stop the next run.
     assert set(os.listdir("run")) <= {"tiny-seed1.0"}
 
 
@@ -74,8 +74,8 @@ def test_paths_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- questions
 GOOD = '{"question": "What is 1 + 1?", "answer": "2"}\n'
 # fmt: off
-BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
-    # nothing, or not all
+BAD_DATA = [  # (name of a .jsonl file, its content, what the message must say)
+    # empty or incomplete
     ("empty", "", "empty.jsonl is empty"),
     ("blank", "\n\n", "blank.jsonl is empty"),
     ("cut", GOOD + '{"question": "What",\n', "line 1 column 21 (char 20)"),
@@ -83,7 +83,7 @@ BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
     ("lacks", '{"question": "What?"}\n', "lacks.jsonl line 1"),
     ("null", GOOD + '{"question": "What?", "answer": null}\n', "null.jsonl line 2"),
     ("other", '{"prompt": "a"}', "'answer'"),
-    # JSON of other kinds, or none
+    # JSON of the wrong type, or no JSON
     ("list", GOOD + GOOD + "[1]\n", "list.jsonl line 3"),
     ("list2", '{"question": "a", "answer": [2]}', "answer = [2]"),
     ("number", GOOD + '{"question": 5, "answer": 5}', "number.jsonl line 2"),
@@ -98,7 +98,7 @@ BAD_DATA = [  # name of a .jsonl file, what it holds, what the message must say
     ("spaces", '{"question": " ", "answer": "2"}', "question = ' '"),
     ("marked", GOOD.replace("What", "<|im_end|>"), "mark of the chat"),
     ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
-    # other encodings; \udce9 stands for the byte E9
+    # other encodings; \udce9 is written as the byte E9
     ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"),
     ("half", GOOD.replace("What", "\\ud800"), "half.jsonl line 1"),
     ("utf16", GOOD.encode("utf-16").decode("utf-8", "surrogateescape"), "line 1"),
@@ -118,7 +118,7 @@ def test_questions_that_cannot_be_read_are_refused_by_line(tmp_path, monkeypatch
 # ---------------------------------------------------------------- models
 UP = "model.layers.1.mlp.up_proj.weight"
 # fmt: off
-BAD_MODELS = [  # file, how it is edited (see conftest.edit), what the message must say
+BAD_MODELS = [  # (file, how to edit it, by conftest.edit, what the message must say)
     ("config.json", {"intermediate_size": 96}, "calls for (96, 128)"),
     ("config.json", {"model_type": "llama"}, "model_type 'llama'"),
     ("config.json", {"vocab_size": 64}, "more than the model's vocabulary of 64"),
@@ -139,7 +139,10 @@ BAD_MODELS = [  # file, how it is edited (see conftest.edit), what the message m
 
 
 def bad_tokenizers(tokenizer):
-    """Of the content of a good tokenizer.json: (how it is edited, what the message must say)."""
+    """Returns [(how to edit tokenizer.json, what the message must say)].
+
+    tokenizer: the content of a good tokenizer.json.
+    """
     tokens = [t for t in tokenizer["added_tokens"] if t["content"] != "<|im_start|>"]
     vocab = tokenizer["model"]["vocab"] | {"zzz": 1000}
     return [

@@ -1,4 +1,4 @@
-"""A run whose checkpoints are in a bucket, on the stand-in for gcloud."""
+"""Runs with their checkpoints in a bucket, tested with a stand-in for gcloud."""
 
 import json
 import re
@@ -18,7 +18,7 @@ FLAGS = (
     "--model tiny --data arith --eval_data none --max_prompt 80 --max_answer 8 --batch 1 --npq 4 "
     "--minibatches 1 --sft_steps 0 --steps 4 --save_every 1 --keep 2 --entropy_bonus 0.1"
 )
-# train.py as it is, but for how long it waits for a bucket.
+# Runs train.py unchanged, except that it hardly waits for a bucket.
 IMPATIENT = """
 import runpy, sys
 del sys.argv[0]
@@ -31,7 +31,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """-> (the run's directory on this machine, its folder in the bucket, a function that trains)"""
+    """Returns (the run's directory on this machine, its folder in the bucket, a function that
+    trains)."""
     stub = tmp_path / "stub"
     (stub / "gs/bucket").mkdir(parents=True)
     monkeypatch.setenv("PATH", f"{ROOT}/.ci:{Path(sys.executable).parent}:/usr/bin:/bin")
@@ -57,13 +58,13 @@ FORBIDDEN = (
 
 
 def fail(bucket, match, stderr=UNAVAILABLE, times=1):
-    """Have so many calls fail that match."""
+    """Make the next `times` matching calls of gcloud fail."""
     rule = {"match": match, "stderr": stderr, "times": times}
     (bucket.parents[2] / "fail").write_text(json.dumps(rule) + "\n")
 
 
 def steps(directory):
-    """Of checkpoints; a folder without files is none, in a bucket."""
+    """Returns the steps of the checkpoints. Empty folders do not count: a bucket has none."""
     return sorted({int(path.parent.name[5:]) for path in directory.glob("step_*/*")})
 
 
@@ -73,7 +74,8 @@ def calls(bucket):
 
 @pytest.fixture
 def waits(tmp_path, monkeypatch):
-    """-> the seconds that this process waited for a bucket, without waiting. In RUN is a model."""
+    """Returns a list of the seconds for which this process would have waited for a bucket. The
+    directory RUN contains a final model."""
     (tmp_path / "gs/bucket/run").mkdir(parents=True)
     monkeypatch.setenv("PATH", f"{ROOT}/.ci:/usr/bin:/bin")
     monkeypatch.setenv("GCLOUD_STUB", str(tmp_path))
@@ -95,7 +97,7 @@ def test_a_bucket_is_asked_again_with_growing_patience(tmp_path, waits, capfd):
     assert waits == sorted(buckets.PATIENCE) and 120 < sum(waits) < 900, waits
     said = capfd.readouterr().err
     assert said.count(UNAVAILABLE) == len(waits) and "again in 160 s" in said, said
-    # It ends, and names both ends and the cause.
+    # When patience runs out, the error names both ends and the cause.
     fail(bucket, "rsync", times=99)
     with pytest.raises(buckets.BucketError, match=f"{RUN} cannot be copied to gs://.*503"):
         buckets.send_rest(RUN)
@@ -131,7 +133,7 @@ def test_nothing_there_and_no_gcloud_are_answers_at_once(tmp_path, waits, monkey
 
 def test_the_marker_of_a_complete_model_arrives_last(tmp_path, waits):
     bucket = tmp_path / "gs/bucket/run"
-    # An older model is there, complete, as of a run that was given more steps.
+    # The bucket has an older, complete model, as if the run had been given more steps since.
     (bucket / "final").mkdir()
     (bucket / "final/podgrpo.json").write_text('{"step": 2}')
     fail(bucket, "rsync", times=99)
@@ -143,7 +145,7 @@ def test_the_marker_of_a_complete_model_arrives_last(tmp_path, waits):
     assert (bucket / "final/podgrpo.json").read_text() == '{"step": 4}'
     words = [argv[1] for argv in calls(bucket)]
     assert words[-3:] == ["cat", "rsync", "cp"], words
-    # Sent once more, it is at no time missing.
+    # When the same model is sent again, the marker stays in place all the time.
     before = len(words)
     buckets.send_results(RUN)
     assert [argv[1] for argv in calls(bucket)][before:] == ["cat", "rsync"]
@@ -152,7 +154,7 @@ def test_the_marker_of_a_complete_model_arrives_last(tmp_path, waits):
 @pytest.mark.parametrize("process", [0, 1])
 def test_all_processes_end_alike_where_process_0_cannot_send(process, tmp_path, waits, monkeypatch):
     fail(tmp_path / "gs/bucket/run", "storage", times=99)
-    # Two processes, as either sees them: only process 0 has a fault.
+    # This process is one of two, and only process 0 has a fault.
     monkeypatch.setattr(checkpoint.jax, "process_index", lambda: process)
     monkeypatch.setattr(checkpoint, "all_gather_hosts", lambda value: np.array([True, False]))
     with pytest.raises(SystemExit) as end:
@@ -172,10 +174,11 @@ def test_what_a_failed_try_has_removed_is_gone(tmp_path, waits):
 
 @pytest.mark.slow
 def test_a_model_that_is_not_in_the_bucket_ends_the_run_with_1(machine):
-    """The same command given again sends it, once that is possible."""
+    """If the model does not reach the bucket, the run exits with code 1. The same command sends the
+    model once the bucket can be reached."""
     here, bucket, train = machine
     fail(bucket, r"rsync .* gs://bucket/run(/step_000002)?$|cp .*final", times=99)
-    # The small files go before the first step, and cannot go later.
+    # The small files can be sent before the first step, but not later.
     rule = {"match": "rsync .*/run gs://bucket/run$", "stderr": "", "code": 0, "times": 1}
     path = bucket.parents[2] / "fail"
     path.write_text(json.dumps(rule) + "\n" + path.read_text())
@@ -207,7 +210,8 @@ def test_a_bucket_out_of_reach_at_the_start_is_a_fault_of_a_service(match, stder
 
 @pytest.mark.slow
 def test_local_copies_go_once_they_are_in_the_bucket(machine):
-    """Another machine resumes from there, and fetches no more than it uses."""
+    """Checkpoints in the bucket are deleted from the local disk. Another machine resumes from the
+    bucket, and fetches only what it uses."""
     here, bucket, train = machine
     text = train()
     assert "1 checkpoints at once" in text, text
@@ -215,8 +219,8 @@ def test_local_copies_go_once_they_are_in_the_bucket(machine):
     metrics = without_times(read_jsonl(bucket / "metrics.jsonl"))
     weights = load_file(bucket / "final/model.safetensors")
 
-    # Another machine, and a bucket as a run leaves it that is killed before its last save is
-    # complete; it had another number of processes, of which one wrote half a file.
+    # The run moves to another machine. The bucket is as if the run had been killed before its last
+    # save was complete, with a different number of processes, one of which sent a torn file.
     shutil.rmtree(here)
     shutil.rmtree(bucket / "step_000004")
     shutil.rmtree(bucket / "final")
@@ -233,7 +237,7 @@ def test_local_copies_go_once_they_are_in_the_bucket(machine):
     assert without_times(read_jsonl(bucket / "metrics.jsonl")) == metrics
     for name, weight in load_file(bucket / "final/model.safetensors").items():
         np.testing.assert_array_equal(weight, weights[name])
-    # What a killed run has left is newer than this run's last: nobody's to delete.
+    # The leftovers of the killed run are newer than this run's last checkpoint, so they stay.
     assert steps(here) == [5] and steps(bucket) == [3, 4, 5], (steps(here), steps(bucket))
 
 
@@ -267,7 +271,8 @@ def test_a_trace_is_sent_and_does_not_come_back(tmp_path, waits):
 @pytest.mark.slow
 def test_a_run_that_comes_back_on_a_new_machine_compiles_nothing_again(machine, monkeypatch):
     here, bucket, train = machine
-    # The tests share a cache; this run has its own, also for programs that take no second.
+    # The tests share a compilation cache, but this run gets its own, which keeps even the programs
+    # that compile in less than a second.
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
@@ -278,7 +283,7 @@ def test_a_run_that_comes_back_on_a_new_machine_compiles_nothing_again(machine, 
     train("--steps 2")
     programs = compiled(bucket)
     assert len(programs) >= 4 and programs == compiled(here), programs
-    # Another machine, where the run takes two more steps.
+    # On a new machine the run takes two more steps.
     shutil.rmtree(here)
     text = train("--steps 4 --resume force")
     assert "resuming out/gs/bucket/run after step 2" in text, text
@@ -287,13 +292,14 @@ def test_a_run_that_comes_back_on_a_new_machine_compiles_nothing_again(machine, 
 
 @pytest.mark.slow
 def test_a_bucket_that_cannot_be_reached_keeps_checkpoints_here(machine):
-    """They are sent later, and nothing that is newer here is overwritten."""
+    """While the bucket cannot be reached, checkpoints stay on the local disk. They are sent later,
+    and nothing overwrites newer local files."""
     here, bucket, train = machine
     fail(bucket, "rsync.*step_00000[12]", times=6)
     text = train("--steps 2")
     assert "step 1 cannot be saved" in text and UNAVAILABLE in text, text
     assert steps(here) == [1, 2] and steps(bucket) == [], (steps(here), steps(bucket))
-    # Now the bucket can be reached.
+    # From here on the bucket can be reached.
     shutil.rmtree(here / "final")
     shutil.rmtree(bucket / "final")
     text = train("--resume force")
@@ -306,7 +312,7 @@ def test_a_bucket_that_cannot_be_reached_keeps_checkpoints_here(machine):
 def test_what_cannot_be_used_is_put_aside_in_the_bucket_too(machine):
     here, bucket, train = machine
     train("--steps 2")
-    # Every checkpoint is damaged, and only the bucket has them.
+    # Only the bucket has checkpoints, and all of them are damaged.
     for path in bucket.glob("step_*/*"):
         path.write_bytes(path.read_bytes()[:-9])
     shutil.rmtree(here)
@@ -330,7 +336,7 @@ def test_an_evaluation_alone_is_sent_too(machine):
     here, bucket, train = machine
     train("--steps 0 --eval_data arith --eval_n 8")
     assert "eval/solved" in read_jsonl(bucket / "metrics.jsonl")[0]
-    # Of what differs, what is newer here goes to the bucket, and what is missing here comes back.
+    # A file that is newer here goes to the bucket, and a file that is missing here comes back.
     (here / "metrics.jsonl").write_text('{"step": 0, "newer": 1}\n')
     (here / "samples.jsonl").unlink()
     train("--steps 0 --eval_data arith --eval_n 8", code=0)

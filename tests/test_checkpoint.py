@@ -1,4 +1,5 @@
-"""Checkpoints: in shards, for any mesh, complete or not used; what a full disk does to a run."""
+"""Checkpoints load on any mesh, and are used only if they are complete; a run survives a full
+disk."""
 
 import contextlib
 import dataclasses
@@ -42,12 +43,12 @@ ONE_FILE = "shards-00000-of-00001.safetensors"
 
 # ---------------------------------------------------------------- shards
 def tree_of(params, step):
-    """Parameters beside an integer and a tuple, as a trainer's state has them."""
+    """Returns a tree like a trainer's state: parameters beside an integer and a tuple."""
     return {"params": params, "step": jnp.int32(step), "more": (params["norm_D"],)}
 
 
 def save(tree, directory):
-    """-> the file of this process, which is the only one"""
+    """Save a checkpoint as the only process, and return its file."""
     checkpoint.save_shards(checkpoint.shards_of(tree), directory, {"run": "1"})
     return directory / ONE_FILE
 
@@ -69,7 +70,7 @@ def test_the_size_of_a_checkpoint_is_known_beforehand(dims):
     cfg = train.parse(["--beta", "0.1", "--dtype", "bfloat16"])
     wanted = abstract_state(cfg, UNTIED, mesh(*dims), train.optimizer)
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), wanted)
-    # Parameters, two moments and the reference.
+    # The state has the parameters, two moments and the reference.
     written = sum(shard.nbytes for shard in checkpoint.shards_of(state).values())
     assert run_dir.checkpoint_bytes(wanted) == written > 12 * UNTIED.n_params
 
@@ -86,7 +87,8 @@ def test_the_size_of_a_checkpoint_is_known_beforehand(dims):
 def test_a_disk_that_is_too_small_is_refused_before_weights_load(
     flags, wanted, tmp_path, monkeypatch
 ):
-    """As on a TPU VM, whose disk has 100 GB."""
+    """If the disk has no room for the checkpoints and the final model, as may happen on the 100 GB
+    of a TPU VM, the run is refused before weights load."""
     monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 3 * 2**28)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     text = refused("--sft_steps 0 --steps 160 --eval_data none", flags, "--out", tmp_path / "run")
@@ -99,7 +101,7 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt), files.complete_file(path) as f:
         f.write(b"half of")
         f.flush()
-        # As a kill would find it.
+        # A kill at this point would leave the old file.
         assert path.read_bytes() == b"old"
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
@@ -119,7 +121,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
 
 
 def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
-    # As a TPU may lay them out.
+    # A TPU may lay out an array by columns.
     by_columns = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[0]))
     columns = jax.device_put(np.arange(6.0, dtype=np.float32).reshape(2, 3), by_columns)
     assert np.asarray(columns).strides == (4, 8)
@@ -132,7 +134,7 @@ DAMAGED = "shards-00002-of-00004.safetensors"
 
 
 def write_checkpoint(out, step, parts=range(4), run="7"):
-    """What four processes write, or some of them."""
+    """Write a checkpoint as four processes do, or only the files of some of them."""
     shards = checkpoint.shards_of({"a": jnp.arange(999.0), "n": jnp.int32(3)})
     for i in parts:
         with mock.patch.multiple(jax, process_index=lambda i=i: i, process_count=lambda: 4):
@@ -144,7 +146,8 @@ def contents(out):
 
 
 def newest(out, capsys):
-    """-> (the step to resume after, what is said of others); nothing may be changed or deleted."""
+    """Returns (the step to resume after, the warnings about other checkpoints). Checks that no file
+    is changed or deleted."""
     before = contents(out)
     step, paths, _ = run_dir.newest_checkpoint(str(out), "auto")
     assert contents(out) == before
@@ -154,16 +157,16 @@ def newest(out, capsys):
 
 @pytest.fixture
 def two_checkpoints(tmp_path):
-    """Steps 1 and 2 of a run on four processes."""
+    """Returns the directory of a run on four processes with the checkpoints of steps 1 and 2."""
     write_checkpoint(tmp_path, 1)
     write_checkpoint(tmp_path, 2)
     return tmp_path
 
 
 def damages(good):
-    """{what is wrong: the file's bytes then, or None where there is no file}"""
+    """Returns {what is wrong: the damaged bytes of the file, or None for no file}."""
     rng = np.random.default_rng(0)
-    # All bytes of the header's length and its beginning, and some anywhere.
+    # Flip a bit in each byte of the header's length and beginning, and in some bytes anywhere.
     flipped = [*range(16), *rng.integers(0, len(good), 60).tolist()]
     cases = {}
     for i in flipped:
@@ -179,7 +182,8 @@ def damages(good):
 
 
 def test_damaged_checkpoints_are_named_and_not_used(two_checkpoints, capsys, record_property):
-    """Any flipped bit, a file truncated, too long or lost."""
+    """If a bit is flipped, or a file is truncated, too long or lost, the run says which checkpoint
+    cannot be used and why, and resumes from the older one."""
     assert newest(two_checkpoints, capsys) == (2, "")
     victim = two_checkpoints / "step_000002" / DAMAGED
     good = victim.read_bytes()
@@ -199,7 +203,7 @@ def test_damaged_checkpoints_are_named_and_not_used(two_checkpoints, capsys, rec
 def test_a_checkpoint_with_a_file_of_another_run_is_not_used(two_checkpoints, capsys):
     write_checkpoint(two_checkpoints, 2, parts=[2], run="8")
     assert newest(two_checkpoints, capsys)[0] == 1
-    # Once all of it is of one run again, it counts.
+    # The checkpoint counts again once all its files are of one run.
     write_checkpoint(two_checkpoints, 2, run="9")
     assert newest(two_checkpoints, capsys) == (2, "")
 
@@ -212,14 +216,16 @@ def test_an_empty_checkpoint_is_not_used(two_checkpoints, capsys):
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):
-    """No checkpoint is complete; to start anew would overwrite what another host may still have."""
+    """If checkpoints of another number of processes lack a file, the run ends: starting over could
+    overwrite what another host may still have."""
     for step in (1, 2):
         (two_checkpoints / f"step_{step:06}" / DAMAGED).unlink()
     assert "another number of processes than 1" in refusal(two_checkpoints, capsys)
 
 
 def refusal(out, capsys):
-    """What is said where no checkpoint can be used; nothing may be changed or deleted."""
+    """Returns the message that no checkpoint can be used. Checks that no file is changed or
+    deleted."""
     before = contents(out)
     with pytest.raises(SystemExit) as end:
         run_dir.newest_checkpoint(str(out), "auto")
@@ -231,7 +237,8 @@ def refusal(out, capsys):
 
 
 def test_what_a_kill_in_the_first_save_leaves_is_not_used(tmp_path, capsys):
-    """No file, then files whose names are not final, of this and other numbers of processes."""
+    """A checkpoint without files is ignored, and so are files whose names are not final, from any
+    number of processes."""
     first = tmp_path / "step_000002"
     first.mkdir()
     assert newest(tmp_path, capsys)[0] == 0
@@ -253,7 +260,10 @@ def test_what_a_kill_in_the_first_save_leaves_is_not_used(tmp_path, capsys):
 
 @contextlib.contextmanager
 def process(index, other_has):
-    """This is one of four processes; other_has(what this one has) is what another has."""
+    """Inside, this process is one of four.
+
+    other_has(value that this process gathers) -> value that another process gathers.
+    """
 
     def with_other(value):
         return np.stack([value, other_has(np.asarray(value))])
@@ -266,7 +276,8 @@ def process(index, other_has):
 
 
 def test_files_of_the_first_save_of_some_processes_are_not_used(tmp_path, capsys):
-    """On a disk that four share: two were killed before they had theirs."""
+    """If two of four processes that share a disk were killed before they wrote their parts of the
+    first checkpoint, it is ignored."""
     write_checkpoint(tmp_path, 2, parts=[0, 3])
     with process(1, other_has=np.copy):
         assert newest(tmp_path, capsys)[0] == 0
@@ -280,8 +291,9 @@ def test_checkpoints_that_are_all_damaged_end_the_run(two_checkpoints, capsys):
 
 
 def test_parts_of_two_checkpoints_that_other_processes_lack_end_the_run(tmp_path, capsys):
-    """As where each has its own disk, and one of these is lost: all had the first of the two."""
-    # A second checkpoint is begun once all processes have the first.
+    """If this process has its parts of two checkpoints and another process has none, a disk was
+    lost, and the run ends."""
+    # A second checkpoint begins only when all processes have the first, so all must have had it.
     write_checkpoint(tmp_path, 1, parts=[0])
     write_checkpoint(tmp_path, 2, parts=[0])
     with process(0, other_has=np.zeros_like):
@@ -304,21 +316,22 @@ def test_resume_force_starts_over_beside_the_old_files(two_checkpoints):
 
 
 def opened(out, resume="auto"):
-    """What run_dir.open_run gives of a directory, for the default's flags."""
+    """Returns the result of run_dir.open_run for a directory, with the default flags."""
     cfg = train.parse(["--out", str(out)])
     flags = dataclasses.asdict(cfg)
     return run_dir.open_run(str(out), cfg.sft_steps + cfg.steps, flags, resume)
 
 
 def test_half_of_the_first_file_is_not_in_the_way(tmp_path):
-    """A killed process leaves it."""
+    """Files of which a killed process has written half do not stop the next run."""
     for name in ("config.json.0.tmp", "claim.json.tmp", "claim.json"):
         (tmp_path / name).write_text("{")
     assert opened(tmp_path) == (0, [], 0)
 
 
 def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
-    """As where step_* were deleted to make room: the run would begin anew, and end in its place."""
+    """A run with a final model but no checkpoints, as when step_* were deleted to make room, is
+    refused: it would start over, and overwrite the model."""
     flags = dataclasses.asdict(train.parse(["--out", str(tmp_path)]))
     files.write_json(str(tmp_path / "config.json"), {"config": flags})
     for name in ("final/model.safetensors", "profile/trace", "metrics.jsonl"):
@@ -335,7 +348,8 @@ def test_a_final_model_without_its_checkpoints_is_left_alone(tmp_path, capsys):
 
 
 def test_a_final_model_of_fewer_steps_is_not_the_end(tmp_path):
-    """As of a run that was given more steps, and was killed while it wrote the final model."""
+    """A run that was given more steps, and was killed while it wrote the final model, is not
+    finished: it opens at its last step, to write that model."""
     cfg = train.parse(["--out", str(tmp_path)])
     total = cfg.sft_steps + cfg.steps
     files.write_json(str(tmp_path / "config.json"), {"config": dataclasses.asdict(cfg)})
@@ -353,7 +367,7 @@ def test_a_final_model_of_fewer_steps_is_not_the_end(tmp_path):
 # ---------------------------------------------------------------- a full disk
 @contextlib.contextmanager
 def small_disk(directory):
-    """A disk of 50 MB."""
+    """Mount a disk of 50 MB in the directory."""
     command = ["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", str(directory)]
     try:
         refused = subprocess.run(command, capture_output=True).returncode
@@ -374,11 +388,12 @@ def fill(path):
 
 
 def test_a_line_without_room_is_printed_and_counted(tmp_path, capsys):
-    """Nothing of it is left in the file, which takes the next line that has room."""
+    """A line that does not fit on the disk leaves nothing in the file. It is printed and counted
+    instead, and the file takes the next line that fits."""
     lines = log.JsonLines(str(tmp_path / "lines.jsonl"))
     lines.append({"step": 1})
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # As a disk with room for half a line.
+    # Like a disk that has room for half a line.
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, most[1]))
     try:
         lines.append({"step": 2}, {"step": 3, "loss": float("nan")})
@@ -392,19 +407,19 @@ def test_a_line_without_room_is_printed_and_counted(tmp_path, capsys):
 
 
 def rows_of(text):
-    """What is for a file and was printed."""
+    """Returns the rows in a printed text that were meant for a file."""
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"step": ')]
 
 
 def in_order(rows):
-    """Of metrics, a step's evaluation after the step's row."""
+    """Sort rows of metrics by step, with the row of a step before its evaluation."""
     return without_times(sorted(rows, key=lambda row: (row["step"], "eval/solved" in row)))
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_property):
-    """Filled after the first checkpoint, with room again later: it ends with the calm run's
-    weights, and each line is in its file or on stderr, once."""
+    """A run whose disk fills up after the first checkpoint, and later has room again, ends with the
+    same weights as the undisturbed run. Each line is once in its file or on stderr."""
     calm = calm_run(tmp_path_factory)
     output = tmp_path / "log"
     (tmp_path / "disk").mkdir()
@@ -422,7 +437,7 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_
             return (out / "step_000002").exists() and not saving(out)
 
         assert until(first_is_saved, runs), output.read_text()
-        # Some lines still find room in the last block of their file.
+        # Some lines may still fit in the last block of their file.
         fill(disk / "filler")
         alive = until(lambda: said("cannot be saved") and said("metrics.jsonl cannot be"), runs)
         kept, _, _ = run_dir.newest_checkpoint(str(out), "auto")

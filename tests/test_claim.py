@@ -1,4 +1,4 @@
-"""One run at a time in a directory: on one machine, on a disk that several share, in a bucket."""
+"""Only one run at a time uses a directory: on one machine, on a shared disk, or in a bucket."""
 
 import fcntl
 import json
@@ -26,7 +26,7 @@ with claimed(sys.argv[1]):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Signs of life, and the look for them, take a moment."""
+    """Shorten the pauses between signs of life, and the time spent looking for them."""
     monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.05)
     monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 0.5)
     monkeypatch.setattr(claim, "SECONDS_TO_ARBITRATE", 0.01)
@@ -39,7 +39,7 @@ def said():
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """A bucket on the stand-in for gcloud."""
+    """Returns the name of a bucket on the stand-in for gcloud."""
     stub = tmp_path / "stub"
     (stub / "gs/bucket").mkdir(parents=True)
     monkeypatch.setenv("GCLOUD_STUB", str(stub))
@@ -54,7 +54,7 @@ def directory(tmp_path, name="out"):
 
 @pytest.fixture
 def no_locks(monkeypatch):
-    """As on some disks that machines share."""
+    """Make locking fail, as it does on some shared disks."""
 
     def refuse(*_):
         raise OSError(38, "no locks available")
@@ -67,7 +67,7 @@ def on_host(monkeypatch, name):
 
 
 def leave_claim(out, host):
-    """As a process leaves it that was killed."""
+    """Write the claim that a killed process leaves behind."""
     Path(out, "claim.json").write_text(
         json.dumps({"host": host, "pid": 7, "since": "noon", "signs": 3})
     )
@@ -86,7 +86,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path, said):
         first.send_signal(signal.SIGKILL)
         first.wait()
         first.stdout.close()
-    # What is killed leaves its claim, but not its lock.
+    # A killed process leaves its claim, but not its lock.
     assert os.listdir(out) == ["claim.json"]
     with claim.claimed(out, say=said.append):
         holder = json.loads(Path(out, "claim.json").read_text())
@@ -100,7 +100,7 @@ def test_the_claim_of_another_machine_counts_while_it_changes(tmp_path, monkeypa
     holder = json.loads(Path(out, "claim.json").read_text())
     is_over = threading.Event()
 
-    # Its clock does not count: only that the claim changes.
+    # The other machine's clock does not matter: its claim counts because it changes.
     def live_elsewhere():
         while not is_over.wait(0.05):
             holder["signs"] += 1
@@ -115,7 +115,7 @@ def test_the_claim_of_another_machine_counts_while_it_changes(tmp_path, monkeypa
         is_over.set()
         thread.join()
     assert len(said) == 1 and "process 7 on elsewhere" in said[0], said
-    # It has died.
+    # The other process has ended, so the claim is free.
     with claim.claimed(out, say=said.append):
         assert json.loads(Path(out, "claim.json").read_text())["pid"] == os.getpid()
 
@@ -151,7 +151,7 @@ def test_of_two_that_begin_at_once_one_is_refused(tmp_path, monkeypatch, no_lock
     monkeypatch.setattr(claim, "write_claim", write_and_be_overtaken)
     with pytest.raises(claim.InUse, match="process 7 on elsewhere"):
         claim.claimed(out).__enter__()
-    # The claim is the other's.
+    # The claim stays with the other process.
     assert claim.read_claim(f"{out}/claim.json", "")["pid"] == 7
 
 
@@ -173,7 +173,8 @@ with claimed(sys.argv[1]):
 
 
 def test_a_child_that_outlives_its_process_holds_no_lock(tmp_path, said):
-    """As a pool of a reward function does whose trainer was killed."""
+    """A child that outlives its trainer, such as a worker of a reward function, does not keep the
+    directory locked."""
     out = directory(tmp_path)
     first = subprocess.Popen(
         [sys.executable, "-c", FORK, out], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -207,7 +208,7 @@ def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, buck
         on_host(monkeypatch, "there")
         with pytest.raises(claim.InUse, match="on here, which runs since"):
             claim.claimed(there, bucket, said.append).__enter__()
-    # The first has ended, and its claim is gone from the bucket too, so that nobody has to wait.
+    # The first run has ended and removed its claim from the bucket, so the next one need not wait.
     said.clear()
     with claim.claimed(there, bucket, said.append):
         assert said == []
@@ -229,7 +230,7 @@ def test_a_claim_is_read_with_patience_and_its_signs_do_not_wait(
     fail(3)
     assert claim.read_claim(f"{out}/claim.json", bucket) == other
     assert waited == [2, 5, 10]
-    # A bucket that cannot be reached does not say that there is no claim.
+    # If the bucket cannot be reached, it is unknown whether there is a claim.
     fail(99)
     with pytest.raises(BucketError, match="503"):
         claim.claimed(out, bucket).__enter__()
@@ -244,7 +245,8 @@ def test_a_claim_is_read_with_patience_and_its_signs_do_not_wait(
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_run_is_refused_and_the_first_goes_on(processes, tmp_path, tmp_path_factory):
-    """A run is stopped, so that it lasts; another in its directory must leave all as it is."""
+    """While a run is paused with SIGSTOP, a second run in its directory is refused and changes
+    nothing. The first run then continues to its end."""
     out = tmp_path / "run"
     flags = lives(tmp_path_factory, 2, "--eval_data none")
 
@@ -267,7 +269,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(processes, tmp_path, tmp_
 
 
 def run_second(out, flags, processes, log):
-    # The ports of the first are taken.
+    # The first run uses the default port.
     port = ["--coordinator=127.0.0.1:31999"] if processes > 1 else []
     with running(out, flags, processes, log=log, more=port) as runs:
         codes = [process.wait(300) for process in runs]

@@ -1,4 +1,4 @@
-"""The command line of train.py: what its flags are, what it refuses, what a run says of itself."""
+"""The command line of train.py: its flags, what it refuses, and what a run says about itself."""
 
 import ast
 import dataclasses
@@ -17,14 +17,14 @@ from infra import cluster, run_dir
 from infra.flags import RANGES
 from model import ModelConfig
 
-# The least that trains.
+# The shortest run that trains.
 SHORT_FLAGS = (
     "--steps 0 --sft_steps 1 --batch 1 --npq 2 --minibatches 1 --max_answer 48 --eval_data none"
 )
 
 # ---------------------------------------------------------------- flags that are refused
 # fmt: off
-MISTAKES = {  # flags: what the message must say
+MISTAKES = {  # {flags: what the message must say}
     # no such flag, no such value
     "word": "arguments: word",
     "outt": "arguments: outt; see --help",
@@ -90,11 +90,12 @@ MISTAKES = {  # flags: what the message must say
     "--batch 20000 --npq 9999": "sequences per host, in rows of",
     "--max_answer 1 --eval_data none": "max_answer = 1",
     "--max_answer 1000": "exceed the model's 1024 positions",
-    # what this machine has not
+    # what this machine does not have
     "--loss_impl pallas": "not cpu, float32; try --loss_impl jax",
     "--attention cudnn": "try --attention auto",
 }
-ODD_WORDS = [  # flags, each a word, that a shell splits or cannot say; what the message must say
+# (flags, what the message must say), where a shell would split a word or cannot pass it.
+ODD_WORDS = [
     (["--out", "a\0b"], "holds a line break"),
     (["--out", "a\nb"], "holds a line break"),
     (["--data", ""], "--data"),
@@ -106,7 +107,7 @@ ODD_WORDS = [  # flags, each a word, that a shell splits or cannot say; what the
     (["--batch", "4\n5\n6\n7"], "invalid int"),
     (["--a\nb\nc", "1"], "--a b c"),
 ]
-CLUSTERS = [  # variables, what the message must say
+CLUSTERS = [  # (environment variables, what the message must say)
     (dict(SLURM_STEP_NUM_TASKS="two"), "'two'"),
     (dict(SLURM_STEP_NUM_TASKS="2"), "set --coordinator"),
     (dict(SLURM_STEP_NUM_TASKS="2", PATH=""), "SLURM_*"),
@@ -120,7 +121,7 @@ def test_mistakes_in_flags_are_refused_with_what_to_try(tmp_path, monkeypatch):
     for flags, words in [*MISTAKES.items(), *ODD_WORDS]:
         message = refused("--out run", flags)
         assert words in message, f"{flags}: {message!r} does not say {words!r}"
-    # no mistake leaves anything that is in the way
+    # No mistake leaves files that would stop the next run.
     assert os.listdir() == ["run"]
     assert os.listdir("run") == ["tiny-seed1.0"]
 
@@ -134,7 +135,7 @@ def test_mistakes_in_the_variables_of_a_cluster_are_refused(tmp_path):
 
 @pytest.fixture
 def one_question(tmp_path):
-    """Flags of the smallest data."""
+    """Returns flags for the smallest data set: one question."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "What is \u00fc?", "answer": 5}', encoding="utf-8")
     return ["--data", str(path), "--eval_data", str(path)]
@@ -158,7 +159,8 @@ def test_a_mistake_ends_with_exit_code_2_and_is_not_in_the_way(tmp_path, one_que
 
 # ---------------------------------------------------------------- the environment
 def test_missing_devices_are_refused(tmp_path):
-    """In a process of its own, as JAX looks for devices once."""
+    """If JAX cannot find the devices, the run is refused without a traceback. Each case runs in a
+    process of its own, because JAX looks for devices only once."""
     for platform, words in (
         ("nonsense", "JAX_PLATFORMS = 'nonsense'"),
         ("cuda", "try JAX_PLATFORMS=cpu"),
@@ -182,7 +184,7 @@ FLAGS = {field.name: field.type for field in dataclasses.fields(train.Config)}
 
 
 def is_read_of_cfg(node):
-    """Whether a node of the syntax tree is `cfg.name`, and not assigned to."""
+    """Returns whether a node of the syntax tree reads `cfg.name`."""
     if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
         return False
     return isinstance(node.value, ast.Name) and node.value.id == "cfg"
@@ -194,7 +196,8 @@ def read_of_cfg(path):
 
 
 def test_every_flag_is_read_and_only_flags_are(record_property):
-    """In train.py and infra/*.py. In some of these `cfg` is the ModelConfig, and nothing else."""
+    """train.py and infra/*.py read every flag from `cfg`, and nothing that is not a flag. Files in
+    which `cfg` is a ModelConfig do not count."""
     of_models = {field.name for field in dataclasses.fields(ModelConfig)} | set(dir(ModelConfig))
     read = set()
     for path in [ROOT / "train.py", *ROOT.glob("infra/*.py")]:
@@ -223,7 +226,8 @@ def test_every_number_has_one_range():
 # ---------------------------------------------------------------- standard streams
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", "| head -n 1", "1>/dev/full"])
 def test_a_run_goes_on_where_nobody_reads_what_it_says(closed, tmp_path):
-    """A terminal that is gone, `| head`, a full disk under the log."""
+    """A run continues when its terminal is gone, when `| head` closes the pipe, and when the disk
+    of its log is full."""
     out = tmp_path / "run"
     flags = f"{SHORT_FLAGS} --out {out}"
     command = f"set -o pipefail; {sys.executable} {ROOT / 'train.py'} {flags} {closed}"
@@ -236,7 +240,7 @@ def test_a_run_goes_on_where_nobody_reads_what_it_says(closed, tmp_path):
 # ---------------------------------------------------------------- wandb
 def test_a_wandb_login_that_fails_is_refused(tmp_path, monkeypatch, one_question):
     flags = "--wandb project --batch 1 --minibatches 1 --out", tmp_path / "run", one_question
-    # None: it cannot be imported
+    # With None in sys.modules, wandb cannot be imported.
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "--wandb project" in refused(*flags)
     wandb = mock.Mock()
@@ -249,10 +253,10 @@ def test_a_wandb_login_that_fails_is_refused(tmp_path, monkeypatch, one_question
 def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_question):
     wandb = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    # the smallest run with a step of either kind: one update each
+    # The smallest run with a supervised step and a GRPO step, of one update each.
     flags = "--sft_steps 1 --steps 1 --batch 1 --npq 8 --minibatches 1 --max_answer 8"
     flags = [flags, "--optimizer sgd --wandb project --out", tmp_path / "run", *one_question]
-    # nothing to evaluate, which would compile another rollout
+    # Do not evaluate, which would compile another rollout.
     with restored_signals():
         train.main(arguments([*flags, "--eval_data none"]))
     calls = wandb.init.return_value.log.call_args_list
@@ -264,13 +268,14 @@ def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_questio
 
 # ---------------------------------------------------------------- several processes
 def process_flags(i, processes, job):
-    """Flags of one of several processes here; each job has a port of its own."""
+    """Returns the flags of one of several processes on this machine. Each job has its own port."""
     port = 20000 + os.getpid() * 8 % 9000 + job
     return f"--coordinator=127.0.0.1:{port} --processes={processes} --process_id={i}"
 
 
 def test_processes_that_are_not_all_there_are_refused(tmp_path):
-    """Process 0 alone, another one alone, and too few devices for the slice."""
+    """A run is refused if only process 0 or only another process starts, if the coordinator's name
+    does not resolve, or if there are fewer processes or devices than required."""
     flags = "--start_timeout 1 --out", tmp_path / "run"
     text = refused(process_flags(0, 4, job=0), *flags)
     wanted = (
@@ -296,7 +301,8 @@ def test_processes_that_are_not_all_there_are_refused(tmp_path):
 def test_processes_with_other_flags_or_commits_are_refused(
     job, lr, commit, wanted, tmp_path, monkeypatch
 ):
-    """Both say so and end with exit code 2: process 0 beside this one, which is process 1."""
+    """If the flags or commits of two processes differ, both say so and end with exit code 2. This
+    process is process 1, and process 0 runs beside it."""
     flags = ["--start_timeout 300 --out", tmp_path / "run"]
     process_0 = subprocess.Popen(
         [
@@ -311,7 +317,7 @@ def test_processes_with_other_flags_or_commits_are_refused(
     )
     try:
         monkeypatch.setenv("PODGRPO_COMMIT", commit)
-        # without its cache, which outlives the test
+        # Use the uncached function: its cache would outlive the test.
         monkeypatch.setattr(cluster, "commit", cluster.commit.__wrapped__)
         assert wanted in refused(process_flags(1, 2, job), f"--lr={lr}", *flags)
         text, _ = process_0.communicate(timeout=300)
@@ -323,11 +329,12 @@ def test_processes_with_other_flags_or_commits_are_refused(
 
 
 def test_processes_do_not_talk_through_a_proxy(tmp_path, monkeypatch):
-    """All variables name a proxy that does not answer, and one excludes another host from it."""
+    """Processes connect directly, although all variables name a proxy that does not answer, and
+    NO_PROXY lists only another host."""
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.com")
-    # This is found once all processes are connected.
+    # The wrong number of devices is found only after all processes have connected.
     flags = arguments(["--require_devices 16 --npq 4"])
     text = run_to_end(tmp_path / "run", flags, 2, code=2)
     assert text.count("2 with 4 devices, expected 2 with 16") == 2, text
@@ -347,7 +354,7 @@ def test_hosts_are_added_to_those_that_no_proxy_serves(monkeypatch):
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_a_signal_while_programs_compile_ends_the_run_at_once(number, code, tmp_path):
     command = [sys.executable, "-u", ROOT / "train.py", "--out", tmp_path / "run"]
-    # Nothing is remembered: it compiles for seconds.
+    # Without a cache, compiling takes seconds, so the signal comes while programs compile.
     env = os.environ | {"HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=env, **pipe) as process:

@@ -1,5 +1,5 @@
-"""Bytes and the compiler's time of a program, counted in a text that shows how (tools/hlo.py,
-tools/clock.py)."""
+"""The bytes and the estimated time of a program, counted in example texts of compiled programs
+(tools/hlo.py, tools/clock.py)."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,13 @@ from numpy.testing import assert_allclose
 from infra.chips import Chip
 from tools import clock, hlo, step_time
 
-# Bytes, operations, cycles and sent bytes a second, of which none is a multiple of another.
+# Rates per second that are no multiples of each other, so that they cannot be confused.
 CHIP = Chip(bandwidth=7e9, flops=3e12, clock=1.1e9, link=5e9)
 MIB = 2**20
 
-# A decode loop of two layers' weights: a step is the body of the outer loop. Weights are int8
-# [layers, 1024, 1024], of 1 MiB each, x is 1 MiB; S(1) is VMEM. `tests` fill in the numbers.
+# A decode loop over nine layers; the body of the outer loop is a step. The weights are int8
+# [layers, 1024, 1024], so 1 MiB per layer, and x has 1 MiB. S(1) is VMEM. `step_text` fills in the
+# words in capitals.
 STEP = """HloModule jit_decode, is_scheduled=true
 
 %tiling (input: s8[9,1024,1024]) -> s8[9,1024,1024] {
@@ -75,7 +76,8 @@ ENTRY %main (p.0: bf16[512,1024], p.1: s8[9,1024,1024]) -> (bf16[512,1024]) {
   ROOT %while.2 = (bf16[512,1024]{1,0}) while(%tuple.2), condition=%step_condition, body=%step
 }
 """
-# Two branches, in each of them one fusion; JAX puts that of a condition that holds last.
+# A conditional with two branches of one operation each. JAX puts the branch of a true condition
+# last.
 BRANCHES = """HloModule jit_f, is_scheduled=true
 
 %absent (a: f32[8]) -> f32[8] {
@@ -133,12 +135,14 @@ def rng():
 
 def test_bytes_of_a_step_count_each_layer_of_the_weights_once():
     traffic = hlo.loop_traffic(step_text(), 1)
-    # Of a layer w, x and the result; the slice, read only; the kernel's two and its result.
+    # Each layer reads w and x and writes its result. Around the layers, the slice is only read (it
+    # goes to VMEM), the kernel reads two operands and writes one result, and the all-reduce moves
+    # one operand and one result.
     of_layers = 9 * (1 + 1 + 1)
     around = 1 + 3 + 2
     assert traffic.device_memory == (of_layers + around) * MIB + 9 * 4
     assert traffic.moved == 2 * MIB
-    # A copy that does not stay in place reads all layers.
+    # A copy that is not an alias reads all nine layers, not one.
     copied = hlo.loop_traffic(step_text(ALIASING="metadata={}"), 1)
     assert copied.device_memory == traffic.device_memory + 9 * 8 * MIB
 
@@ -190,7 +194,7 @@ def test_branch_that_holds_counts_as_often_as_its_loop_runs(rng):
     note = f', backend_config={{"known_trip_count":{{"n":"{noted}"}}}}'
     for trips, end in [(noted, note), (unsaid, "")]:
         found = clock.program_clock(filled(text, NOTED=end), unsaid, CHIP)
-        # In the branch, and in the call behind it.
+        # The operation runs twice per trip: in the branch, and in the call after it.
         ((name, ms),) = found.operations
         assert name == "run"
         assert_allclose(ms, 1e3 * trips * 2 * present / CHIP.clock)
@@ -198,7 +202,7 @@ def test_branch_that_holds_counts_as_often_as_its_loop_runs(rng):
 
 def test_update_is_timed_at_the_compiled_micro_batch_closest_to_a_steps():
     both = [clock.Clock(3.0, []), clock.Clock(1.0, [])]
-    # 112 rows did not fit, so that there is no program of their gradients.
+    # 112 rows did not fit, so their gradients were not compiled and have no clock.
     clocks = {8: both, 77: both, 112: [None, both[1]]}
     for rows, closest in [(1, 8), (40, 8), (50, 77), (112, 77)]:
         assert step_time.clock_of_update(clocks, rows).micro_batch == closest

@@ -1,4 +1,4 @@
-"""Data as people have it (infra/columns.py): files and columns of the sets on the hub."""
+"""The files and columns of data sets, as on the Hugging Face hub (infra/columns.py)."""
 
 import json
 
@@ -15,7 +15,7 @@ VERL_GSM8K = {
     "reward_model": {"ground_truth": "2", "style": "rule"},
     "extra_info": {"answer": "1 + 1 = 2\n#### 2", "index": 0, "question": ASK, "split": "train"},
 }
-SETS = {  # rows of the form of the hub's sets: (row, the answer)
+SETS = {  # {data set on the hub: (a row of its form, the answer)}
     "gsm8k": ({"question": ASK, "answer": "1 + 1 = 2\n#### 2"}, "1 + 1 = 2\n#### 2"),
     "math": ({"problem": ASK, "level": "Level 1", "solution": r"\boxed{2}"}, r"\boxed{2}"),
     "math500": ({"problem": ASK, "solution": r"so \boxed{2}", "answer": "2"}, "2"),
@@ -40,7 +40,7 @@ def test_sets_of_the_hub_are_read_from_every_kind_of_file(name, kind, tmp_path, 
         getattr(table, f"to_{kind}")(path)
     rows = data.load_rows(path, False)
     assert [(row["question"], row["answer"]) for row in rows] == [(ASK, answer)] * 3
-    # The choice is said where it is one.
+    # The chosen columns are printed unless they have the usual names.
     assert ("question = " in capsys.readouterr().out) == (name != "gsm8k")
     assert data.render(columns.messages_of(rows[0], "Think.")) == data.chat("Think.", ASK)
 
@@ -58,7 +58,7 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     (row,) = data.load_rows(str(path), False)
     assert (row["question"], row["answer"]) == (ASK, "2")
     assert columns.messages_of(row, "Think.") == turns
-    # The prompt ends with the last question, not with the answer to it.
+    # The prompt ends with the last question, without its answer.
     end = f"Hi<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
     assert data.render(turns).endswith(end)
 

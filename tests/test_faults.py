@@ -1,6 +1,6 @@
-"""A whole life of a run on a spot VM, some of whose calls to Google Cloud fail: created, installed,
-started, preempted, created again, resumed, finished, deleted. Whatever fails, no result is lost,
-nothing is paid for in silence, and the exit code is 0 only with the model in the bucket."""
+"""The whole life of a run on a spot VM: created, installed, started, preempted, created again,
+resumed, finished, deleted. Whichever calls to Google Cloud fail, no result is lost, the user hears
+of every VM that is still paid for, and the exit code is 0 only if the model is in the bucket."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from conftest import arguments, read_jsonl, without_times
 from pods import POD_FLAGS, UNAVAILABLE
 from safetensors.numpy import load_file
 
-# The fixture.
+# pytest finds the fixture under this name.
 cloud = pods.cloud
 
 STEPS = 3
@@ -20,7 +20,10 @@ TOO_MANY = "ERROR: (gcloud.x) HTTPError 429: Too Many Requests, rate limit excee
 
 
 def live(cloud, *rules):
-    """One life, with rules for .ci/gcloud -> (exit code, output, calls of gcloud)."""
+    """Run launch.sh through one life. Returns (exit code, output, calls of gcloud).
+
+    rules: of .ci/gcloud, for calls that are to fail.
+    """
     for name in ("life", "gs", "queued", "calls.log", "fail"):
         path = cloud.stub / name
         if path.is_dir():
@@ -28,7 +31,7 @@ def live(cloud, *rules):
         path.unlink(missing_ok=True)
     shutil.rmtree(cloud.clone / "out", ignore_errors=True)
     (cloud.stub / "gs/bucket").mkdir(parents=True)
-    # The VM goes while it sends the second checkpoint.
+    # The VM is preempted while it sends the second checkpoint.
     cloud.fail("rsync.*step_000002 gs://", "Killed", preempt="life")
     for rule in rules:
         cloud.fail(**rule)
@@ -47,7 +50,7 @@ def live(cloud, *rules):
 
 
 def outcome(cloud, code, text, calm=None):
-    """What a life left, as a line, once it has been checked. calm: the weights of an undisturbed
+    """Check the results of a life, and describe them in a line. calm: the weights of an undisturbed
     life."""
     run = cloud.stub / "gs/bucket/run"
     is_there = (cloud.stub / "life").exists()
@@ -60,7 +63,7 @@ def outcome(cloud, code, text, calm=None):
         assert calm is None or all((weights[name] == calm[name]).all() for name in calm), text
     if is_there:
         assert code != 0 and "life in us-central2-b may still be there, and paid for" in text, text
-    # A model that was trained is in the bucket, or on a VM that stays.
+    # A trained model is in the bucket, or on a VM that was not deleted.
     assert is_complete or is_there or "done: " not in text, text
     model = "in the bucket" if is_complete else "not in the bucket"
     vm = "paid, and said so" if is_there else "gone"
@@ -68,7 +71,7 @@ def outcome(cloud, code, text, calm=None):
 
 
 def name_of(argv):
-    """A call in a few words: its command, and what it is about."""
+    """Returns a call of gcloud in a few words: its words without flags, and what it runs by ssh."""
     words = [word for word in argv if not word.startswith("-")]
     command = [word.rpartition("; ")[2] for word in argv if word.startswith("--command=")]
     return " ".join(words + command)[:100]
@@ -76,12 +79,12 @@ def name_of(argv):
 
 @pytest.mark.slow
 def test_a_life_survives_that_a_fifth_of_its_calls_fail(cloud):
-    """With a 503 or a 429."""
+    """If a fifth of all calls fail with a 503 or a 429, a run still ends with the same weights."""
     code, text, calls = live(cloud)
     assert "resuming out/gs/bucket/run after step 1" in text, text
     assert outcome(cloud, code, text) == "exit code 0, model in the bucket, VM gone", text
     calm = load_file(cloud.stub / "gs/bucket/run/final/model.safetensors")
-    # .ci/gcloud takes the first rule that is due: half of the faults are each.
+    # .ci/gcloud applies the first rule that is due, so about half of the faults are of each kind.
     faults = [{"chance": 0.1, "text": UNAVAILABLE}, {"chance": 0.2, "text": TOO_MANY}]
     code, text, more_calls = live(cloud, *[{"pattern": ".", "times": 999} | f for f in faults])
     assert "UNAVAILABLE" in text and "429" in text, text

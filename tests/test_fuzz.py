@@ -1,4 +1,4 @@
-"""Spoiled files: whatever is in one, it is refused in a line or two, or read as what it says."""
+"""Spoiled files: whatever a file contains, it is refused in one line, or read as what it says."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ ODD_BYTES = [b"[", b'"', b"1", b"\xff"]
 
 # ---------------------------------------------------------------- how files are spoiled
 def places(value):
-    """(list or dict, index or key) of everything in a JSON value."""
+    """Returns (list or dict, index or key) for everything in a JSON value."""
     found = []
     keys = value if isinstance(value, dict) else range(len(value))
     for key in keys:
@@ -39,7 +39,7 @@ def places(value):
 
 
 def spoil_json(rng, text):
-    """With one value odd, or another's, or gone."""
+    """Replace one value by an odd one or by another value of the text, or remove it."""
     value = json.loads(text)
     everything = places(value)
     holder, key = rng.choice(everything)
@@ -51,7 +51,7 @@ def spoil_json(rng, text):
 
 
 def spoil_bytes(rng, data):
-    """With some bytes gone, random, doubled or odd, in up to nine places."""
+    """Remove, randomise, double or replace some bytes, in up to nine places."""
     data = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 9])):
         start = rng.randrange(len(data) + 1)
@@ -70,8 +70,8 @@ def spoil(rng, text):
 
 
 def spoil_line(rng, text):
-    """Of a .jsonl file one line's JSON, or the file's bytes."""
-    # no line is chosen for bytes, as they may span two
+    """Spoil the JSON of one line of a .jsonl file, or the bytes of the file."""
+    # The spoiled bytes may span two lines, so they are not limited to one.
     if rng.random() < 0.5:
         return spoil_bytes(rng, text)
     lines = text.split(b"\n")
@@ -81,11 +81,11 @@ def spoil_line(rng, text):
 
 
 def spoil_header(rng, data):
-    """Of a safetensors file the header, which is JSON after its length in eight bytes."""
+    """Spoil the header of a safetensors file: eight bytes with its length, then JSON."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = spoil(rng, data[8:end])
     length = len(header)
-    # some lengths lie: the old one, or any
+    # Sometimes the length is wrong: that of the good header, or any.
     if rng.random() < 0.2:
         length = end - 8
     if rng.random() < 0.1:
@@ -96,11 +96,11 @@ def spoil_header(rng, data):
 # ---------------------------------------------------------------- how they are read
 @dataclass(frozen=True)
 class Source:
-    """A directory with a model and questions, and what reading it gives while it is good."""
+    """A directory with a good model and questions, and the results of reading them."""
 
     directory: Path
     shape: model.ModelConfig
-    weights: dict  # by flat name
+    weights: dict  # {flat name: NumPy array}
 
 
 QUESTIONS = [
@@ -121,7 +121,7 @@ def source(tiny_directory, tmp_path):
 
 
 def strict_config(config):
-    """A ModelConfig by nothing but the names in config.json, where null is what is absent."""
+    """Returns the ModelConfig that config.json states literally. A null counts as absent."""
     config = {k: v for k, v in config.items() if v is not None}
     n_heads = config["num_attention_heads"]
     width = config["hidden_size"]
@@ -149,7 +149,7 @@ def strict_config(config):
 def read_config(source):
     found = hf.read_config(source.directory)
     text = (source.directory / "config.json").read_text()
-    # repr, as 16 is not 16.0, nor 1 True
+    # Compare by repr, which tells 16 from 16.0 and 1 from True.
     assert repr(found) == repr(strict_config(json.loads(text)))
 
 
@@ -175,22 +175,22 @@ def read_questions(source):
     wanted = []
     for line, found_row in zip(lines, found, strict=True):
         row = json.loads(line)
-        # a number is written out in digits, and reads as the same number
+        # A number becomes text in digits, and must read as the same number.
         answer = type(row["answer"])(found_row["answer"])
         assert answer == row["answer"]
         wanted.append(row | {"answer": found_row["answer"]})
-    # repr, as NaN is not equal to itself
+    # Compare by repr, because NaN is not equal to itself.
     assert repr(found) == repr(wanted)
 
 
 # ---------------------------------------------------------------- the test
 class HangError(BaseException):
-    """No Exception, which would be reported to the user as a mistake."""
+    """Not a subclass of Exception, which would be reported as a mistake of the user."""
 
 
 @contextlib.contextmanager
 def no_longer_than(seconds):
-    """Raises inside where it hangs, unless that is in Rust or C."""
+    """Raise HangError if the block takes longer, unless it hangs in Rust or C."""
 
     def hang(*_):
         raise HangError(f"no end within {seconds} s")
@@ -205,7 +205,7 @@ def no_longer_than(seconds):
 
 
 def is_read(read, source):
-    """Whether it is; if not, it is refused as a mistake of the user's."""
+    """Returns whether a file was read. If not, checks that it was refused as a user's mistake."""
     stdout = io.StringIO()
     stderr = io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
@@ -237,7 +237,7 @@ def test_a_spoiled_file_is_refused_or_read_as_it_says(name, count, source, recor
     rng = random.Random(0)
     n_read = 0
     for _ in range(count):
-        # where a file is neither read nor refused, it stays in the test's directory
+        # A file that is neither read nor refused stays in the test's directory.
         path.write_bytes(spoil_file(rng, good))
         with no_longer_than(60):
             n_read += is_read(read, source)

@@ -1,4 +1,4 @@
-"""How the files of the house go together: who imports whom, and sizes that a reader can bear."""
+"""The structure of the source: which files import which, and sizes that a reader can take in."""
 
 import ast
 import graphlib
@@ -12,7 +12,7 @@ FILES = sorted(
     for folder in (".", "infra", "tools", "tests")
     for path in (ROOT / folder).glob("*.py")
 )
-# A room may import these of ours; tools and tests may import anything.
+# What each room may import of our modules; tools and tests may import anything.
 MAY_IMPORT = {
     "model": set(),
     "kernel": set(),
@@ -30,7 +30,7 @@ def text_of(file):
 
 
 def room_of(module):
-    """train for train.py, infra for infra/hf.py: the first part of a module's name."""
+    """Returns the first part of a module's name: train for train.py, infra for infra/hf.py."""
     return module.partition(".")[0]
 
 
@@ -43,13 +43,13 @@ OURS = {module_of(file) for file in FILES}
 
 @cache
 def imports_of(file):
-    """Names of the modules of ours that a file imports, also inside functions."""
+    """Returns the names of our modules that a file imports, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(text_of(file))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            # All import by complete names: `from infra import hf`, or `from infra.log import say`.
+            # Imports use complete names: `from infra import hf`, or `from infra.log import say`.
             assert node.level == 0, f"{file}:{node.lineno} is a relative import"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= names & OURS or {node.module}
@@ -63,7 +63,7 @@ def test_rooms_import_what_they_may():
         allowed = MAY_IMPORT.get(room)
         if allowed is not None:
             assert rooms <= allowed, f"{file} imports {rooms - allowed}"
-    # The reading of imports is no empty promise.
+    # Check that imports_of finds imports at all.
     assert "infra.log" in imports_of("infra/cluster.py")
     assert {"model", "kernel", "infra.rollout"} <= imports_of("train.py")
 
@@ -71,7 +71,7 @@ def test_rooms_import_what_they_may():
 def test_infra_has_no_cycle():
     graph = {module_of(file): imports_of(file) for file in FILES if file.startswith("infra/")}
     assert len(graph) > 10
-    # Raises CycleError, which names the modules.
+    # prepare raises CycleError, which names the modules.
     graphlib.TopologicalSorter(graph).prepare()
 
 

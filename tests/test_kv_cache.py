@@ -1,4 +1,4 @@
-"""Attention to the KV cache, and writing to it: plain JAX and the TPU kernels, interpreted, against
+"""Attention to the KV cache, and writing to it: plain JAX and the interpreted TPU kernels against
 float64 NumPy."""
 
 from functools import partial
@@ -14,7 +14,7 @@ from infra import decode_kernel, kv_cache
 from infra.kv_cache import Cache
 from test_kernel import without_races
 
-# What is not written is NaN, what is outside is an error, and two cores may race.
+# Unwritten memory is NaN, reads out of bounds raise, and races between two cores are detected.
 INTERPRET = pltpu.InterpretParams(
     num_cores_or_threads=2,
     detect_races=True,
@@ -32,7 +32,10 @@ def random_cache(rng, B, K, S, H, dtype="float32"):
 
 
 def float64_attention(q_BKMH, parts):
-    """Softmax over the slots of all parts: [(cache, layer, filled slots of each row)]."""
+    """Returns attention over the slots of all parts, and its log-sum-exp.
+
+    parts: [(cache, layer, filled slots of each row)].
+    """
     out = []
     lse = []
     for b, q_KMH in enumerate(np.float64(q_BKMH)):
@@ -75,7 +78,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(decode_kernel, "attend", attend)
 
 
-# B K M H, slots of two caches; those of a head size of 64 and 128 are Qwen2.5's.
+# (B, K, M, H, slots of the first cache, slots of the second). Qwen2.5 has heads of 64 and 128.
 # fmt: off
 SIZES = {
     "head size 128":    (4, 2, 8, 128, 40, 24),
@@ -88,7 +91,8 @@ SIZES = {
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", ATTEND)
 def test_attention_goes_on_from_cache_to_cache(how, size, monkeypatch):
-    """Over blocks of slots and of rows, some of which no row needs; unwritten slots are NaN."""
+    """Attention continues over a second cache with another layer, in blocks of slots and rows, some
+    of which no row needs. Unwritten slots are NaN for the kernel."""
     monkeypatch.setattr(decode_kernel, "BLOCK_SLOTS", 16)
     monkeypatch.setattr(decode_kernel, "BLOCK_BYTES", 2**14)
     monkeypatch.setattr(decode_kernel, "MOST_QUERIES", 16)
@@ -100,12 +104,13 @@ def test_attention_goes_on_from_cache_to_cache(how, size, monkeypatch):
     for layer, S in enumerate(slots):
         cache = random_cache(rng, B, K, S, H)
         filled_B = rng.integers(1, S + 1, B)
-        # One row has a single slot, and another one all of them.
+        # The first row has a single filled slot, and the last row has all slots filled.
         filled_B[0] = 1
         filled_B[-1] = S
         parts.append((cache, layer, filled_B))
         if how == "pallas":
-            # The plain form multiplies such slots by 0, so that they must be numbers.
+            # The kernel must not use the values of empty slots. (Plain JAX multiplies them by 0, so
+            # there they must be numbers.)
             is_empty = np.arange(S) >= filled_B[:, None]
             values = jnp.where(is_empty[:, None, :, None], jnp.nan, cache.values)
             cache = Cache(cache.keys, values)
@@ -123,7 +128,7 @@ def test_attention_in_bfloat16_is_as_exact_as_its_operands():
     nothing = kv_cache.nothing(q_BKMH)
     for attend in ATTEND.values():
         result = attend(q_BKMH, cache, 1, jnp.array(filled_B), nothing)
-        # Weights of the softmax are rounded to 8 bits.
+        # The softmax weights are rounded to 8 bits.
         check_close(result, reference, 4 * 2**-8, 1e-5)
 
 
@@ -149,7 +154,8 @@ def test_a_token_is_written_to_its_slot_and_nowhere_else(dtype, S, monkeypatch):
 
 
 def test_keys_beyond_the_last_slot_do_not_matter(monkeypatch):
-    """NaN in a block of them would come through, and does where one row has a slot of it."""
+    """Blocks of keys beyond the last filled slot are not used: NaN in them reaches the output only
+    if a row has a filled slot there."""
     monkeypatch.setattr(decode_kernel, "BLOCK_SLOTS", 16)
     rng = np.random.default_rng(3)
     q_BKMH = random_queries(rng, 2, 1, 8, 64)

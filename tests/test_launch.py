@@ -1,4 +1,5 @@
-"""launch.sh on a stand-in for gcloud: what it prints, refuses and costs, and VMs that go."""
+"""launch.sh on a stand-in for gcloud: what it prints, refuses and costs, and VMs that are
+preempted."""
 
 import os
 import re
@@ -13,13 +14,13 @@ import pytest
 from conftest import ROOT, arguments, run
 from pods import ENDS, OFFLINE, POD_FLAGS, SLEEP, UNAVAILABLE, write
 
-# The fixture.
+# pytest finds the fixture under this name.
 cloud = pods.cloud
 
 
 # ---------------------------------------------------------------- dry runs, and mistakes
 def test_launcher_is_bash_3_2():
-    """macOS has no newer bash."""
+    """The launcher uses nothing newer than bash 3.2, the bash of macOS."""
     scripts = [ROOT / "launch.sh", ROOT / "infra/gcloud.sh", ROOT / "infra/cuda.sh"]
     source = "".join(script.read_text() for script in scripts)
     newer = ["mapfile", "readarray", "declare -A", ",,}", "^^}", "wait -n", "&>>", "|&", "coproc"]
@@ -48,7 +49,7 @@ def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):
         flags = f"--require_processes {hosts} --require_devices {devices} --start_timeout 900"
         assert f"{flags} --model Qwen/" in text, text
         assert f" --accelerator-type={name.replace('v5e-', 'v5litepod-')} " in text, text
-        # What the user says comes after what the launcher says, and so it counts.
+        # The user's flags come after the launcher's flags, so that they win.
         assert text.rindex("--batch 1") > text.rindex("--max_answer 1024"), text
         words = ("create", "ssh", "scp")
         order = [text.index(f"gcloud compute tpus tpu-vm {word}") for word in words]
@@ -57,8 +58,9 @@ def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):
 
 
 def test_dry_run_speaks_to_all_workers(cloud):
-    # setup: is a run going on, scp, install; run: start, follow; then of worker 0 alone: what there
-    # is to fetch, and fetching it. Before following again: which run.
+    # (calls to all workers, calls to worker 0 alone) of each action. setup: is a run going on, scp,
+    # install. run: start, follow; then, on worker 0, list the results and fetch them. logs first
+    # asks worker 0 which run there is.
     calls_of = {"": (5, 2), "setup": (3, 0), "run": (2, 2), "logs": (1, 3), "fetch": (0, 2)}
     calls_of |= {"status": (1, 0), "stop": (1, 0)}
     for action, (to_all, to_one) in calls_of.items():
@@ -70,7 +72,7 @@ def test_dry_run_speaks_to_all_workers(cloud):
 
 
 def test_flags_reach_a_worker_as_they_were_given(cloud):
-    """Through two shells: the one that reads the dry run's line, and the worker's."""
+    """Flags survive two shells: the one that reads the line of the dry run, and the worker's."""
     odd = "it's $HOME `d` \\"
     text = cloud.launch("--dry-run v6e-16", ["--system", odd])
     (line,) = [line for line in text.splitlines() if "worker.sh start" in line.replace("\\ ", " ")]
@@ -85,12 +87,12 @@ def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
     assert "tools/plan.py --lr 1" in cloud.launch("--dry-run plan --lr 1")
     slurm = cloud.launch("--dry-run slurm --ntasks-per-node 2 --lr 1")
     assert "--ntasks-per-node=2" in slurm
-    # Which asks Slurm ever more seldom whether the job has ended.
+    # sbatch --wait asks Slurm at growing intervals whether the job has ended.
     assert "sbatch --wait --parsable" in slurm
     tests = cloud.launch("--dry-run test -k draws")
     assert "-r " + str(cloud.clone / "tests/requirements.txt") in tests, tests
     assert "-m pytest -n 2 --dist worksteal --durations 15 -k draws" in tests, tests
-    # A shell reads back what is printed, with what is odd in it.
+    # A shell reads the printed words back unchanged, odd characters included.
     odd = ["--system", "it's $HOME"]
     printed = cloud.launch("--dry-run cpu", odd).splitlines()[-1]
     python = f"{cloud.clone}/.venv/bin/python"
@@ -98,14 +100,15 @@ def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
     assert not (cloud.clone / ".venv").exists(), "something ran"
 
 
-# What Ubuntu has without python3-venv: no ensurepip, and maybe pip.
+# A Python as on Ubuntu without python3-venv: without ensurepip, and maybe with pip.
 WITHOUT_VENV = """#!/bin/sh
 case "$*" in *"import sys, ensurepip"*) exit 1 ;; *"-m pip --version") exit {pip_code} ;; esac
 """
 
 
 def test_setup_brings_a_python_where_none_is_fit(cloud, tmp_path):
-    """With uv that is here, or from the package index, or from its makers."""
+    """If no Python here is suitable, setup gets one with uv. A missing uv comes from the package
+    index, or from its makers."""
     bare = tmp_path / "bare"
 
     def setup(pip_code):
@@ -125,7 +128,7 @@ def test_setup_brings_a_python_where_none_is_fit(cloud, tmp_path):
 
 
 def test_wandb_is_installed_where_it_is_asked_for(cloud):
-    """Here, and on workers."""
+    """wandb is installed only if --wandb is given, on this machine and on workers."""
     assert " wandb \n" in cloud.launch("--dry-run cpu --wandb project")
     assert " wandb \n" not in cloud.launch("--dry-run cpu")
     cloud.launch("v6e-1 setup --name plain")
@@ -138,7 +141,8 @@ def test_wandb_is_installed_where_it_is_asked_for(cloud):
 
 
 def test_what_a_site_needs_is_passed_on(cloud):
-    """Also where a command is told to be given again."""
+    """The site's flags for create and sbatch are passed on, and appear in the commands that the
+    launcher suggests."""
     create = ["--create", "--reserved --network=net"]
     one_by_one = ["--create", "--reserved", "--create=", "--create=--network=net"]
     for queued, flags in ("", create), ("--queued", create), ("", one_by_one):
@@ -156,7 +160,7 @@ def test_what_a_site_needs_is_passed_on(cloud):
 
 
 def test_a_dry_run_can_be_pasted(cloud, tmp_path):
-    """Its lines are commands in the order in which they would run, and gcloud takes them."""
+    """A dry run prints commands in the order in which they would run, and gcloud accepts them."""
     words = arguments(["v6e-8 --name pasted", POD_FLAGS])
     places = {"front": ["--dry-run", *words], "middle": [words[0], "--dry-run", *words[1:]]}
     places["end"] = [*words, "--dry-run"]
@@ -168,7 +172,7 @@ def test_a_dry_run_can_be_pasted(cloud, tmp_path):
     order = [text.index(word) for word in (" describe ", " create ", "git ", "tar ", " scp ")]
     assert order == sorted(order), text
     assert "--zone= " not in text and "''" not in text, text
-    # Up to the start of train.py: what is printed after it would wait for its end.
+    # Stop before the start of train.py, because the commands after it wait for its end.
     pasted = text[: text.index("worker.sh\\ start")].rpartition("\n")[0]
     path = f"{cloud.stub}/bin:{ROOT}/.ci:{os.environ['PATH']}"
     run("bash", "-c", pasted, cwd=tmp_path, PATH=path, GCLOUD_STUB=str(cloud.stub))
@@ -208,14 +212,14 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
     }
     installing = "launch.sh: installing into .venv, once: a minute or two\n"
     for call, wanted in mistakes.items():
-        # train.py's own mistakes are found once it can run.
+        # A mistake that train.py finds comes after the installation.
         text = cloud.launch(call, code=2).removeprefix(installing)
         assert text.count("\n") == 1 and wanted in text, text
 
 
 # ---------------------------------------------------------------- what gcloud refuses
-# What gcloud 528 and the services behind it print when asked to create a VM -> what the launcher
-# says to do. To each 403 and 404 the stand-in adds, as gcloud does, whose account it is.
+# {what gcloud 528 and the services behind it print when asked to create a VM: what the launcher
+# advises}. Like gcloud, the stand-in adds the name of the account to each 403 and 404.
 # fmt: off
 REFUSALS = {
     "PERMISSION_DENIED: Cloud TPU API has not been used in project 7 before or it is disabled.":
@@ -233,7 +237,7 @@ REFUSALS = {
     "{ code: 8, There is no more capacity in the zone a": "a has no v6e-8 left",
     "INVALID_ARGUMENT: the accelerator v6e-8 was not found in zone a": "a offers no v6e-8",
     "SSH Key is not present in the SSH agent.": "ssh-add",
-    # These as gcloud 528 prints them when its library is given the answers of the services.
+    # gcloud 528 printed these when its library was given the answers of the services.
     "UNAUTHENTICATED: Request had invalid authentication credentials. Expected OAuth 2 token":
         "log in: gcloud auth login",
     "PERMISSION_DENIED: Permission denied on resource project nosuch": "gcloud config set project",
@@ -248,7 +252,8 @@ BROKEN = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with ret
 
 
 def test_refusals_to_create_come_with_advice(cloud):
-    """Each is shown in gcloud's own words, and the next zone is tried."""
+    """If a VM cannot be created in a zone, the launcher shows gcloud's own words with advice, and
+    tries the next zone."""
     for number, (said, wanted) in enumerate(REFUSALS.items()):
         cloud.fail("create", f"ERROR: (gcloud.compute.tpus.tpu-vm.create) {said}")
         text = cloud.launch(f"v6e-8 up --zone a,us-east5-b --name vm{number}")
@@ -262,14 +267,14 @@ def test_a_zone_that_cannot_be_asked_is_left_out(cloud):
     cloud.fail("create.*zone=a ", denied)
     text = cloud.launch("v6e-8 up --name vm --zone a,us-east5-b")
     assert "going on without a" in text and "vm in us-east5-b is READY" in text, text
-    # Where it is the project's fault, so it is everywhere.
+    # A fault of the project affects all zones, so no other zone is tried.
     cloud.fail(
         "describe",
         "ERROR: (gcloud.x) PERMISSION_DENIED: Cloud TPU API has not been used in project 7",
     )
     text = cloud.launch("v6e-8 up --name other --zone a,us-east5-b", code=1)
     assert "gcloud services enable" in text and "going on" not in text, text
-    # A zone that is silent for a moment is asked again: the VM may be there.
+    # A zone that is unavailable for a moment is asked again, because the VM may be there.
     cloud.fail("describe.*zone=us-east5-b", UNAVAILABLE)
     text = cloud.launch("v6e-8 up --name vm --zone a,us-east5-b")
     assert "vm in us-east5-b is READY" in text and "going on" not in text, text
@@ -286,7 +291,7 @@ def test_patience_has_an_end_which_is_told(cloud):
 
 
 def test_the_page_on_pods_prepares_a_project_as_the_launcher_advises():
-    """Both APIs, and the right of the workers' account to the bucket."""
+    """assets/pods.md enables both APIs, and gives the workers' account access to the bucket."""
     page = (ROOT / "assets/pods.md").read_text()
     launcher = (ROOT / "infra/gcloud.sh").read_text()
     enable = "gcloud services enable tpu.googleapis.com compute.googleapis.com"
@@ -298,7 +303,8 @@ def test_the_page_on_pods_prepares_a_project_as_the_launcher_advises():
 
 # ---------------------------------------------------------------- what costs money
 def test_what_gcloud_no_longer_waits_for_is_found(cloud):
-    """It waits for half an hour, and then the VM may come nevertheless."""
+    """gcloud gives up on a VM after half an hour. If the VM is created nevertheless, the launcher
+    finds it and asks for no other."""
     gave_up = (
         "ERROR: (gcloud.compute.tpus.tpu-vm.create) Operation operation-1 has not finished in 1800 "
         "seconds. The operations may still be underway remotely and may still succeed"
@@ -311,9 +317,10 @@ def test_what_gcloud_no_longer_waits_for_is_found(cloud):
 
 
 def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
-    """Ctrl-C, and a failure of gcloud."""
+    """If Ctrl-C or a failure of gcloud ends the wait for a VM, the launcher says what may still
+    exist and cost money."""
     (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
-    # Whoever sleeps presses Ctrl-C, which reaches all of its session.
+    # `sleep` sends Ctrl-C to its process group. A session of its own keeps that from pytest.
     write(cloud.stub / "bin/sleep", "#!/bin/sh\nkill -INT 0\n", 0o755)
     alone = "import os, signal, sys; os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); "
     alone += "os.execvp('bash', ['bash', *sys.argv[1:]])"
@@ -353,7 +360,7 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
     assert not list((cloud.stub / "queued").iterdir()) and not (cloud.stub / "both").exists()
     text = cloud.launch("v6e-8 down --name both --yes", code=2)
     assert "there is no both in us-east5-b,us-east5-a" in text, text
-    # Who may not ask for queued requests deletes the VM nevertheless.
+    # Without the right to delete queued requests, the VM is deleted nevertheless.
     cloud.launch("v6e-8 up --name both")
     cloud.fail("queued-resources delete", "ERROR: (gcloud.x) PERMISSION_DENIED: no")
     text = cloud.launch("v6e-8 down --name both --yes", code=1)
@@ -361,7 +368,8 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
 
 
 def test_a_queued_request_that_failed_says_why(cloud):
-    """A lack of quota ends it; other causes are tried again, with longer pauses, to a limit."""
+    """If a queued request fails, the launcher shows the cause. It gives up if quota is lacking. For
+    other causes it makes new requests, with growing pauses and up to a limit."""
     write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
     (cloud.stub / "queue").write_text("ACCEPTED FAILED")
     up = "v6e-8 up --queued --name qr --zone us-east5-b"
@@ -381,7 +389,8 @@ def test_a_queued_request_that_failed_says_why(cloud):
 
 
 def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
-    """The zones are tried again; with --reserved, another zone has to be named."""
+    """Without --reserved, "insufficient reserved capacity" means that a zone is full, and the zones
+    are tried again. With --reserved, the user has to name another zone."""
     write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
     said = "ERROR: (gcloud.x) { code: 9, Insufficient reserved capacity. [EID: 0x1]"
     cloud.fail("create", said, times=2)
@@ -394,7 +403,8 @@ def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
 
 
 def test_keys_of_a_fresh_vm_are_waited_for(cloud):
-    """ssh's own words are shown, with the workers that failed; patience has an end."""
+    """While a fresh VM refuses ssh, the launcher shows ssh's own words and the workers that failed,
+    and tries again a limited number of times."""
     write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
     ssh_failed = "ERROR: (gcloud.x) [/usr/bin/ssh] exited with return code [255]."
     refused = (
@@ -421,7 +431,7 @@ def test_a_host_key_that_changed_is_told_at_once(cloud):
 
 
 def test_a_tree_that_cannot_be_packed_is_not_sent(cloud):
-    """Whatever tar had written by then."""
+    """If tar fails, nothing is sent, not even the part that tar had written."""
     write(
         cloud.stub / "bin/tar",
         f"""#!/bin/sh
@@ -446,7 +456,8 @@ def test_a_large_tree_is_told_before_it_is_sent(cloud):
 
 
 def test_nothing_from_a_vm_is_evaluated(cloud):
-    """Flags, the number of lines and the name of the results are data."""
+    """The flags, the number of lines and the name of the results come from a VM. The launcher
+    treats them as data, and never as code."""
     cloud.launch("v6e-1 --name vm", POD_FLAGS, ENDS, code=2)
     pod = cloud.stub / "vm/w0/podgrpo"
     trap = cloud.clone / "evaluated"
@@ -462,7 +473,7 @@ def test_nothing_from_a_vm_is_evaluated(cloud):
 
 
 def test_every_call_of_gcloud_is_in_one_log(cloud):
-    """With its exit code and all that it said; a failure names the log."""
+    """The log has every call of gcloud, with exit code and complete output. A failure names it."""
     cloud.fail("create", "Waiting...\nERROR: (gcloud.x) PERMISSION_DENIED: no such luck")
     text = cloud.launch("v6e-1 up --name vm --zone us-east5-b", code=1)
     (path,) = re.findall("all calls of gcloud: (.*)", text)
@@ -474,7 +485,7 @@ def test_every_call_of_gcloud_is_in_one_log(cloud):
 
 
 def test_workers_are_reached_as_the_site_wants(cloud):
-    """Every ssh and scp has the flags; the Identity-Aware Proxy is of gcloud's alpha."""
+    """Every ssh and scp gets the flags in --ssh. The Identity-Aware Proxy needs gcloud alpha."""
     cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal-ip"])
     for argv in cloud.worker_calls():
         assert "--internal-ip" in argv, argv
@@ -505,13 +516,14 @@ def test_a_vm_that_is_repaired_is_not_waited_for_for_ever(cloud):
     write(cloud.stub / "vm/state", "READY")
 
 
-# ---------------------------------------------------------------- spot VMs that go
-# The training that ends at once: a mistake in its flags.
+# ---------------------------------------------------------------- spot VMs that are preempted
+# ENDS has a mistake in the flags, so the training ends at once.
 
 
 @pytest.mark.parametrize("moment", ["create", "scp", "unpack", "worker.sh start"])
 def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
-    """While it is made, sent to, installed on, started; deleting the old one fails at first."""
+    """A spot VM is created again if it is preempted while it is created, receives files, installs
+    packages or starts the run, even if deleting the old VM fails at first."""
     if moment == "create":
         cloud.fail("create", BROKEN, does=True)
         write(cloud.stub / "next_state", "PREEMPTED")
@@ -526,7 +538,7 @@ def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
 
 
 def test_logs_of_a_spot_run_resume_it(cloud):
-    """With the flags that it had."""
+    """`logs --spot` creates a preempted VM again and resumes its run with the flags that it had."""
     cloud.launch("v6e-1 --spot --name spot", POD_FLAGS, ENDS, "--system", ["it's $HOME"], code=2)
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --spot --name spot", code=2)

@@ -1,4 +1,4 @@
-"""The tools that show learning: generated word problems, the comparison with TRL, ablations."""
+"""The tools that show learning: word problems, the comparison with TRL, and ablations."""
 
 import collections
 import random
@@ -16,7 +16,7 @@ from tools import ablations, compare_trl, runs, word_problems
 
 TOOLS = [word_problems, compare_trl, ablations]
 # fmt: off
-MISTAKES = [  # tool, flags, what the message must say
+MISTAKES = [  # (tool, flags, what the message must say)
     (word_problems, "--out x", "required: --tokenizer"),
     (word_problems, "--tokenizer . --out x --seed one", "invalid int value: 'one'"),
     (word_problems, "--tokenizer . --out .", "out = . exists"),
@@ -39,7 +39,7 @@ MISTAKES = [  # tool, flags, what the message must say
 
 
 def ended(tool, flags, capsys) -> tuple[int, str, str]:
-    """-> (exit code, stdout, stderr) of a tool that ends before it does anything."""
+    """Run a tool that exits before it does anything. Returns (exit code, stdout, stderr)."""
     with pytest.raises(SystemExit) as end:
         tool.main(arguments([flags]))
     return end.value.code or 0, *capsys.readouterr()
@@ -57,7 +57,8 @@ def test_mistakes_are_one_line_and_help_is_help(capsys):
 
 # ---------------------------------------------------------------- word problems
 def result_of(question: str, first_sign: str) -> int:
-    """What a question asks for, read from its words; `+` adds where it should multiply."""
+    """Compute the answer to a question from its words. With first_sign `+`, add in the first step,
+    where it should multiply."""
     groups, each = map(int, re.match(r"\w+ has (\d+) \w+ of (\d+) ", question).groups())
     total = groups * each if first_sign == "*" else groups + each
     for verb, number in re.findall(r"(buys|finds|loses|sells) (\d+)\.", question):
@@ -66,7 +67,8 @@ def result_of(question: str, first_sign: str) -> int:
 
 
 def check_lines(text: str) -> int:
-    """Check each `a+b=c` of a text, and that it begins with the result before it -> the last."""
+    """Check that each `a+b=c` in a text is right and begins with the result before it. Returns the
+    last result."""
     results = []
     for left, sign, right, result in re.findall(r"(\d+)([*+-])(\d+)=(\d+)", text):
         computed = {"*": int(left) * int(right), "+": int(left) + int(right)}
@@ -87,7 +89,7 @@ def test_word_problems_are_what_their_words_say():
         right = result_of(row["question"], "*")
         assert right > 0
         assert final_number(row["answer"]) == right == check_lines(row["answer"])
-        # Each step of GSM8K's answers stands in << >>.
+        # As in GSM8K, each step of the answer is in << >>.
         assert len(re.findall(r"<<\d+[*+-]\d+=\d+>>", row["answer"])) >= 2
         first_sign = re.search(r"\D", row["demonstration"])[0]
         shown = result_of(row["question"], first_sign)
@@ -110,7 +112,7 @@ def test_trl_gets_the_same_schedule_and_sizes(tmp_path):
     flags |= {"clip_high": rng.uniform(0.2, 0.4), "decay": rng.choice(["linear", "cosine"])}
     cfg = train.parse(runs.words(flags | {"out": str(tmp_path)}))
     options = trl.GRPOConfig(**compare_trl.trl_options(cfg))
-    # One rollout of 32 answers serves all updates of a step.
+    # One rollout of 32 answers is for all updates of a step.
     assert options.generation_batch_size == 32
     assert options.per_device_train_batch_size == 32 // minibatches
     assert (options.epsilon, options.epsilon_high) == (0.2, cfg.clip_high)
@@ -127,14 +129,15 @@ def test_trl_gets_the_same_schedule_and_sizes(tmp_path):
         parameter.grad = torch.tensor([1.0, -2.0, 3.0])
         adamw.step()
         schedule.step()
-        # Adam's step of a constant gradient is the learning rate.
+        # With a constant gradient, Adam's step has the size of the learning rate.
         step = before - parameter.detach().numpy()
         assert_allclose(step, expected * np.array([1, -1, 1]), rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("loss_agg", compare_trl.LOSS_TYPES)
 def test_trl_has_the_same_loss(loss_agg):
-    """Its own function on answers of many lengths, against a token's weight in our rows."""
+    """TRL's own loss function, on answers of many lengths, equals the loss by the token weights of
+    train.make_rows."""
     trl = pytest.importorskip("trl")
     import torch
 

@@ -1,4 +1,4 @@
-"""Answers without gradient are not computed, and the update is as if they were."""
+"""Answers without a gradient are left out of the rows, and the update stays the same."""
 
 import itertools
 from functools import partial
@@ -18,7 +18,7 @@ from test_kernel import mesh, relative
 
 AGGREGATIONS = ("token", "sequence", "constant")
 # fmt: off
-REWARDS = [  # of four groups; in two all answers score the same
+REWARDS = [  # of four groups; in the middle two, all answers score the same
     [0.0, 1.1, 0.1, 0.1],
     [1.1, 1.1, 1.1, 1.1],
     [0.1, 0.1, 0.1, 0.1],
@@ -26,7 +26,8 @@ REWARDS = [  # of four groups; in two all answers score the same
 ]
 # fmt: on
 HAVE_ADVANTAGES = (0, 1, 2, 3, 12, 13, 14, 15)
-# The second of two minibatches, which has every other answer, has none with an advantage.
+# Minibatches take every other answer. With these rewards, no answer of the second minibatch has an
+# advantage.
 ONLY_FIRST = [[1.1, 0.5, -0.1, 0.5]] * 4
 
 
@@ -35,7 +36,8 @@ def compute_all(advantages, sampler_logprobs, cfg):
 
 
 def batches_of(cfg, rewards=REWARDS, on=None, sampler=None):
-    """What train.make_batches makes of the case's sequences, in rows of few, and its Setup."""
+    """Returns (batches, counts, Setup): train.make_batches of the test case, in rows with few
+    sequences."""
     case = update_case()
     advantages = train.group_advantages(rewards, 4, "drgrpo")
     setup = setup_of(on or mesh(), 24, 2)
@@ -48,14 +50,14 @@ def batches_of(cfg, rewards=REWARDS, on=None, sampler=None):
 
 
 def with_old(batches, cfg, on):
-    """The minibatches, with the logprobs before the first update."""
+    """Returns the minibatches with `old`, the logprobs before the first update."""
     params = state_of(cfg, SMALL, on)["params"]
     score = partial(train.target_logprobs, cfg=cfg, model_cfg=SMALL, mesh=on)
     return [[rows | {"old": score(params, rows)} for rows in batch] for batch in batches]
 
 
 def computed_sequences(batch):
-    """The tokens of each sequence in a minibatch's rows, sorted."""
+    """Returns the tokens of each sequence in the rows of a minibatch, sorted."""
     found = []
     for rows in jax.device_get(batch):
         for tokens, segments in zip(rows["tokens"], rows["segments"], strict=True):
@@ -64,7 +66,7 @@ def computed_sequences(batch):
 
 
 def gradients_of(batches, cfg, on):
-    """-> (of each minibatch the gradient as one vector; the metrics of each micro-batch)"""
+    """Returns (the gradient of each minibatch as one vector, the metrics of each micro-batch)."""
     params = state_of(cfg, SMALL, on)["params"]
     run = partial(train.gradients, params, cfg=cfg, model_cfg=SMALL, mesh=on)
     totals = []
@@ -82,7 +84,8 @@ def gradients_of(batches, cfg, on):
 # ---------------------------------------------------------------- the gradient and the metrics
 @pytest.mark.parametrize("dims", [(1, 1, 1), (1, 4, 2)], ids=["1", "1x4x2"])
 def test_gradient_is_that_of_all_answers(dims, monkeypatch, record_property):
-    """Of each of several minibatches, of which each keeps what it had with an advantage."""
+    """Each minibatch keeps only its answers with an advantage, and its gradient is that of all its
+    answers."""
     on = mesh(*dims)
     case = update_case()
     whole = [case.prompts[i] + case.answers[i] for i in range(16)]
@@ -127,14 +130,14 @@ def test_metrics_say_what_they_are_over(monkeypatch):
     assert metrics["trained_tokens"] == trained
     assert metrics["valid_tokens"] == of_all["valid_tokens"] == sum(answer_tokens)
     assert of_all["trained_tokens"] == sum(answer_tokens)
-    # Operations and padding are of what is computed.
+    # Operations and padding count only the answers that are computed.
     assert counts["tokens"] == trained + prompts
     assert counts["slots"] < all_counts["slots"]
     assert counts["flops"] < all_counts["flops"]
     padding = 1 - counts["tokens"] / counts["slots"]
     assert_allclose(metrics["padding_fraction"], padding)
     assert_allclose(metrics["loss"], of_all["loss"], rtol=1e-5)
-    # The mean by hand, from rows that hold all.
+    # Compute the mean by hand, from rows with all answers.
     rows = jax.device_get(list(itertools.chain(*all_batches)))
     nll = np.concatenate([-part["old"][part["advantage"] != 0] for part in rows])
     assert len(nll) == trained
@@ -143,7 +146,10 @@ def test_metrics_say_what_they_are_over(monkeypatch):
 
 
 def check_all_computed(cfg, spoilt=()):
-    """-> the batch. spoilt: sequences of which a logprob is NaN."""
+    """Check that every answer is in the rows, and return the batch.
+
+    spoilt: sequences that get a NaN among their logprobs.
+    """
     case = update_case()
     sampler = case.sampler.copy()
     sampler[list(spoilt), 0] = np.nan
@@ -160,7 +166,8 @@ def test_a_kl_or_an_entropy_leaves_nothing_out(flags):
 
 
 def test_weights_that_are_not_finite_are_found():
-    """Also by answers that all score the same, as those of such weights do."""
+    """If a sampled logprob is NaN, no answer is left out, so that the update finds the NaN. Weights
+    that are not finite sample answers that all score the same."""
     cfg = train.Config(**PLAIN)
     batch = check_all_computed(cfg, spoilt=[5])
     state = state_of(cfg, SMALL, mesh())
@@ -168,9 +175,10 @@ def test_weights_that_are_not_finite_are_found():
     assert np.isnan(norm)
 
 
-# ---------------------------------------------------------------- where none is left
+# ---------------------------------------------------------------- minibatches without any answer
 def test_an_update_of_none_is_that_of_a_gradient_of_0(monkeypatch):
-    """Bit for bit: moments move the weights, and decay."""
+    """Without any answer left, an update is bit for bit that of a gradient of 0: the moments still
+    move the weights, and decay."""
     adamw = dict(optimizer="adamw", b2=0.9, weight_decay=0.1, minibatches=2)
     cfg = train.Config(**PLAIN | adamw)
     batches, _, _ = batches_of(cfg, ONLY_FIRST)
@@ -202,7 +210,7 @@ def test_an_update_of_none_is_that_of_a_gradient_of_0(monkeypatch):
 def test_of_no_token_there_is_no_mean():
     cfg = train.Config(**PLAIN | {"minibatches": 2})
     batches, counts, setup = batches_of(cfg, [[1.0] * 4] * 4)
-    # One micro-batch for each optimizer step.
+    # Each optimizer step still has one micro-batch, without rows.
     assert [len(batch) for batch in batches] == [1, 1]
     _, parts = gradients_of(with_old(batches, cfg, mesh()), cfg, mesh())
     metrics = train.update_metrics(parts, [0.0, 0.0], counts, 1.0, cfg, setup)
@@ -215,7 +223,8 @@ def test_of_no_token_there_is_no_mean():
 
 # ---------------------------------------------------------------- several hosts
 def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
-    """As it sees it: the other host's numbers come with its own."""
+    """A host without any answer left runs as many micro-batches as the other host. Here it sees the
+    other host's numbers beside its own."""
     case = update_case()
     setup = setup_of(mesh(), 24, 1)
     pack = partial(packing.pack_minibatches, case.prompts, case.answers, minibatches=2, setup=setup)
@@ -232,7 +241,7 @@ def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
     assert len(others.micro_batches[0]) > 2
     assert none.micro_batches == [[{} for _ in batch] for batch in others.micro_batches]
     assert none.micro_batches[1] == [{}]
-    # It brings its answers to the normaliser all the same.
+    # The normaliser still counts the answers of this host.
     assert_array_equal(none.answers_M, 2 * others.answers_M)
     assert_array_equal(none.answer_tokens_M, 2 * others.answer_tokens_M)
     assert none.counts == others.counts | {"valid": 2 * others.counts["valid"]}
@@ -240,7 +249,8 @@ def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_of_which_one_has_none(tmp_path, tmp_path_factory, record_property):
-    """Each asks one question, so that often the answers of one process, or both, score the same."""
+    """Two processes train as one does. Each asks a single question, so often all answers of one
+    process, or of both, score the same and are left out."""
     flags = "--system= --npq 2 --steps 8 --max_prompt 32 --max_answer 16 --optimizer sgd --lr 0.1"
     flags = [*taught(tmp_path_factory), *arguments([flags, "--save_every 0 --eval_data none"])]
     names = "loss grad_norm entropy ratio/max valid_tokens trained_tokens group/zero_variance"

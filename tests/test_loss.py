@@ -1,5 +1,5 @@
-"""More of the GRPO loss: without the logits of all tokens, the same on any mesh, at large logits,
-and where a batch lacks some of the vectors."""
+"""More tests of the GRPO loss: it never holds the logits of all tokens, is the same on any mesh,
+takes large logits, and allows batches that lack some of the vectors."""
 
 import math
 import re
@@ -32,7 +32,8 @@ from test_kernel import (
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_logits_never_exist(impl):
-    """Not of more than 128 tokens, as asked for. A score takes one GEMM, a gradient three."""
+    """Except in `full`, logits exist for at most 128 tokens at a time, as asked for. A score takes
+    one GEMM, and a gradient three."""
     inputs = loss_inputs(1200, 1003, 1.3, 13)
     settings = {"impl": impl, "T": 1.3, "on": mesh(), "cores": 1}
     ones = np.ones(1200, np.float32)
@@ -41,7 +42,7 @@ def test_logits_never_exist(impl):
     programs = [
         (1, score, inputs[:3]),
         (3, partial(gradient, of="loss"), inputs),
-        # Three for the loss and three more for the cotangents of log-probs and entropies.
+        # Three GEMMs for the loss, and three for the cotangents of logprobs and entropies.
         (6, partial(gradient, of=EVERYTHING), inputs),
     ]
     for gemms, f, args in programs:
@@ -54,7 +55,8 @@ def test_logits_never_exist(impl):
 
 
 # fmt: off
-MESHES = [  # impl, vocabulary, mesh, cores of a chip: some devices have little or nothing of V
+# (impl, vocabulary, mesh, cores per chip). Some devices have little or none of the vocabulary.
+MESHES = [
     ("jax", 203, (1, 8, 1), 1),
     ("jax", 203, (2, 4, 1), 1),
     ("jax", 203, (2, 2, 2), 1),
@@ -63,14 +65,14 @@ MESHES = [  # impl, vocabulary, mesh, cores of a chip: some devices have little 
     ("full", 203, (2, 2, 2), 1),
     ("pallas", 203, (2, 2, 2), 1),
     ("pallas", 300, (1, 8, 1), 1),
-    ("pallas", 100, (1, 1, 1), 2),  # here the interpreter looks for races
+    ("pallas", 100, (1, 1, 1), 2),  # the interpreter detects races between the two cores
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize("impl, V, dims, cores", MESHES)
 def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
-    # More than a chunk of 128 tokens. The interpreter of eight devices is slow.
+    # More tokens than one chunk of 128. pallas gets few, as interpreting eight devices is slow.
     N = 136 if impl == "pallas" else 296
     inputs = loss_inputs(N, V, 1.3, V)
     of = "loss" if impl == "pallas" else EVERYTHING
@@ -81,16 +83,17 @@ def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
     live = inputs[3]["weight"] > 0
     for name, a in zip(("logp", "entropy"), run_score(impl, inputs, 1.3, mesh(*dims)), strict=True):
         close(np.where(live, a, 0), tokens[name])
-    # Sums come in another order, so that the last bits differ.
+    # Sums are in a different order, so the last bits differ.
     worst = max(map(relative, many_gradients, (dh, dW)))
     assert worst < 1e-5
     record_property("largest relative error", f"{worst:.1e}")
 
 
 def test_loss_without_some_vectors(record_property):
-    """Each of old, sampler, ref absent or present, with and without KL and cap.
+    """The loss is right if any of old, sampler and ref are absent, with and without KL and cap.
 
-    Without old the ratio is at the bound of the clip, here 1, and the gradient is that of no clip.
+    Without old the ratio is 1. With clip_low = 0 this is a bound of the clip, where the gradient
+    must be that of an unclipped token.
     """
     worst = 0.0
     for i, have in enumerate(
@@ -120,7 +123,8 @@ def test_large_logits_neither_overflow_nor_cancel(impl, record_property):
 
 
 def test_a_ratio_that_overflows():
-    """A clipped token carries no gradient however far its ratio is out; another's stays finite."""
+    """A clipped token has no gradient, even if its ratio overflows. An unclipped token whose ratio
+    overflows has a finite gradient."""
     hidden, head, targets, v, cotangents = loss_inputs(45, 37, 1.0, 10, VECTORS[:3], masked=0)
     v |= {"advantage": abs(v["advantage"]), "old": np.full(45, -300, np.float32)}
     inputs = (hidden, head, targets, v, cotangents)

@@ -1,4 +1,4 @@
-"""What fits a device's memory: the search for the micro-batch, and the plan. Runs that end early:
+"""What fits in a device's memory: the search for the micro-batch, and plans. Runs that end early:
 out of memory, or after too many updates that are not finite."""
 
 import contextlib
@@ -37,9 +37,12 @@ def bent(n):
 
 
 def search(gib, most, limit=30.1, first=82, estimated=True):
-    """-> (the micro-batch found, those that were compiled on the way). estimated: a program that
-    does not fit tells how much it would take, as compilers for TPUs do."""
-    # Less than in either of the above, as it is computed from sizes.
+    """Returns (the micro-batch found, the micro-batches compiled on the way).
+
+    estimated: the compiler says how much a program that does not fit would take, as compilers for
+    TPUs do.
+    """
+    # Lower than the slopes of linear and bent, because it is computed from sizes alone.
     row_gib = 0.27
     asked = []
 
@@ -58,11 +61,11 @@ def test_micro_batch_is_found_by_few_compilations():
         assert (found, len(asked)) == (wanted, compilations), (most, asked)
     assert search(linear, 300, estimated=False)[0] == 76
     assert search(linear, 1024, first=76) == (76, [76]), "a good guess is all that is compiled"
-    # Also from a first guess that is far off.
+    # A first guess that is far off costs at most four compilations.
     for first in 1, 2, 40, 76, 77, 300, 2000:
         found, asked = search(linear, 1024, first=first)
         assert found == 76 and len(asked) <= 4, (first, asked)
-    # By more where memory is not linear, and one may be missed.
+    # If memory is not linear, the search takes more compilations and may miss the largest.
     for limit in 8.0, 9.9, 17.3, 44.0:
         best = max(n for n in range(1, 999) if bent(n) <= limit)
         for most in 1000, 500, best, best + 1:
@@ -75,12 +78,13 @@ def test_micro_batch_is_found_by_few_compilations():
 
 @pytest.fixture
 def fresh_answers(tmp_path, monkeypatch):
-    """Nothing is known of earlier compilations: not from this process, nor from earlier runs."""
+    """Forget earlier compilations, of this process and of earlier runs."""
     monkeypatch.setenv("HOME", str(tmp_path))
     update_gib = memory.update_gib
     update_gib.cache_clear()
 
-    # The flag changes no program; without it each is traced once.
+    # --micro_batch changes no program. Leave it out of the cache's key, so that each program is
+    # traced once.
     def update_gib_without_flag(micro_batch, width, cfg, model_cfg, mesh, programs, **use):
         cfg = dataclasses.replace(cfg, micro_batch=0)
         return update_gib(micro_batch, width, cfg, model_cfg, mesh, programs, **use)
@@ -110,12 +114,12 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
     assert one < three
     assert choose() == 3
 
-    # Memory for two rows, where it is about linear.
+    # Memory for two rows, if memory is about linear.
     with_memory(0.4 * one + 0.6 * three)
     found = choose()
     fitting = [n for n in (1, 2, 3) if needed(n)[1]]
     assert found == max(fitting) < 3
-    # What was found is kept in the user's cache, which spares the next run the search.
+    # The result is in the user's cache, so the next run need not search.
     with mock.patch.object(memory, "update_gib", side_effect=AssertionError("compiled again")):
         assert choose() == found
     assert choose(found) == found
@@ -132,7 +136,8 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 
 
 def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypatch):
-    """Of several micro-batches the sum of gradients rests beside those of the one that runs."""
+    """With several micro-batches per minibatch, a device holds the sum of their gradients beside
+    the gradients of the one that runs."""
     programs = memory.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
     programs.gradients.lower.return_value = "gradients"
     programs.apply.lower.return_value = "apply"
@@ -151,7 +156,7 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
         larger = dataclasses.replace(cfg, batch=batch)
         return memory.guess_by_sizes(larger, SMALL, mesh(), 32, train.UPDATE, limit=1.0)
 
-    # A guess counts that sum too, where so many rows do not fit at once.
+    # The guess also counts this sum if a minibatch does not fit in one micro-batch.
     filling, several = guess(2), guess(2**18)
     assert memory.rows_to_fill(cfg, mesh()) == 4 < several.rows < filling.rows < 2**19
     assert_allclose(several.rest_gib - filling.rest_gib, of_gradients, rtol=1e-6)
@@ -159,8 +164,8 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
 
 # ---------------------------------------------------------------- devices
 def test_a_gpu_has_what_jax_takes_less_a_margin(monkeypatch):
-    """Of one that is here what it tells; of another three quarters of its memory, or what the
-    user's environment says."""
+    """The memory of a GPU is what it reports. For an absent GPU it is three quarters of the chip's
+    memory, or the share in the user's environment. A margin is left free in both cases."""
 
     def gpu(stats):
         return SimpleNamespace(
@@ -189,9 +194,9 @@ def test_types_that_there_are_not_are_refused(kind):
         chips.absent_devices(kind)
 
 
-# ---------------------------------------------------------------- the plan of devices that are here
+# ---------------------------------------------------------------- plans for devices that are here
 def printed_plan(*words):
-    """What `python tools/plan.py` prints, in this process, with nothing in the user's cache."""
+    """Run tools/plan.py in this process with an empty user's cache, and return its output."""
     with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, HOME=home):
         return printed_plan_of_home(*words)
 
@@ -204,7 +209,8 @@ def printed_plan_of_home(*words):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A plan of two micro-batches: its text, the files it left, the rows of its own file."""
+    """Plan two micro-batches. Returns what is printed, the files that are left, and the rows of the
+    plan's own file."""
     directory = tmp_path_factory.mktemp("plan")
     with contextlib.chdir(directory):
         text = printed_plan("--sweep micro_batch=8,16")
@@ -232,43 +238,45 @@ def test_plan_of_a_rollout_in_waves_makes_them_equal(tmp_path, monkeypatch):
 
 
 def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
-    """And tells of others what they take: estimated between those that were compiled."""
+    """A plan finds the largest micro-batch that fits, and estimates what other micro-batches
+    take."""
     monkeypatch.chdir(tmp_path)
     eight, sixteen = [row["gib"] for row in swept.rows]
     per_row = (sixteen - eight) / 8
     # Memory for about ten rows.
     monkeypatch.setattr(chips, "device_memory", lambda device: eight + 2.5 * per_row)
     text = printed_plan("--max_answer 40 --sweep loss_impl=jax")
-    # Fewer than 8 do not fill a minibatch, so that these lie on another line.
+    # Micro-batches below 8 do not fill a minibatch, so they lie on a different line.
     assert re.search(r"^ +~ +16 .* GiB too much$", text, re.M), text
     assert re.search(r"^ +(~ +)?8 .* fits$", text, re.M), text
     (largest,) = re.findall(r"^largest that fits: micro_batch (\d+)$", text, re.M)
     assert 9 <= int(largest) <= 12, text
-    # It was compiled, and the largest of those that fit.
+    # The largest one was compiled, not estimated.
     fitting = re.findall(r"^ +(\d+) .* fits$", text, re.M)
     assert max(map(int, fitting)) == int(largest), text
     assert re.search(r"^ +\d+ .* GiB too much$", text, re.M), text
 
 
 def test_others_are_estimated_between_no_rows_and_the_largest():
-    """10 GiB without rows, 13 with 6."""
+    """Estimates lie on the line from 10 GiB without rows to 13 GiB with 6 rows."""
     assert plan.gib_of_others(6, 13.0, 10.0, filled=1) == {1: 10.5, 2: 11.0, 4: 12.0, 8: 14.0}
-    # Those that do not fill a minibatch hold their sum too.
+    # Micro-batches that do not fill a minibatch also hold a sum of gradients, so a plan estimates
+    # only the ones on the same side as the largest.
     assert plan.gib_of_others(6, 13.0, 10.0, filled=4) == {4: 12.0, 8: 14.0}
     assert plan.gib_of_others(6, 13.0, 10.0, filled=7) == {1: 10.5, 2: 11.0, 4: 12.0}
     assert plan.gib_of_others(0, 99.0, 10.0, filled=1) == {}, "where nothing fits"
 
 
 def test_what_was_compiled_is_remembered_by_its_text(tmp_path, monkeypatch):
-    """A second plan compiles nothing; of other lengths an optimizer step is known; of a damaged
-    file nothing."""
+    """A second plan compiles nothing. A plan with other lengths recalls only the optimizer step. A
+    damaged file in the cache is ignored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     words = "--micro_batch 8 --max_answer 24"
     first = printed_plan_of_home(words)
     assert "remembered" not in first, first
     kept = sorted((tmp_path / ".cache/podgrpo/compiled").iterdir())
-    # Gradients, an optimizer step, decoding.
+    # The three programs are the gradients, the optimizer step and the decode loop.
     assert len(kept) == 3
     memory.update_gib.cache_clear()
     second = printed_plan_of_home(words)
@@ -286,7 +294,7 @@ def test_what_was_compiled_is_remembered_by_its_text(tmp_path, monkeypatch):
 
 
 # fmt: off
-MISTAKES = {  # arguments: what the message must say
+MISTAKES = {  # {arguments: what the message must say}
     "v9-8": "v9-8 is not one of v4-, v5p-, v5litepod- or v6e-",
     "v9z-8": "v9z-8 is not one of",
     "v6e-12": "v6e-12 is not one of",
@@ -324,7 +332,7 @@ def test_mistakes_in_a_plan_are_refused_before_it_compiles(tmp_path, monkeypatch
 
 
 # ---------------------------------------------------------------- runs that end early
-# Two supervised steps, of GRPO five; two updates a step.
+# Two supervised steps and five GRPO steps, with two updates each.
 RUN_FLAGS = (
     "--batch 4 --npq 4 --sft_steps 2 --steps 5 --minibatches 2 --save_every 1 --eval_data none"
 )
@@ -340,9 +348,11 @@ def few_questions(held_out):
 
 @pytest.fixture
 def train_here(tmp_path, monkeypatch):
-    """train.main in this process, in an empty directory; what it does with signals is undone."""
+    """Returns train.main, to run in this process and an empty directory. Its signal handlers are
+    undone at the end."""
     monkeypatch.chdir(tmp_path)
-    # A mesh of all devices takes longer to compile for, and 20,000 questions seconds to encode.
+    # One device and few questions save time: compiling for all devices takes longer, and encoding
+    # 20,000 questions takes seconds.
     monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
     monkeypatch.setattr(data, "arith", few_questions)
     with restored_signals():
@@ -350,7 +360,8 @@ def train_here(tmp_path, monkeypatch):
 
 
 def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypatch, capsys):
-    """It tells what to do, and goes on from there."""
+    """A run that runs out of memory saves its last step and says what to do. The next run continues
+    from there."""
     flags = (
         "--sft_steps 0 --steps 3 --batch 4 --npq 4 --minibatches 2 --save_every 0 --eval_data none"
     )
@@ -358,7 +369,7 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
     calls = []
 
     def full(*args, **kwargs):
-        # Two updates a step, of one micro-batch each: memory ends at the beginning of step 3.
+        # Each step has two updates of one micro-batch, so the fifth call is the first of step 3.
         calls.append(1)
         if len(calls) > 4:
             what = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate."
@@ -391,7 +402,8 @@ def test_only_updates_skipped_in_a_row_end_a_run():
 
 
 def spoil_advantages(monkeypatch, bad_steps, terminated_in=None):
-    """Advantages of some GRPO steps, counted over all runs, are NaN; in one SIGTERM comes."""
+    """Make the advantages NaN in bad_steps, and send SIGTERM in step terminated_in. GRPO steps are
+    counted over all runs."""
     original = train.group_advantages
     calls = itertools.count(1)
 
@@ -415,7 +427,7 @@ def test_skipped_updates_are_counted_and_the_run_goes_on(train_here, monkeypatch
 
 def test_ten_skipped_updates_in_a_row_end_a_run_that_resumed(train_here, monkeypatch, capsys):
     spoil_advantages(monkeypatch, bad_steps=range(99), terminated_in=4)
-    # The signal comes in step 6, after 8 skipped updates; the checkpoint keeps their number.
+    # SIGTERM comes in step 6, after 8 skipped updates. The checkpoint keeps this number.
     with pytest.raises(SystemExit) as end:
         train_here(RUN_FLAGS, "--out run")
     assert end.value.code == 128 + signal.SIGTERM

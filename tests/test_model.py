@@ -1,5 +1,5 @@
-"""model.py less the rollout: config, load and save, the training forward against transformers, its
-gradients against JAX's own."""
+"""model.py without the rollout: config, loading and saving, the training forward against
+transformers, and its gradients against JAX's own."""
 
 import dataclasses
 import json
@@ -44,13 +44,13 @@ from test_kernel import mesh, relative
 
 
 def by_tier(default, slow):
-    """pytest's parameters for {name: case} of the default tier and of the slow one."""
+    """Returns pytest's parameters for {name: case} of the default tier and of the slow tier."""
     marked = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in slow.items()]
     return [pytest.param(case, id=name) for name, case in default.items()] + marked
 
 
 # ---------------------------------------------------------------- against transformers
-# 7 and 2 queries per key/value head.
+# The models have 7 and 2 query heads per key/value head.
 # fmt: off
 HF_MODELS = {
     "tied": dict(
@@ -67,18 +67,19 @@ HF_MODELS = {
 
 class HFModel(NamedTuple):
     theirs: object  # transformers' Qwen2
-    directory: Path  # where it is saved; not to be changed
-    params: dict  # as we load it
+    directory: Path  # where transformers saved it; must not change
+    params: dict  # as our code loads it
     cfg: model.ModelConfig
-    owner: tempfile.TemporaryDirectory  # which removes the directory when Python ends
+    owner: tempfile.TemporaryDirectory  # removes the directory when Python ends
 
 
 @cache
 def hf_model(name):
-    """transformers' Qwen2 with random weights, and as we load what it saved."""
+    """Make a Qwen2 of transformers with random weights, save it, and load it with our code."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    # More threads only wait for each other: a hundred times slower beside JAX.
+    # In one process with JAX, several threads of PyTorch wait for each other, and are a hundred
+    # times slower than one.
     torch.set_num_threads(1)
     config = transformers.Qwen2Config(eos_token_id=None, **HF_MODELS[name])
     theirs = transformers.Qwen2ForCausalLM(config)
@@ -90,7 +91,7 @@ def hf_model(name):
     directory = Path(owner.name)
     theirs.save_pretrained(directory)
     if name == "untied":
-        # as transformers 4 wrote it, and as Qwen published it
+        # Write the config as transformers 4 did, and as Qwen published it.
         old = dict(rope_parameters=None, rope_theta=5e3, head_dim=None, tie_word_embeddings=None)
         edit(directory / "config.json", old)
     return HFModel(theirs, directory, *load(directory), owner)
@@ -155,7 +156,7 @@ def test_loads_bfloat16_and_several_files(tmp_path, record_property):
     error = abs(logits(params, cfg, tokens) - hf_logits(half.float(), tokens)).max()
     check_errors({"logits": error}, 1e-4, record_property)
 
-    # Our rounding is theirs.
+    # Our rounding to bfloat16 equals that of transformers.
     ours = tmp_path / "ours"
     ours.mkdir()
     shutil.copy(theirs / "config.json", ours)
@@ -200,7 +201,7 @@ def index_of(weight_map):
     return json.dumps({"weight_map": weight_map}).encode()
 
 
-# what is wrong with config.json: a word of the message
+# (how to edit the file, by conftest.edit; what the message must say)
 # fmt: off
 CONFIG_REFUSALS = [
     (None, "config.json is missing"),
@@ -268,10 +269,10 @@ INDEX_REFUSALS = [
 
 
 def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
-    load(tiny_directory)  # good as it is
+    load(tiny_directory)  # without changes it is good
     good = shutil.copytree(tiny_directory, tmp_path / "good")
     save_file({NORM: np.ones(128, np.float32)}, good / "more.safetensors")
-    # Good weights, too, at the path outside that an index must not name.
+    # The path outside the directory, which an index must not name, has good weights too.
     shutil.copy(good / WEIGHTS, tmp_path / "x.safetensors")
     cut_short = (good / WEIGHTS).read_bytes()[:9000]
     cases = [
@@ -295,7 +296,7 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
 
 # ---------------------------------------------------------------- load
 class WatchedCheckpoint(hf.ModelFiles):
-    """Notes of each read: (parameter, shape read, bytes held before it, bytes that it took)."""
+    """Records (parameter, shape read, bytes held before, bytes that reading took) of each read."""
 
     def __init__(self, directory, cfg):
         super().__init__(directory, cfg)
@@ -307,7 +308,7 @@ class WatchedCheckpoint(hf.ModelFiles):
         value = super().read(name, index)
         _, peak = tracemalloc.get_traced_memory()
         self.reads.append((name, value.shape, held, peak - held))
-        # A CPU device would keep an array at an even address as its own memory.
+        # A CPU device would use an aligned array as its own memory, so return an unaligned copy.
         room = np.empty(value.size + 16, np.float32)
         start = (-room.ctypes.data // 4) % 16 + 1
         odd = room[start : start + value.size]
@@ -316,7 +317,8 @@ class WatchedCheckpoint(hf.ModelFiles):
 
 
 def test_load_streams(tmp_path, record_property):
-    """On eight devices host memory holds a shard at a time; no more is read of the files."""
+    """When weights load on eight devices, host memory holds about one shard at a time, and only the
+    bytes of the shard are read."""
     on = mesh(1, 8, 1)
     larger = dict(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
     config = data.TINY_MODEL | larger | {"tie_word_embeddings": False}
@@ -366,7 +368,8 @@ def test_packed_sequences_do_not_attend_to_each_other(record_property):
 
 
 def test_bfloat16_forward_is_close(record_property):
-    """Far along in a row, where rotary angles in bfloat16 would be off by a radian."""
+    """The bfloat16 forward is close to float32, even at positions where rotary angles in bfloat16
+    would be off by a radian."""
     params = random_params(TIED, mesh())
     rows = dict(
         tokens=np.array(random_prompts(TIED, (24,)), np.int32),
@@ -390,9 +393,9 @@ def test_bfloat16_forward_is_close(record_property):
     assert_array_equal(found, wanted.astype(ml_dtypes.bfloat16))
 
 
-# ---------------------------------------------------------------- its gradients
+# ---------------------------------------------------------------- gradients of the forward
 class Way(NamedTuple):
-    """How a gradient is computed: of B rows of T tokens, on a mesh of these dimensions."""
+    """How a gradient is computed: for B rows of T tokens, on a mesh of these dimensions."""
 
     cfg: model.ModelConfig
     T: int
@@ -403,8 +406,8 @@ class Way(NamedTuple):
 
 
 TWO_LAYERS = dataclasses.replace(TIED, L=2)
-LONG = dataclasses.replace(TWO_LAYERS, H=64, N=2, K=1)  # splash wants heads of 64
-# Of 100 and 200 rows a device computes three at a time, and leaves out what has no token.
+LONG = dataclasses.replace(TWO_LAYERS, H=64, N=2, K=1)  # splash needs heads of 64
+# With 100 or 200 rows, a device computes three rows at a time, and skips rows without tokens.
 # fmt: off
 WAYS = {
     "one device": Way(TWO_LAYERS, 9, 100, (1, 1, 1)),
@@ -425,7 +428,8 @@ SLOW_WAYS = {
 
 
 def random_rows(way, rng):
-    """-> (rows of up to three segments, d_hidden, which rows are real: a device's first)"""
+    """Returns (rows of up to three segments, d_hidden, which rows are real: the first ones of each
+    device)."""
     shards = way.dims[0] * way.dims[1]
     each = way.B // shards
     filled = rng.integers(1, each + 1, shards)
@@ -443,7 +447,7 @@ def random_rows(way, rng):
 
 
 def forward_and_back(way):
-    """The compiled (params, rows, d_hidden) -> (hidden states, gradients)."""
+    """Returns the jitted function (params, rows, d_hidden) -> (hidden states, gradients)."""
     on = mesh(*way.dims)
     attend = attention.segment_attention(way.attention, "cpu")
     how = model.How("float32", attend, way.remat)
@@ -460,7 +464,7 @@ def forward_and_back(way):
 
 @cache
 def textbook_forward_and_back(cfg):
-    """The same of the textbook's forward, on one device, by JAX's differentiation."""
+    """Returns the same function for the textbook forward, on one device, differentiated by JAX."""
 
     def run(params, rows, d_hidden):
         inputs = rows["tokens"], rows["positions"], rows["segments"]
@@ -472,7 +476,8 @@ def textbook_forward_and_back(cfg):
 
 @pytest.mark.parametrize("way", by_tier(WAYS, SLOW_WAYS))
 def test_gradients_equal_the_textbooks(way, monkeypatch, record_property):
-    """Over any mesh, with rows that are empty: none is counted twice, and none is forgotten."""
+    """On any mesh, and with empty rows, gradients equal those of the textbook forward: no row
+    counts twice or is left out."""
     monkeypatch.setattr(model, "TOKENS_AT_ONCE", 3 * way.T)
     rows, d_hidden, real = random_rows(way, np.random.default_rng(7))
     weights = random_weights(way.cfg)
@@ -484,6 +489,6 @@ def test_gradients_equal_the_textbooks(way, monkeypatch, record_property):
 
     errors = {"hidden": relative(np.asarray(hidden)[real], np.asarray(wanted_hidden)[real])}
     for name, wanted_grad in model.flatten(wanted).items():
-        if name != "head_VD":  # which the hidden states do not depend on
+        if name != "head_VD":  # the hidden states do not depend on it
             errors[name] = relative(np.asarray(model.flatten(grads)[name]), wanted_grad)
     check_errors(errors, 3e-5, record_property, "relative error")

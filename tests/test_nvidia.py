@@ -1,8 +1,8 @@
-"""NVIDIA's GPUs, which need not be here: the CUDA that launch.sh installs, to train or to plan, and
-that no run which is meant for GPUs trains on the CPU, or with a cuDNN that is too old.
+"""NVIDIA GPUs, tested without any: which CUDA launch.sh installs to train or to plan. A run that is
+meant for GPUs never trains on the CPU, nor with a cuDNN that is too old.
 
-Stand-ins: nvidia-smi is a script that answers with a driver's version; JAX's CUDA plugin is a
-module whose `initialize` fails, or that knows only versions.
+Two stand-ins are used. nvidia-smi is a script that answers with a driver's version. JAX's CUDA
+plugin is a module whose `initialize` fails, or that knows only versions.
 """
 
 import os
@@ -19,27 +19,28 @@ from pods import write
 
 from infra import cluster, nvidia
 
-# The fixture.
+# pytest finds the fixture under this name.
 cloud = pods.cloud
 
 
 # ---------------------------------------------------------------- launch.sh
 def with_driver(tools, driver, capability="9.0"):
-    """PATH with a stand-in for nvidia-smi, of a machine with two GPUs."""
-    # A line for each GPU, of which the second comes when the first has been read.
+    """Returns PATH with a stand-in for nvidia-smi, as on a machine with two GPUs."""
+    # nvidia-smi prints a line per GPU. The second line comes after the first has been read.
     answer = f"case $* in *compute_cap*) echo {capability} ;; *) echo {driver} ;; esac\n"
     write(tools / "nvidia-smi", f"#!/bin/sh\n{answer}/bin/sleep 0.2\n{answer}", 0o755)
     return f"{tools}:{os.environ['PATH']}"
 
 
 def test_cuda_is_what_the_driver_and_the_gpus_take(cloud, tmp_path):
-    """By the tables of NVIDIA and JAX, which has no CUDA 13 for GPUs like the V100."""
+    """launch.sh installs the CUDA that suits the driver and the GPUs, by the tables of NVIDIA and
+    JAX. JAX with CUDA 13 does not support GPUs like the V100."""
     drivers = {"580.65.06": "cuda13", "575.57": "cuda12", "525.60.13": "cuda12"}
     for driver, extra in drivers.items():
         path = with_driver(tmp_path, driver)
         text = cloud.launch("--dry-run gpu", PATH=path)
         assert f"jax\\[{extra}\\]" in text, text
-        # Without a GPU JAX is to fail, and not to train on the CPU.
+        # If there is no GPU, JAX must fail, not train on the CPU.
         assert "JAX_PLATFORMS=cuda\\,cpu" in text, text
     v100 = with_driver(tmp_path, "580.65.06", capability="7.0")
     assert "jax\\[cuda12\\]" in cloud.launch("--dry-run gpu", PATH=v100)
@@ -57,7 +58,7 @@ def test_a_driver_that_is_too_old_is_told_with_what_is_needed(cloud, tmp_path):
         text = cloud.launch(command, code=2, PATH=path, JAX_PLATFORMS="")
         wanted = "the NVIDIA driver here is 520, CUDA 12 takes 525 or newer, CUDA 13 580"
         assert wanted in text and text.count("\n") == 1, text
-    # What nvidia-smi says where it finds none.
+    # nvidia-smi answers this if it finds no GPU.
     path = with_driver(tmp_path, "No devices were found")
     text = cloud.launch("gpu", code=2, PATH=path)
     assert text == "launch.sh: nvidia-smi finds no NVIDIA GPU here; try cpu\n"
@@ -66,12 +67,13 @@ def test_a_driver_that_is_too_old_is_told_with_what_is_needed(cloud, tmp_path):
 
 
 def plugin(clone, cuda):
-    """Where pip installs JAX's plugin for this CUDA."""
+    """Returns the path where pip installs JAX's plugin for this CUDA."""
     return clone / f".venv/lib/python3.12/site-packages/jax_plugins/xla_cuda{cuda}/__init__.py"
 
 
 def test_plan_installs_what_compiles_for_absent_gpus(cloud):
-    """With stand-ins for .venv's python and its packages."""
+    """A plan for absent GPUs installs JAX's CUDA plugin and cuDNN, unless a plugin is already
+    there. Stand-ins replace .venv's python and its packages."""
     for name in ("a100-1", "h100-8", "h100-16", "h200-4"):
         text = cloud.launch("--dry-run plan", name, "--lr 1")
         assert "0.7 GB to load, 1.3 GB there" in text, text
@@ -80,7 +82,7 @@ def test_plan_installs_what_compiles_for_absent_gpus(cloud):
         plan_at = text.index(f"env JAX_PLATFORMS=cpu {cloud.clone}/.venv/bin/python -u ")
         assert plugin_at < cudnn_at < plan_at, text
         assert f"tools/plan.py {name} --model Qwen/" in text and "1024 --lr 1" in text, text
-    # A training's CUDA serves as it is, were it CUDA 12.
+    # A CUDA plugin that was installed to train is good enough to plan, even for CUDA 12.
     write(cloud.clone / ".venv/bin/python", '#!/bin/sh\necho "$*" >> asked\n', 0o755)
     for cuda in "13", "12":
         write(plugin(cloud.clone, cuda), "")
@@ -91,7 +93,8 @@ def test_plan_installs_what_compiles_for_absent_gpus(cloud):
 
 
 def test_jax_gets_one_cuda_plugin(cloud, tmp_path):
-    """Two of them, as after a new driver, would be refused by JAX with pages."""
+    """launch.sh removes the plugin of another CUDA, for example after a new driver: with two
+    plugins, JAX fails with pages of messages."""
     write(cloud.clone / ".venv/bin/python", "#!/bin/sh\n", 0o755)
     write(plugin(cloud.clone, "13"), "")
     text = cloud.launch("--dry-run gpu", PATH=with_driver(tmp_path, "550.54"))
@@ -102,7 +105,8 @@ def test_jax_gets_one_cuda_plugin(cloud, tmp_path):
 
 
 def test_without_gpus_jax_does_not_look_for_them(cloud, tmp_path):
-    """.venv may have CUDA, to compile, or libtpu: JAX would print pages."""
+    """Without GPUs, launch.sh restricts JAX to the CPU. If .venv has CUDA, to compile for absent
+    GPUs, or libtpu, JAX would print pages of messages otherwise."""
     for call in "plan", "cpu", "test", "plan h100-8", "plan v6e-8":
         text = cloud.launch("--dry-run", call, JAX_PLATFORMS="")
         assert "\nenv JAX_PLATFORMS=cpu " in text, text
@@ -119,7 +123,8 @@ def initialize():
 
 @pytest.mark.parametrize("platforms", ["cuda,cpu", ""])
 def test_a_run_never_goes_on_without_the_gpus_that_are_here(tmp_path, platforms):
-    """JAX would print a traceback, and train on the CPU where JAX_PLATFORMS is not set."""
+    """If the CUDA plugin fails, the run is refused in one line. JAX alone would print a traceback,
+    and train on the CPU if JAX_PLATFORMS is not set."""
     write(tmp_path / "jax_plugins/xla_cuda13/__init__.py", FAILING_PLUGIN)
     for driver, advice in {
         "580.65.06": "unset LD_LIBRARY_PATH, which is /site/cudnn",
@@ -133,7 +138,7 @@ def test_a_run_never_goes_on_without_the_gpus_that_are_here(tmp_path, platforms)
             PYTHONPATH=tmp_path,
             LD_LIBRARY_PATH="/site/cudnn",
         )
-        # libtpu, where it is installed, has lines of its own.
+        # If libtpu is installed, it may print lines too.
         (line,) = [line for line in text.splitlines() if line.startswith("train.py: ")]
         assert "(RuntimeError: Unable to load cuDNN. Is it installed?)" in line, text
         assert advice in line and "JAX_PLATFORMS=cpu" in line, text
@@ -141,7 +146,7 @@ def test_a_run_never_goes_on_without_the_gpus_that_are_here(tmp_path, platforms)
 
 
 def told(capsys, call):
-    """The one line with which this ends, by exit code 2."""
+    """Returns the one line that a call prints before it exits with code 2."""
     with pytest.raises(SystemExit) as end:
         call()
     assert end.value.code == 2
@@ -151,16 +156,17 @@ def told(capsys, call):
 
 
 def test_gpus_that_slurm_did_not_give_are_asked_for(tmp_path, monkeypatch, capsys):
-    """JAX, of which a stand-in answers here, passes over CUDA where no device file is."""
+    """If JAX should use GPUs but Slurm gave none, the message says how to ask for them. A stand-in
+    answers for JAX, which skips CUDA when there are no device files."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    # A plugin may be installed to compile for absent GPUs.
+    # Pretend that there is no plugin: one may be installed to compile for absent GPUs.
     monkeypatch.setattr(nvidia, "plugin_cuda", lambda: "")
     monkeypatch.setenv("PATH", with_driver(tmp_path, "No devices were found"))
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     text = told(capsys, nvidia.find_devices)
     assert "JAX_PLATFORMS = 'cuda,cpu', but JAX finds no GPU; nor does nvidia-smi" in text, text
     assert "on Slurm give --gpus-per-node" in text, text
-    # Without a GPU, or with a word for the CPU, the CPU is meant.
+    # Without a GPU, or if JAX_PLATFORMS is cpu, the run is meant for the CPU.
     monkeypatch.setenv("JAX_PLATFORMS", "")
     nvidia.find_devices()
     monkeypatch.setenv("PATH", with_driver(tmp_path, "580.65.06"))
@@ -171,7 +177,8 @@ def test_gpus_that_slurm_did_not_give_are_asked_for(tmp_path, monkeypatch, capsy
 
 
 def test_a_cudnn_that_jax_was_not_compiled_for_is_refused(monkeypatch, capsys):
-    """XLA wants the same major version, and at least its minor one; the last part may be any."""
+    """XLA needs a cuDNN of the same major version, and of the same minor version or a newer one.
+    The patch version does not matter."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/site/cudnn")
     versions = SimpleNamespace(cudnn_build_version=lambda: 91203)
@@ -194,7 +201,8 @@ def test_a_cudnn_that_jax_was_not_compiled_for_is_refused(monkeypatch, capsys):
 
 # ---------------------------------------------------------------- Slurm
 def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
-    """A stand-in answers for scontrol, which names the nodes."""
+    """The tasks of a node take all its GPUs: one task takes all of them, or each task takes one. A
+    stand-in for scontrol names the nodes."""
     monkeypatch.setattr(cluster.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
     for tasks, visible, local_gpu in [(1, "0,1,2,3", None), (4, "0,1,2,3", 3), (4, "2", None)]:
         found = of_task(monkeypatch, tasks, visible)
@@ -202,7 +210,7 @@ def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
         assert found.hosts == ["n1"] * tasks + ["n2"] * tasks
     text = told(capsys, lambda: of_task(monkeypatch, 2, "0,1,2,3"))
     assert "2 tasks share the 4 GPUs of a node; give --ntasks-per-node 4, one a GPU, or 1" in text
-    # Slurm does not set it everywhere.
+    # Slurm does not set CUDA_VISIBLE_DEVICES on every site.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert cluster.slurm_processes().local_gpu == 1
 
@@ -219,7 +227,8 @@ def test_an_uneven_number_of_tasks_is_refused(monkeypatch, capsys):
 
 
 def of_task(monkeypatch, tasks, visible):
-    """What the last task of two nodes finds, with so many tasks and these GPUs on each."""
+    """Returns what the last task on two nodes finds. tasks: number per node. visible: the value of
+    CUDA_VISIBLE_DEVICES."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(int(2 * tasks)))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_PROCID", str(int(2 * tasks) - 1))

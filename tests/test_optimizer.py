@@ -1,4 +1,4 @@
-"""The optimizer of one parameter, and the learning rate. For what an update does: test_update."""
+"""The optimizer of one parameter, and the learning rate. test_update tests complete updates."""
 
 import numpy as np
 import optax
@@ -12,7 +12,8 @@ THEIRS = {"adamw": optax.adamw, "lion": optax.lion}
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_steps_equal_those_of_optax(name):
-    """Three of them: the first step of Adam, from no moments, is the same for any b2."""
+    """Three steps equal those of optax. One would not be enough: Adam's first step, without
+    moments, is the same for any b2."""
     rng = np.random.default_rng(0)
     cfg = train.Config(optimizer=name, b2=0.9, weight_decay=0.1)
     ours = train.optimizer(cfg, "layers/wq_LDNH")
@@ -24,7 +25,7 @@ def test_steps_equal_those_of_optax(name):
         gradient = rng.standard_normal(8).astype(np.float32)
         direction, our_state = ours.update(gradient, our_state, param)
         step, their_state = theirs.update(gradient, their_state, param)
-        # A step goes down, times the learning rate.
+        # optax's step has a learning rate of 1, and the opposite sign.
         assert_allclose(-direction, step, rtol=1e-6)
 
 
@@ -41,14 +42,14 @@ def test_vectors_do_not_decay():
 
 COSINE = 1 + np.cos(np.arange(1, 7) * np.pi / 7)
 # fmt: off
-SCHEDULES = [  # flags, the rates of steps 1 to 6
+SCHEDULES = [  # (flags, learning rates of steps 1 to 6)
     (dict(lr=4.0, steps=6, warmup=2),
      [2, 4, 4, 4, 4, 4]),
     (dict(lr=5.0, steps=6, warmup=2, decay="linear"),
      [2.5, 5, 4, 3, 2, 1]),
     (dict(lr=8.0, sft_lr=2.0, sft_steps=3, steps=3, warmup=2),
      [1, 2, 2, 4, 8, 8]),
-    # Each phase decays by itself.
+    # Each phase has its own decay.
     (dict(lr=8.0, sft_lr=2.0, decay="linear",
           sft_steps=3, steps=3, warmup=0),
      [1.5, 1, 0.5, 6, 4, 2]),

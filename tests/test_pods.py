@@ -1,4 +1,5 @@
-"""Pods: launch.sh from nothing to results, on a stand-in for gcloud with processes for workers."""
+"""launch.sh takes pods from nothing to results, on a stand-in for gcloud whose workers are
+processes."""
 
 import contextlib
 import fcntl
@@ -16,13 +17,14 @@ from conftest import ROOT, read_jsonl, run, shared_temp, without_times
 from pods import ENDS, OFFLINE, POD_FLAGS, UNAVAILABLE, says, until_it_works, when, write
 from safetensors.numpy import load_file
 
-# The fixture.
+# pytest finds the fixture under this name.
 cloud = pods.cloud
 
 
 @pytest.fixture(autouse=True)
 def one_at_a_time(tmp_path_factory):
-    """The workers of all pods here are one machine, on which runs of several have the same port."""
+    """Run one test at a time: all workers of all pods share this machine, and runs of several
+    processes use the same port."""
     with open(shared_temp(tmp_path_factory) / "pods.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -39,9 +41,10 @@ PHASES = (
 
 
 def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
-    """Of a pod of four from nothing, whose training only waits until it is stopped."""
+    """On a pod of four workers, which is created here, setup, start and stop reach every worker.
+    While a run is going on, another run and another setup are refused."""
     homes = [cloud.stub / f"podgrpo-v6e-16/w{i}" for i in range(4)]
-    # Where this file is, train.py waits until it is stopped.
+    # If this file exists, train.py only waits until it is stopped.
     write(cloud.stub / "idle", "")
 
     def all_train():
@@ -72,7 +75,8 @@ def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
         assert (pod / "run.exit").read_text().startswith("143 "), "SIGTERM did not reach it"
         assert f"[w{i}] exit 143 " in text, text
     assert cloud.keeps_secrets(text + said), "a secret in a log, an argv or a file"
-    # Only the last lines of the one that failed first are asked of one worker.
+    # Only one call goes to a single worker: it reads the last lines of the worker that failed
+    # first.
     calls = cloud.worker_calls()
     (of_one,) = (argv for argv in calls if "--worker=all" not in argv)
     assert any("tail -n 20 run.log" in word for word in of_one), calls
@@ -91,7 +95,8 @@ def test_setup_goes_without_a_env_file(cloud):
 # ---------------------------------------------------------------- pods that train
 @pytest.mark.slow
 def test_a_pod_goes_from_nothing_to_a_checkpoint(cloud):
-    """Four workers in homes of their own, sixteen devices; started again, the run is finished."""
+    """A pod with four workers and sixteen devices trains and leaves a checkpoint. Started again, it
+    says that the run is finished."""
     homes = [cloud.stub / f"podgrpo-v6e-16/w{i}" for i in range(4)]
     odd = """a "b" 'c' $HOME `d` \\e"""
     steps = 3
@@ -127,7 +132,7 @@ def test_the_kernels_are_tested_on_worker_0(cloud):
 
 @pytest.mark.slow
 def test_all_workers_end_when_one_cannot_start(cloud):
-    """The others wait for it."""
+    """If one worker cannot start, all workers end, although the others would wait for it."""
     cloud.launch("v4-16 setup --name fails")
     write(cloud.stub / "fails/w1/broken", "")
     text = cloud.launch("v4-16 run --name fails", POD_FLAGS, code=7)
@@ -157,7 +162,8 @@ KEPT = ["step_000007", "step_000008"]
 
 @pytest.mark.slow
 def test_a_preempted_run_resumes_on_a_new_vm(cloud, tmp_path):
-    """From the bucket: metrics and weights of the undisturbed run, of two processes here."""
+    """A preempted run resumes from the bucket on a new VM. It ends with the metrics and weights of
+    an undisturbed run of two processes on this machine."""
     bucket = cloud.stub / "gs/bucket"
     bucket.mkdir(parents=True)
     calm = tmp_path / "calm"
@@ -187,7 +193,8 @@ def test_a_preempted_run_resumes_on_a_new_vm(cloud, tmp_path):
 
 @pytest.mark.slow
 def test_a_start_clears_only_a_stale_lock(cloud):
-    """The lock of libtpu, which a killed process leaves, and a living one holds."""
+    """A start removes libtpu's lock file if a killed process left it, but not if a live process
+    holds it."""
     lock = Path("/tmp/libtpu_lockfile")
     if lock.exists():
         pytest.skip(f"{lock} is in use here")
@@ -201,7 +208,8 @@ def test_a_start_clears_only_a_stale_lock(cloud):
 
 
 def test_a_connection_that_breaks_is_made_again(cloud):
-    """What was said before is not said again, and gcloud may fail meanwhile."""
+    """If the connection breaks, the launcher connects again, even if gcloud fails in between, and
+    prints no line twice."""
     write(cloud.stub / "idle", "")
     cloud.launch("v4-16 setup --name pod")
     homes = [cloud.stub / f"pod/w{i}" for i in range(2)]
@@ -226,7 +234,7 @@ def test_a_connection_that_breaks_is_made_again(cloud):
     for worker in "w0", "w1":
         assert text.count(f"[{worker}] waits") == 1, text
         assert text.count(f"[{worker}] exit 143") == 1, text
-    # Of a log that is long, `logs` shows the end.
+    # `logs` shows only the end of a long log.
     log = homes[0] / "podgrpo/run.log"
     log.write_text("".join(f"line {n}\n" for n in range(200)))
     text = cloud.launch("v4-16 logs --name pod", code=143)
@@ -236,7 +244,8 @@ def test_a_connection_that_breaks_is_made_again(cloud):
 
 @pytest.mark.slow
 def test_results_come_home_and_the_vm_goes(cloud):
-    """Of a run that has finished: final/, config.json and *.jsonl, and no checkpoint."""
+    """With --down, a finished run brings home final/, config.json and *.jsonl, but no checkpoint,
+    and its VM is deleted."""
     cloud.fail(
         "worker.sh results", "ERROR: (gcloud.x) [/usr/bin/ssh] exited with return code [255]."
     )
@@ -250,7 +259,7 @@ def test_results_come_home_and_the_vm_goes(cloud):
     assert sorted(os.listdir(results)) == names
     assert [row["step"] for row in read_jsonl(results / "metrics.jsonl")] == [1, 2]
     assert (results / "final/model.safetensors").stat().st_size > 1e5
-    # What failed stays, with its VM.
+    # The VM of a run that failed stays.
     text = cloud.launch("v4-8 --down --name home", POD_FLAGS, ENDS, code=2)
     assert (cloud.stub / "home").exists() and "may still be there, and paid for" in text, text
     text = cloud.launch("v4-8 fetch --name home", code=1)
@@ -272,11 +281,12 @@ def test_fetch_brings_what_there_is_and_a_trace(cloud):
 
 
 def test_a_run_that_takes_its_time_to_start_is_followed(cloud):
-    """Its log is not that of the run before, nor is it taken for dead before it has begun."""
+    """A run that starts slowly is followed: the launcher does not take it for dead, nor show the
+    log of the run before."""
     cloud.launch("v6e-1 setup --name late")
     write(cloud.stub / "late/w0/broken", "")
     cloud.launch("v6e-1 run --name late", POD_FLAGS, code=7)
-    # From here a worker's run begins some seconds after the call that starts it.
+    # From here on, a run begins some seconds after the call that starts it.
     slow = f'#!/bin/sh\n/bin/sleep 3\nexec {shutil.which("setsid")} "$@"\n'
     write(cloud.stub / "bin/setsid", slow, 0o755)
     try:
@@ -287,7 +297,8 @@ def test_a_run_that_takes_its_time_to_start_is_followed(cloud):
 
 
 def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
-    """With --down, whatever train.py's exit code says; the marker of final/ is compared."""
+    """With --down, a VM is deleted only once the marker of final/ in the bucket is that of this
+    run, even if train.py exits with code 0."""
     (cloud.stub / "gs/bucket").mkdir(parents=True)
     write(cloud.stub / "finishes", "")
     start = ("v6e-1 --name vm --down", POD_FLAGS, "--out gs://bucket/run")
@@ -295,7 +306,7 @@ def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
     assert "the bucket does not have it" in text and "deleting" not in text, text
     assert "vm in us-east5-b may still be there, and paid for" in text, text
     assert (cloud.stub / "vm/w0").exists()
-    # The model of an earlier run is in its place.
+    # The bucket has the model of an earlier run instead.
     marker = cloud.stub / "gs/bucket/run/final/podgrpo.json"
     write(marker, '{"step": 1}')
     text = cloud.launch("v6e-1 fetch --name vm", code=1)
@@ -307,7 +318,8 @@ def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
 
 
 def test_the_same_start_twice_at_once_is_one_run(cloud):
-    """gcloud makes a call again while the first one still installs what the flags need."""
+    """If gcloud repeats a call while the first one is still installing, only one run starts. A
+    different run is refused."""
     cloud.launch("v6e-1 setup --name vm")
     write(cloud.stub / "idle", "")
     pod = cloud.stub / "vm/w0/podgrpo"
@@ -316,7 +328,7 @@ def test_the_same_start_twice_at_once_is_one_run(cloud):
     with open(pod / "setup.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         calls = [when(lambda: True, lambda: cloud.gcloud(*ssh)) for _ in range(2)]
-        time.sleep(3)  # both have looked whether this run is there
+        time.sleep(3)  # until both calls have checked whether this run exists
     for call in calls:
         call.result(60)
     assert when(lambda: says(cloud.stub / "vm/w0/said", "waits"), lambda: True).result(60)
@@ -328,14 +340,15 @@ def test_the_same_start_twice_at_once_is_one_run(cloud):
 
 
 def test_a_vm_that_is_repaired_is_waited_for(cloud):
-    """Also without --spot; a run that survived the repair is followed."""
+    """A VM under repair is waited for, even without --spot. A run that survived the repair is
+    followed, not started again."""
     write(cloud.stub / "idle", "")
     cloud.launch("v6e-1 setup --name pod")
     home = cloud.stub / "pod/w0"
 
     def repair():
         write(cloud.stub / "pod/state", "REPAIRING")
-        # The connection breaks, unless it was not there yet.
+        # Break the connection, if there is one yet.
         with contextlib.suppress(AssertionError):
             cloud.gcloud("kill", "pod", "0", "tail -n")
         until_it_works(lambda: seen(3))

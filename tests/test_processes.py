@@ -1,4 +1,5 @@
-"""One run on several processes and meshes: the same numbers; and what a silent host does to it."""
+"""A run has the same numbers on any number of processes and any mesh, and ends if a host falls
+silent."""
 
 import shutil
 import signal
@@ -20,7 +21,7 @@ from conftest import (
 )
 from safetensors.numpy import load_file
 
-# processes, devices in all, mesh
+# (processes, devices of all processes, mesh)
 # fmt: off
 OTHER_MESHES = [
     (1, 4, "auto"),
@@ -39,8 +40,8 @@ def losses(out):
 
 @pytest.mark.slow
 def test_a_checkpoint_resumes_on_other_meshes(tmp_path, record_property):
-    """Saved on 8 devices of one process; the losses of the next two steps, the second of
-    weights that the loaded optimizer state has moved."""
+    """A checkpoint of one process with 8 devices resumes on other meshes and processes. The losses
+    of the next two steps are the same; the second one depends on the loaded optimizer state."""
     # The first step is supervised, so that the checkpoint has a reference.
     others = "--beta 0.1 --entropy_bonus 0.1 --save_every 1 --keep 9 --eval_data none"
     flags = arguments([TINY_FLAGS, others])
@@ -65,7 +66,8 @@ def test_a_checkpoint_resumes_on_other_meshes(tmp_path, record_property):
 
 @pytest.mark.slow
 def test_a_run_is_the_same_on_1_2_and_4_processes(tmp_path, tmp_path_factory, record_property):
-    """Eight devices in all: the same questions and keys, so the same steps."""
+    """With eight devices in all, 1, 2 and 4 processes have the same questions and keys, and so make
+    the same steps."""
     flags = "--npq 4 --steps 2 --max_prompt 32 --max_answer 16 --lr 1e-4 --entropy_bonus 0.01"
     flags = [*taught(tmp_path_factory), *arguments([flags, "--save_every 0 --eval_data none"])]
     names = METRICS.split()
@@ -76,7 +78,7 @@ def test_a_run_is_the_same_on_1_2_and_4_processes(tmp_path, tmp_path_factory, re
         metrics = [[row[name] for name in names] for row in read_jsonl(out / "metrics.jsonl")]
         return np.array(metrics), load_file(out / "final/model.safetensors")
 
-    # On one process host_local is auto.
+    # With one process, host_local equals auto.
     wanted, wanted_weights = metrics_and_weights(1, "auto")
     learning = dict(zip(names, wanted.T, strict=True))
     assert max(learning["reward/std"]) > 0.05, "no answers differ in reward"
@@ -91,9 +93,10 @@ def test_a_run_is_the_same_on_1_2_and_4_processes(tmp_path, tmp_path_factory, re
 
 @pytest.mark.slow
 def test_a_run_ends_when_a_host_falls_silent(tmp_path, tmp_path_factory, record_property):
-    """Process 0 stops, its connections stay open, as when a host loses its power."""
+    """If process 0 stops but its connections stay open, as when a host loses its power, the other
+    process ends."""
     log = tmp_path / "log"
-    # Supervised steps alone: their one program is soon compiled.
+    # Train only supervised steps, which have one program to compile.
     flags = lives(tmp_path_factory, 0, "--sft_steps 999 --eval_data none")
 
     def trains():

@@ -1,4 +1,4 @@
-"""Weights of a rollout in int8: against NumPy, in every layout, in memory, and in a run."""
+"""int8 weights of a rollout: compared with NumPy, in every layout, in memory, and in a run."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ from infra.log import read_jsonl
 from infra.sampling import Sampling
 from test_kernel import mesh
 
-# What the product with a matrix sums over: its axes in the stack of layers.
+# The axes of each matrix, as stacked over layers, that its product sums over.
 SUMMED = {
     "layers/wq_LDNH": (1,),
     "layers/wk_LDKH": (1,),
@@ -44,9 +44,9 @@ SUMMED = {
     "head_VD": (1,),
     "embed_VD": (1,),
 }
-# Sizes that devices can share.
+# The vocabularies divide over the devices.
 CONFIGS = {"tied": dataclasses.replace(TIED, V=208), "untied": dataclasses.replace(UNTIED, V=336)}
-WAYS = {  # the model, the training mesh, the layout
+WAYS = {  # (model, training mesh, layout)
     "one device": ("untied", (1, 1, 1), "replicated"),
     "replicated": ("tied", (1, 8, 1), "replicated"),
     "tp": ("tied", (2, 2, 2), "tp"),
@@ -63,12 +63,12 @@ def seed_of(way):
 
 
 def quantised(way):
-    """-> (float32 weights in NumPy, their rollout weights in int8, the layout, the model)"""
+    """Returns (float32 weights in NumPy, their int8 rollout weights, the layout, the model)."""
     name, dims, kind = WAYS[way]
     cfg = CONFIGS[name]
     on = mesh(*dims)
     masters = random_weights(cfg, seed_of(way))
-    # Channels of zeros, of all kinds.
+    # Some output channels are all zeros.
     masters["layers/wq_LDNH"][0, :, 1, 2] = 0
     masters["layers/wo_LNHD"][1, ..., 3] = 0
     layout, why = layouts.rollout_layout(kind, cfg, on, "float32", INT8)
@@ -82,7 +82,7 @@ def is_quantised(a):
 
 
 def pairs(weights):
-    """{flat name: array or Quantised}"""
+    """Returns {flat name: array or Quantised}."""
     (stack,) = weights["layers"]
     layers = {f"layers/{name}": a for name, a in stack.items()}
     return {name: a for name, a in weights.items() if name != "layers"} | layers
@@ -91,7 +91,8 @@ def pairs(weights):
 # ---------------------------------------------------------------- the weights
 @each_way
 def test_weights_are_within_half_a_step_of_the_masters(way, record_property):
-    """A step is 1/127 of the largest weight of the channel, over all devices; in float64."""
+    """Quantised weights are within half a step of the masters, in float64. A step is 1/127 of the
+    channel's largest weight, over all devices."""
     masters, weights, layout, cfg = quantised(way)
     found = pairs(weights)
     assert {name for name, a in found.items() if is_quantised(a)} == SUMMED.keys() & found.keys()
@@ -108,19 +109,19 @@ def test_weights_are_within_half_a_step_of_the_masters(way, record_property):
         step = np.where(largest > 0, largest / 127, 1)
         assert scale.shape == step.shape
         errors[f"{name} scale"] = abs(scale / step - 1)
-        # Of a channel, the largest is 127 steps.
+        # The largest weight of each channel is 127 steps.
         is_full = abs(int8.astype(int)).max(SUMMED[name], keepdims=True) == 127
         assert_array_equal(is_full, largest > 0)
         half_steps = abs(int8 * scale - w) / (step / 2)
         assert half_steps.max() < 1 + 1e-4, name
-        # They differ, and from zero to the bound.
+        # The errors come close to the bound, so the weights really were rounded.
         assert half_steps.max() > 0.9, name
     check_errors(errors, 1e-6, record_property)
 
 
 @each_way
 def test_no_matrix_is_held_in_more_than_a_byte(way):
-    """And each lies where the layout says, its scales with it."""
+    """Every matrix takes one byte per value, plus its scales, and lies where the layout says."""
     _, weights, layout, cfg = quantised(way)
     wanted = 0
     for name, shape in model.shapes(cfg).items():
@@ -135,7 +136,8 @@ def test_no_matrix_is_held_in_more_than_a_byte(way):
         matrix = a.int8 if is_quantised(a) else a
         place = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
         assert matrix.sharding.is_equivalent_to(place, matrix.ndim), (name, matrix.sharding)
-    # What is compiled for devices that are not here is the same.
+    # The abstract weights, which are compiled for absent devices, have the same shapes and
+    # shardings.
     abstract = layouts.abstract_weights(cfg, layout, jnp.dtype("float32"), True)
     for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(abstract), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -157,13 +159,13 @@ def test_matrices_move_between_devices_as_int8(way):
     gathered = re.findall(r" = (\w+)\[([\d,]*)\]\S* all-gather", text)
     sizes = [(dtype, np.prod([int(n) for n in dims.split(",")])) for dtype, dims in gathered]
     assert max(size for dtype, size in sizes if dtype == "s8") == cfg.V * cfg.D
-    # Of others, scales at most, one for each output channel.
+    # Other all-gathers move at most scales, one for each output channel.
     most = max(cfg.N * cfg.H, cfg.F, cfg.V)
     assert max(size for dtype, size in sizes if dtype != "s8") <= most, sizes
 
 
 def test_weights_that_are_not_finite_stay_so():
-    """Or a run that has diverged would go on."""
+    """NaN stays NaN in int8 weights: otherwise a run that has diverged would go on."""
     w = np.ones((2, 4, 3, 2), np.float32)
     w[1, 2, 0, 1] = np.nan
     cast = quantise.cast("layers/wq_LDNH", jnp.array(w), "float32", True)
@@ -190,7 +192,8 @@ def sampled(weights, cfg, layout, prompts, seed):
 
 @each_way
 def test_rollouts_equal_those_of_dequantised_weights(way, record_property):
-    """Cached, token by token, and their logprobs those of an uncached forward."""
+    """A rollout with int8 weights has the same tokens as one with the dequantised weights, and its
+    logprobs equal those of an uncached forward."""
     _, weights, layout, cfg = quantised(way)
     prompts = random_prompts(cfg, (5, 3, 8, 1, 2, 6, 4, 7), seed_of(way))
     out = sampled(weights, cfg, layout, prompts, seed_of(way))
@@ -232,7 +235,8 @@ def test_activations_and_the_cache_stay_in_the_compute_dtype(dtype, monkeypatch)
 def test_flags_say_what_is_quantised():
     on = mesh()
     # fmt: off
-    cases = [  # dtype, rollout_dtype: the dtype of what is not quantised, whether matrices are
+    # (dtype, rollout_dtype, dtype of all that is not quantised, are matrices quantised)
+    cases = [
         ("auto", "auto", "float32", False),
         ("bfloat16", "auto", "bfloat16", False),
         ("float32", "bfloat16", "bfloat16", False),
@@ -248,17 +252,17 @@ def test_flags_say_what_is_quantised():
 def test_a_run_samples_in_int8_and_evaluates_its_model(tmp_path, monkeypatch):
     to_rollout = mock.Mock(wraps=layouts.to_rollout)
     monkeypatch.setattr(layouts, "to_rollout", to_rollout)
-    # With a bonus all answers are computed, of whatever advantage.
+    # With an entropy bonus all answers are computed, whatever their advantage.
     flags = [TINY_FLAGS, "--rollout_dtype int8 --entropy_bonus 1e-6 --out", tmp_path / "run"]
     with restored_signals():
         train.main(arguments(flags))
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
-    # Rollouts at steps 2 and 3, evaluations after 1, 2 and 3.
+    # There are rollouts in steps 2 and 3, and evaluations after steps 1, 2 and 3.
     used = [call.args[2:] for call in to_rollout.call_args_list]
     evaluation, in_int8 = ("float32", False), ("float32", True)
     assert used == [evaluation, in_int8, evaluation, in_int8, evaluation]
     assert [step for step, _ in evaluations(rows)] == [1, 2, 3]
     gaps = [row["logprob_gap/mean"] for row in rows if "logprob_gap/mean" in row]
     assert len(gaps) == 2
-    # Far more than rounding in float32, far less than another model.
+    # The gap is far larger than float32 rounding, and far smaller than for a different model.
     assert min(gaps) > 1e-4 and max(gaps) < 0.1, gaps

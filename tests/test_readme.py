@@ -1,4 +1,4 @@
-"""README.md and assets/*.md: what they name exists, what they say to type works."""
+"""README.md and assets/*.md: all that they name exists, and their commands work."""
 
 import importlib.util
 import itertools
@@ -37,7 +37,8 @@ COMMAND = r"(?:[A-Z_]+=\S+ )?(?:bash|python|gcloud|\.venv/bin/\w+) \S|number="
 
 
 def commands_of(path):
-    """What a page says to type, in its order, each once: lines of code and words within a text."""
+    """Returns the commands of a page in order, each once: from lines of code and from code in
+    text."""
     text = re.sub(r"^```.*?^```", "", text_of(path), flags=re.M | re.S)
     text = re.sub(r" *\\\n +", " ", text)
     found = ["".join(pair) for pair in re.findall(r"^    (\S.*)|`([^`]+)`", text, re.M)]
@@ -49,19 +50,19 @@ def all_commands():
     return list(dict.fromkeys(command for path in DOCS for command in commands_of(path)))
 
 
-# Of each command the first that matches: how it is tried.
+# {pattern of commands: how they are tested}. The first pattern that matches a command counts.
 KINDS = {
-    # Of these tests/test_learning_tools.py tries the flags.
+    # tests/test_learning_tools.py tests the flags of these tools, which run for hours.
     r"python tools/(compare_trl|ablations|word_problems)\.py": "hours",
     r"python train\.py --model out/words": "hours",
     r"bash launch\.sh test": "tests",
     r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh cpu": "run",
     r"bash launch\.sh (gpu|slurm|plan|v6e-16)": "dry run",
     r"python (train|test_kernel|tools/plot|tools/samples)\.py": "run",
-    r".*python tools/bench_\w+\.py .*--aot ": "flags",  # compiled by tests/test_aot*.py
+    r".*python tools/bench_\w+\.py .*--aot ": "flags",  # tests/test_aot*.py compile them
     r".*python tools/bench_\w+\.py ": "run",
-    r"python tools/plan\.py --table": "flags",  # a part of it is compiled by tests/test_aot_gpu.py
-    r"gcloud|number=": "cloud",  # of which tests/test_launch.py reads what prepares a project
+    r"python tools/plan\.py --table": "flags",  # tests/test_aot_gpu.py compiles a part of the table
+    r"gcloud|number=": "cloud",  # tests/test_launch.py checks those that prepare a project
     r"\.venv/bin/python -m pip install": "package index",
     r"\.venv/bin/xprof --logdir ": "viewer",  # which is not here; that it has something to open
 }
@@ -83,13 +84,14 @@ def test_every_command_is_tried():
 
 
 def own_flags(command):
-    """Of a command those flags that are train.py's, with their values."""
+    """Returns [(flag, value)] of a command's flags that belong to train.py."""
     pairs = itertools.pairwise(shlex.split(command))
     return [pair for pair in pairs if pair[0].startswith("--") and pair[0][2:] in FLAGS]
 
 
 def test_commands_of_other_machines_are_understood(tmp_path):
-    """By the launcher, which prints what it would run, and by train.py."""
+    """The launcher and train.py understand the commands for other machines. The launcher prints
+    what it would run."""
     for command in of_kind("dry run", all_commands()):
         words = shlex.split(command.replace("launch.sh", str(ROOT / "launch.sh")))
         printed = run(*words, "--dry-run", cwd=tmp_path)
@@ -99,7 +101,7 @@ def test_commands_of_other_machines_are_understood(tmp_path):
 
 
 class Parsed(BaseException):
-    """The flags are understood: what follows would be compiled."""
+    """The flags were understood, and compiling would come next."""
 
 
 def test_flags_of_what_is_compiled_elsewhere(monkeypatch):
@@ -127,7 +129,7 @@ def test_the_model_of_final_is_asked_as_in_training(tmp_path, monkeypatch, capsy
 
 
 # ---------------------------------------------------------------- commands that are run
-# What makes them short; what a command says itself about these comes before, and so does not count.
+# {program: flags that make its commands short}. They come last on the command line, so they win.
 SHORT = {
     "train": f"{TINY_FLAGS} --steps 0 --eval_n 4",
     "launch": f"{TINY_FLAGS} --steps 1 --batch 2 --minibatches 1 --max_answer 40 --eval_n 4",
@@ -139,43 +141,44 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory, tiny_directory):
-    """A copy of this tree, installed, with a model and the questions of whoever tries it."""
+    """Returns an installed copy of this tree, with a model and the questions of a user."""
     tree = tmp_path_factory.mktemp("user") / "podgrpo"
     clone_of_this_tree(tree)
     write(tree / ".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
-    # As launch.sh notes what it has installed.
+    # Write the notes that launch.sh leaves after an installation.
     marks = 'echo "$(cksum <requirements.txt) " >.venv/installed; '
     marks += "cksum <tests/requirements.txt >.venv/installed-tests"
     run("bash", "-c", marks, cwd=tree)
     (tree / "path/to").mkdir(parents=True)
     (tree / "path/to/Qwen2.5-0.5B-Instruct").symlink_to(tiny_directory)
-    # The row that README shows, with others.
+    # The questions have the columns of the row that README shows.
     (shown,) = re.findall(r'`(\{"question".*?\})`', text_of(README))
     row = json.loads(shown)
     rows = [row | {"question": f"What is {i} + 3?", "answer": str(i + 3)} for i in range(16)]
     for name in ("train.jsonl", "test.jsonl"):
         write(tree / name, "".join(json.dumps(row) + "\n" for row in rows))
-    # `OUT` of a page is the run of one that comes before.
+    # `OUT` on a page stands for the run of an earlier command.
     (tree / "OUT").symlink_to("out/seed2")
     return tree
 
 
 def type_in(tree, command, *more):
-    """What a command prints in a shell there, which must end well."""
+    """Run a command in a shell in the tree, and return its output. It must exit with code 0."""
     path = f"{tree}/.venv/bin:/usr/bin:/bin"
     words = " ".join([command, *more])
     return run("bash", "-c", words, cwd=tree, PATH=path, JAX_NUM_CPU_DEVICES="1")
 
 
 def short(command):
-    """The flags that make a command short."""
+    """Returns the flags that make a command short."""
     program = Path(re.search(r"(\S+)\.(?:py|sh)", command)[1]).name
     return "" if "--help" in command else SHORT.get(program, "")
 
 
 @pytest.mark.slow
 def test_commands_of_this_machine_work_one_after_another(checkout):
-    """As a new user would try them, from the top of README to the last page."""
+    """The commands for this machine work in order, from the top of README to the last page, as a
+    new user would type them."""
     wants = {"plot.py": "matplotlib", "--transformers 1": "transformers"}
     for command in of_kind("run", all_commands()):
         needed = [package for words, package in wants.items() if words in command]
@@ -186,14 +189,15 @@ def test_commands_of_this_machine_work_one_after_another(checkout):
     for command in of_kind("viewer", all_commands()):
         directory = checkout / shlex.split(command)[-1]
         assert list(directory.rglob("*.xplane.pb")), command
-    # The same command again.
+    # Type the same command again.
     again = "bash launch.sh cpu --seed 2 --out out/seed2"
     assert "out/seed2 is finished: 2 steps" in type_in(checkout, again, short(again))
 
 
 @pytest.mark.slow
 def test_the_reward_of_readme_trains(checkout):
-    """It is that of few changed lines, and its metric comes by itself."""
+    """The reward function that README shows takes a few changed lines. It trains, and its metric
+    appears without further edits."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", text_of(README), re.M | re.S)
     lines = diff.splitlines()
     assert len(lines) < 8 and all(line[0] in "+-" for line in lines), diff
@@ -203,7 +207,7 @@ def test_the_reward_of_readme_trains(checkout):
     assert program.count(f"\n{removed}\n") == 1, removed
     write(checkout / "train.py", program.replace(f"\n{removed}\n", f"\n{added}\n"))
     (command,) = [line for line in commands_of(README) if "--data train.jsonl" in line]
-    # Long enough for some answers of random weights to end, as others score 0 unseen.
+    # Truncated answers score 0 without being seen, so give answers of random weights room to end.
     type_in(checkout, command, short(command), "--sft_steps 0 --max_answer 256 --out out/brief")
     rows = [row for row in read_jsonl(checkout / "out/brief/metrics.jsonl") if "solved" in row]
     assert rows and all("reward/brief" in row and row["reward/faults"] == 0 for row in rows)
@@ -222,25 +226,26 @@ def flags_in(text):
     return set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
 
 
-# the command of the tests, up to its arguments: here, or on the first worker of a TYPE
+# The command that runs the tests, without its arguments: here, or on the first worker of a TYPE.
 TEST_COMMAND = r"launch\.sh (?:\S+ )?test\b"
 
 
 def test_flags_exist():
-    # What follows the command of the tests, up to the end of the code, is pytest's.
+    # The rest of a command that runs the tests is for pytest: leave it out.
     text = re.sub(rf"({TEST_COMMAND})[^`\n#]*", r"\1", all_docs())
     ours = {*FLAGS, *bench_loss.FLAGS, *bench_rollout.FLAGS, "help"}
     for tool in ROOT.glob("tools/*.py"):
         ours |= set(re.findall(r'add_argument\("--(\w+)"', text_of(tool)))
     launchers = flags_in(text_of(ROOT / "launch.sh"))
-    # Those of gcloud, Slurm and xprof.
+    # These flags belong to gcloud, Slurm and xprof.
     others = "location recursive role member reserved network mem constraint format logdir"
     unknown = flags_in(text) - ours - launchers - {*others.split()}
     assert not unknown, f"no such flags: {unknown}"
 
 
 def test_files_exist():
-    """Of this tree, or beside the page that names them; but for what a command would write."""
+    """Every file that a page names exists in this tree or beside the page, except for files that a
+    command would write."""
     name = r"(?:[\w.-]+/)*[\w.]+\.(?:py|sh|md|txt|svg|png|toml)"
     for page in DOCS:
         files = set(re.findall(rf"(?<![\w/.-])({name})\b", text_of(page))) - {"plot.svg"}
@@ -249,7 +254,7 @@ def test_files_exist():
 
 
 def anchors_of(path):
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.+)", text_of(path), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
 
@@ -265,7 +270,7 @@ def test_links_lead_somewhere():
 
 def test_tests_exist():
     markers = re.findall(r'^    "(\w+):', text_of(ROOT / "pyproject.toml"), re.M)
-    # -k looks for a part of a test's name, or of its file's.
+    # -k matches a part of a test's name, or of its file's name.
     names = []
     for path in [ROOT / "test_kernel.py", *ROOT.glob("tests/test_*.py")]:
         names += [path.stem, *re.findall(r"^def (test_\w+)", text_of(path), re.M)]
@@ -278,7 +283,8 @@ def test_tests_exist():
 
 @pytest.mark.slow
 def test_metrics_exist(tmp_path_factory):
-    """A run with a KL and several updates a step has those of the table, and no others."""
+    """A run with a KL and several updates per step has exactly the metrics of assets/metrics.md,
+    plus reward/formatted."""
     rows = read_jsonl(calm_run(tmp_path_factory) / "metrics.jsonl")
     there = set().union(*rows) - {"step"}
     table = re.findall(r"^\| (`.*?) \|", text_of(ROOT / "assets/metrics.md"), re.M)
@@ -287,7 +293,8 @@ def test_metrics_exist(tmp_path_factory):
 
 
 def test_places_to_edit_exist():
-    """What README's table names is defined in the file of its row, train.py or kernel.py."""
+    """Every name in README's table of edits is defined in train.py, kernel.py or the file that the
+    row names."""
     (section,) = re.findall(r"^## How to fork it\n(.*?)^## ", text_of(README), re.M | re.S)
     rows = re.findall(r"^\|.*`.*\|$", section, re.M)
     (walk,) = re.findall(r"^\*\*The loss\*\*.*?\n\n", section, re.M | re.S)
@@ -310,9 +317,10 @@ def test_line_counts():
 
 # ---------------------------------------------------------------- troubleshooting
 def test_messages_are_those_of_the_code():
-    """Each one's fixed words stand in one text of the source, in their order."""
+    """The fixed words of each message under Troubleshooting occur in order in one string of the
+    source."""
     paths = [ROOT / "train.py", ROOT / "launch.sh", *ROOT.glob("infra/*.*")]
-    # Texts that go on in the next line of a program are one.
+    # Join strings that continue on the next line of the source.
     source = re.sub(r'"\n +f?"', "", "\n".join(map(text_of, paths)))
     (section,) = re.findall(r"^## Troubleshooting\n(.*?)^## ", text_of(README), re.M | re.S)
     messages = re.findall(r"^\| `([^`]+)` \|", section, re.M)

@@ -1,4 +1,4 @@
-"""Runs from start to end, cut short and resumed: what comes out is the calm run, bit for bit."""
+"""A run that is cut short and resumed has the same results as an undisturbed run, bit for bit."""
 
 import contextlib
 import glob
@@ -44,7 +44,7 @@ from infra import checkpoint, cluster, data, rollout
 from infra.sampling import Sampling
 
 # ---------------------------------------------------------------- one short run with one resume
-# People chart them.
+# People chart these metrics, so their names stay.
 METRICS = """
     step reward/mean reward/std reward/correct reward/formatted solved
     len/prompt len/answer len/answer_max truncated group/zero_variance
@@ -57,8 +57,8 @@ METRICS = """
 
 
 def forget(out, kept):
-    """Leave `out` as if its three steps had been killed after `kept`, as it wrote a line, and
-    before the evaluation of `kept` was written."""
+    """Change `out` as if the run had been killed after step `kept` of three: before it wrote the
+    evaluation of that step, and in the middle of a line."""
     for name in ["final", *(f"step_{n:06}" for n in range(kept + 1, 4))]:
         shutil.rmtree(out / name)
     rows = read_jsonl(out / "metrics.jsonl")
@@ -67,12 +67,12 @@ def forget(out, kept):
     rows.remove(evaluated)
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open(out / "samples.jsonl", "ab") as f:
-        f.write(b'{"step": 1, "answer": "\xe4\xb8')  # half a character, too
+        f.write(b'{"step": 1, "answer": "\xe4\xb8')  # the line ends within a character
 
 
 def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     out = tmp_path / "run"
-    # The bonus moves the weights also where all answers score the same.
+    # The entropy bonus moves the weights even if all answers score the same.
     flags = [TINY_FLAGS, "--save_every 1 --keep 9 --beta 0.1 --entropy_bonus 1 --out", out]
     text = run_train(*flags, "--mesh 2,2,2", devices=8)
     for wanted in (
@@ -82,12 +82,13 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
         f"{out}/final",
     ):
         assert wanted in text, text
-    # An update of demonstrations and of rollouts; sampled and greedy decoding; none of them twice.
+    # Gradients are traced for demonstrations and for rollouts, and decode is traced for sampling
+    # and for greedy answers. Nothing is traced twice.
     programs = "gradients", "target_logprobs", "decode"
     traced = {what: text.count(f"tracing {what}") for what in programs}
     assert traced == {"gradients": 2, "target_logprobs": 1, "decode": 2}, text
     rows = read_jsonl(out / "metrics.jsonl")
-    # The row of each step, and after it that of its evaluation.
+    # The row of each step comes before the row of its evaluation.
     assert [row["step"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert [step for step, _ in evaluations(rows)] == [1, 2, 3]
     last, evaluation = rows[-2:]
@@ -115,7 +116,8 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
 
 
 def test_grpo_starts_at_its_reference_and_its_epochs_count_alike(tmp_path, monkeypatch):
-    """At a learning rate of 0 the policy stays what it was after the supervised step."""
+    """GRPO starts at its reference, and all epochs see the same policy: with a learning rate of 0,
+    all ratios are 1 and the KL is 0."""
     update = mock.Mock(wraps=train.update)
     monkeypatch.setattr(train, "update", update)
     flags = "--sft_steps 1 --steps 1 --lr 0 --beta 1 --ppo_epochs 2 --minibatches 2"
@@ -130,14 +132,15 @@ def test_grpo_starts_at_its_reference_and_its_epochs_count_alike(tmp_path, monke
 
 @pytest.mark.slow
 def test_a_run_without_checkpoints_starts_anew(tmp_path, tmp_path_factory):
-    """What it wrote before comes again, once."""
+    """A run that has lost its checkpoints starts over, and replaces the lines that it wrote
+    before."""
     calm = calm_run(tmp_path_factory)
     out = tmp_path / "run"
     shutil.copytree(calm, out)
     for path in [out / "final", *out.glob("step_*")]:
         shutil.rmtree(path)
     with open(out / "samples.jsonl", "ab") as f:
-        f.write(b'{"step": 1, "answer": "\xe4\xb8')  # half a line, half a character
+        f.write(b'{"step": 1, "answer": "\xe4\xb8')  # the line ends within a character
     text = run_to_end(out, lives(tmp_path_factory, 9))
     assert "resuming" not in text, text
     same_run(out, calm)
@@ -145,20 +148,21 @@ def test_a_run_without_checkpoints_starts_anew(tmp_path, tmp_path_factory):
 
 # ---------------------------------------------------------------- kills
 def terminate(runs, log):
-    """SIGTERM to all -> the seconds until all have ended, as a preempted run does."""
+    """Send SIGTERM to all processes, and check that they end as a preempted run does. Returns the
+    seconds that took."""
     began = time.time()
     for process in runs:
         process.terminate()
     codes = [process.wait(60) for process in runs]
     took = time.time() - began
-    assert codes == [143] * len(runs) and took < 30, (codes, took)  # as long as a spot VM has
+    assert codes == [143] * len(runs) and took < 30, (codes, took)  # a spot VM has 30 s
     text = log.read_text(errors="replace")
     assert "ended by SIGTERM: step " in text and "Traceback" not in text, text
     return took
 
 
 def kill(victim, runs, log):
-    """SIGKILL to one, which must bring down the others."""
+    """Send SIGKILL to one process, and check that the others end too."""
     victim.kill()
     began = time.time()
     codes = [process.wait(120) for process in runs]
@@ -166,11 +170,12 @@ def kill(victim, runs, log):
 
 
 def saves(out, processes):
-    """-> (names of complete checkpoints, {name: when it was written to} of those that are torn)"""
+    """Returns (names of complete checkpoints, {name of a torn checkpoint: time of its last
+    write})."""
     complete = []
     torn = {}
     for directory in map(Path, glob.glob(f"{out}/step_*")):
-        with contextlib.suppress(FileNotFoundError):  # the run deletes it
+        with contextlib.suppress(FileNotFoundError):  # the run may delete the directory
             names = os.listdir(directory)
             files = [name for name in names if name.endswith(f"-of-{processes:05}.safetensors")]
             if len(files) == processes:
@@ -181,7 +186,7 @@ def saves(out, processes):
 
 
 def torn_save(out, processes, since):
-    """ "first save" or "later save" if one is under way, or was torn, since that time; else ""."""
+    """Returns "first save" or "later save" if one was under way or torn since then, else ""."""
     complete, torn = saves(out, processes)
     if max(torn.values(), default=0) < since:
         return ""
@@ -189,8 +194,8 @@ def torn_save(out, processes, since):
 
 
 def live(out, flags, processes, rng, aim, ended):
-    """One life, which ends by SIGTERM after some steps, by SIGKILL between them, or by SIGKILL in a
-    save, which `aim` says. Counts in `ended` what it came to be, by the files that are left."""
+    """Start the run and end it as `aim` says: by SIGTERM after some steps, by SIGKILL at any time,
+    or by SIGKILL in a save. Counts in `ended` how it really ended, by the files that are left."""
     log = Path(f"{out}.log")
     began = time.time()
     steps = rng.integers(1, 4)
@@ -208,19 +213,22 @@ def live(out, flags, processes, rng, aim, ended):
         if aim == "SIGTERM":
             ended[f"SIGTERM ({terminate(runs, log):.1f} s)"] += 1
             return
-        # Some way into what it does: a save takes some milliseconds.
+        # Wait a little, to hit any point of a save, which takes some milliseconds, or of a step.
         time.sleep(rng.uniform(0, 0.003 if "save" in aim else 0.3))
         kill(runs[rng.integers(processes)], runs, log)
     end = torn_save(out, processes, began) or "between saves"
     ended[end] += 1
     if aim == "first save" and end != aim:
-        # It was complete already, and a run has only one first save.
+        # The kill missed the first save, and a run has only one. Start over.
         shutil.rmtree(out)
 
 
 def check_kills(directory, flags_of_steps, kills, in_saves, processes, record_property):
-    """A run that is ended by SIGTERM, and killed so often, is the undisturbed one. At least
-    `in_saves` kills are in the first save, and as many in later ones. -> its `out`"""
+    """Check that a run that gets one SIGTERM and at least `kills` kills equals the undisturbed run.
+
+    At least `in_saves` kills are in the first save, and as many in later saves. Returns the run's
+    directory.
+    """
     flags = flags_of_steps(6 * (kills + 4))  # enough for as many lives
     calm = directory / "calm"
     out = directory / "killed"
@@ -248,7 +256,8 @@ def check_kills(directory, flags_of_steps, kills, in_saves, processes, record_pr
 
 
 def check_transformers(final, prompts):
-    """transformers loads the directory, and its greedy answers are ours."""
+    """Check that transformers loads the directory, and gives the same greedy answers as our
+    code."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
@@ -265,7 +274,7 @@ def check_transformers(final, prompts):
 
 @pytest.mark.slow
 def test_a_killed_run_is_the_undisturbed_one(tmp_path, tmp_path_factory, record_property):
-    """And its final model is one that transformers loads."""
+    """A killed run ends like the undisturbed run, with a final model that transformers can load."""
 
     def flags(steps):
         return lives(tmp_path_factory, steps)
@@ -280,7 +289,7 @@ def test_a_killed_process_brings_all_down_and_they_resume(
     tmp_path, tmp_path_factory, record_property
 ):
     def flags(steps):
-        # All but process 0 compile in each life anew, so as little as may be.
+        # After each kill, all processes but process 0 compile again, so keep the programs few.
         return lives(tmp_path_factory, steps, "--sft_steps 0 --minibatches 1 --eval_data none")
 
     check_kills(tmp_path, flags, 2, 1, 2, record_property)
@@ -296,14 +305,14 @@ def test_many_kills(processes, kills, tmp_path, tmp_path_factory, record_propert
 
 
 def main_stopped_in_evaluation(number, flags):
-    """train.main, to which a signal comes in its first or second evaluation, as it samples:
-    SIGTERM, or SIGUSR1, with which Slurm warns of the time limit."""
+    """Run train.main, and send a signal while it samples in an evaluation: SIGTERM in the first, or
+    SIGUSR1, Slurm's warning of the time limit, in the second."""
     real_generate = rollout.generate
     evaluations_begun = 0
 
     def generate_or_stop(*args, group, **options):
         nonlocal evaluations_begun
-        # An evaluation samples one answer to a question.
+        # Only an evaluation samples one answer per question.
         evaluations_begun += group == 1
         if evaluations_begun == number:
             signal.raise_signal([signal.SIGTERM, signal.SIGUSR1][number - 1])
@@ -316,8 +325,9 @@ def main_stopped_in_evaluation(number, flags):
 
 @pytest.mark.slow
 def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_factory):
-    """Once: after the step of the checkpoint, with the value that the calm run has."""
-    # One name of `out`, which is part of the flags, so that all runs share their programs.
+    """A run stopped in an evaluation makes the evaluation on resume, after the step of the
+    checkpoint and only once, with the value of the undisturbed run."""
+    # `out` is part of the flags. With the same name, all runs share their compiled programs.
     flags = [*lives(tmp_path_factory, 3), *arguments(["--batch 4 --out run"])]
 
     def enter(name):
@@ -341,9 +351,8 @@ def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_f
 
 
 def test_an_evaluation_writes_its_row_last(monkeypatch):
-    """A run that is killed before that makes the evaluation again, and its samples come again.
-
-    Of the last round only questions that are there count."""
+    """An evaluation writes its row after its samples, so that a run killed in between makes the
+    whole evaluation again. In the last round, only questions that exist count."""
     two_answers = {"truncated_B": [False, False]}, ["2", "2"]
     monkeypatch.setattr(train, "sample_answers", lambda *_: two_answers)
     rows = [{"question": "1 + 1?", "answer": "2"}] * 3
@@ -357,7 +366,8 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
-    """As Google's metadata server gives it: at first no answer, then FALSE, then TRUE."""
+    """A run ends when Google's metadata server announces a preemption. Here the server first fails,
+    then answers FALSE, then TRUE."""
     asked = []
 
     class Metadata(http.server.BaseHTTPRequestHandler):
@@ -378,7 +388,7 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
         until(lambda: stop_signal.number, seconds=60)
         server.shutdown()
         assert stop_signal.number == signal.SIGTERM
-        # The SIGTERM with which the VM then goes down must not end the save.
+        # The VM's shutdown then sends SIGTERM, which must not end the save.
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(cluster.Stop):
             cluster.check_for_stop(stop_signal)
@@ -386,7 +396,8 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
 
 
 def test_the_warning_of_a_time_limit_is_a_sigterm():
-    """The SIGTERM that follows the SIGUSR1 must not end the save, nor a second SIGUSR1."""
+    """SIGUSR1, Slurm's warning of the time limit, stops a run like SIGTERM. A second SIGUSR1 or the
+    SIGTERM that follows must not end the save."""
     with restored_signals():
         stop_signal = cluster.watch_signals()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
@@ -399,7 +410,8 @@ def test_the_warning_of_a_time_limit_is_a_sigterm():
 
 @pytest.mark.parametrize("steps_made, code", [(1, 143), (0, 138)])
 def test_a_time_limit_without_a_new_step_has_another_code(steps_made, code, monkeypatch):
-    """By which launch.sh knows that to requeue the job would not help."""
+    """If no step was made before the time limit, the exit code tells launch.sh that requeueing the
+    job would not help."""
     saver = checkpoint.Saver("run", keep=1, newest=7)
     monkeypatch.setattr(saver, "write", lambda *_: True)
     saver.remember(7 + steps_made, {}, 0)
@@ -410,7 +422,8 @@ def test_a_time_limit_without_a_new_step_has_another_code(steps_made, code, monk
 
 # ---------------------------------------------------------------- long runs
 def watch(process, log):
-    """Until it ends -> {step: MiB of memory}, {n: the step in which the nth program was traced}"""
+    """Watch a process until it ends. Returns ({step: MiB of memory}, {n: the step in which program
+    n was traced})."""
     used = {}
     traced = {}
     while process.poll() is None:
@@ -426,7 +439,8 @@ def watch(process, log):
 
 
 def check_soak(out, steps, growth, record_property):
-    """From the second quarter to the last, memory stays; nothing is traced after 100 steps."""
+    """Check that memory changes by less than `growth` from the second to the last quarter, and that
+    nothing is traced after 100 steps."""
     flags = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
     log = Path(f"{out}.log")
     with running(out, arguments([flags, "--max_answer 16 --steps", steps])) as (process,):
@@ -459,8 +473,9 @@ def test_memory_stays_flat_over_2000_steps(tmp_path, record_property):
 
 @pytest.mark.slow
 def test_the_embedded_default_learns(tmp_path, record_property):
-    """As committed: at most 45% after the supervised phase, at least 90% at the end."""
-    # It computes much, so that here XLA's optimisation is worth its time.
+    """The embedded default, as committed, solves at most 45% after the supervised phase, and at
+    least 90% at the end."""
+    # This run computes much, so XLA's optimisation is worth its time here.
     text = run_train("--out", tmp_path / "run", XLA_FLAGS="")
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     scores = [row["eval/solved"] for row in rows if "eval/solved" in row]

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave, and what they are called with (infra/rewards.py)."""
+"""Reward functions that misbehave, and the arguments that they get (infra/rewards.py)."""
 
 import contextlib
 import io
@@ -48,13 +48,13 @@ def sleeps_again(row, answer):
 
 
 def test_rewards_that_hang_score_zero(monkeypatch):
-    # enough for the others on a busy machine
+    # Half a second is enough for the other functions, even on a busy machine.
     monkeypatch.setattr(rewards, "REWARD_SECONDS", 0.5)
     functions = [loops, loops_and_catches, backtracks, sleeps_again]
     rows = [{"question": "q", "answer": "5"}] * 3
     before = signal.getsignal(signal.SIGALRM)
     scores, faults = rewards.score_answers(functions, rows, ["5", "hang", "6"], [False] * 3)
-    # what hung leaves the scores of others as they are
+    # An answer that hangs does not change the scores of the others.
     assert_array_equal(scores, [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
     timeout = {1: "TooSlow: no score within 0.5 s"}
     assert faults == {function.__name__: timeout for function in functions}
@@ -87,7 +87,7 @@ def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys):
         "train.py: reward divides failed on all 4 answers that were not truncated: "
         "ZeroDivisionError: division by zero; mend it\n"
     )
-    # One that has worked may fail for a reason that passes.
+    # A function that has worked before may fail for a reason that passes, so the run goes on.
     rewards.score_answers([divides], rows[:1], ["5"], [False])
     assert rewards.report(faults) == 4
     assert "reward divides failed on 4 answers, and counts 0 there" in capsys.readouterr().out
@@ -186,7 +186,8 @@ with open(sys.argv[1], "w"):
 
 
 def test_streams_that_a_reward_closes_are_no_other_file(tmp_path):
-    """Nor is one missing that was set to None. A function without a name is one, too."""
+    """If a reward function closes stdout, no other file takes its place. stdout is opened again,
+    even if it was set to None. A function without a name works too."""
     text = run(sys.executable, "-c", STREAMS, tmp_path / "file")
     assert "'partial': {1: 'it closed stdout or stderr', 2: 'it closed stdout" in text, text
     assert "[0.],\n       [0.],\n       [1.]" in text, text
@@ -228,7 +229,7 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
             "row['question'], row['answer'] and every other column of the data"
         )
     assert not (tmp_path / "run").exists()
-    # more arguments may have defaults; a function in C may not say what it takes
+    # Further arguments may have defaults. A function in C may not state its arguments.
     rewards.check_functions(min, [(lambda row, answer, bonus=1: bonus, np.float32(1)), [min, 0]])
     wrong = {"correct": train.correct, "(5, 1.0)": (5, 1.0), "'correct'": "correct"}
     for shown, entry in wrong.items():
@@ -244,17 +245,17 @@ def test_a_reward_that_catches_all_ends_the_run_by_name():
 
 
 def test_solved_is_one_named_function(monkeypatch, tmp_path):
-    """Whatever is rewarded, the metric and the evaluation count what SOLVED says."""
+    """The metric `solved` and evaluations use SOLVED, whatever REWARDS contains."""
     monkeypatch.setattr(train, "REWARDS", [(closes_stdout, 1.0)])
     monkeypatch.setattr(train, "SOLVED", lambda row, answer: 0.5)
     flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 64"
-    # Greedy answers of so poor a model have no end.
+    # Greedy answers of such a weak model never end, so evaluate with temperature 1.
     flags += " --eval_temperature 1"
     with restored_signals():
         train.main(arguments([flags, "--out", tmp_path / "run"]))
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     solved = [row["eval/solved"] for row in rows if "eval/solved" in row]
-    # A truncated answer is none; of those that are evaluated each time, some end.
+    # A truncated answer is not solved. In each evaluation some answers end.
     assert len(solved) == 2 and 0 < max(solved) <= 0.5, rows
     assert sum("solved" in row for row in rows) == 1, rows
     for row in rows:
@@ -264,7 +265,7 @@ def test_solved_is_one_named_function(monkeypatch, tmp_path):
 
 # ---------------------------------------------------------------- math-verify
 def readme_reward():
-    """The reward function by math-verify that README shows."""
+    """Returns the reward function with math-verify that README shows."""
     text = (ROOT / "README.md").read_text()
     (lines,) = re.findall(r"((?:^    .*\n)*^    .*math_verify.*\n(?:^    .*\n)*)", text, re.M)
     names = {}

@@ -1,4 +1,5 @@
-"""Rollouts: answers against transformers and an uncached forward; layouts, waves and stages."""
+"""Rollouts: answers compared with transformers and with an uncached forward, in all layouts, in
+waves and in stages."""
 
 import dataclasses
 import math
@@ -33,7 +34,7 @@ from tools import bench_rollout
 
 # ---------------------------------------------------------------- against transformers
 def greedy_answers(theirs, prompts, n, **stop):
-    """What transformers answers to prompts that are padded on the left."""
+    """Returns the greedy answers of transformers, whose prompts are padded on the left."""
     torch = pytest.importorskip("torch")
     width = max(map(len, prompts))
     tokens = torch.zeros((len(prompts), width), dtype=torch.long)
@@ -48,7 +49,8 @@ def greedy_answers(theirs, prompts, n, **stop):
 
 @pytest.mark.parametrize("name, has_stops", [("tied", False), ("untied", True)])
 def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_property):
-    """For prompts of unequal length, padded on the left; two stop ids end rows early."""
+    """Greedy answers to prompts of different lengths equal those of transformers, also if two stop
+    ids end rows early."""
     n = 64
     saved = hf_model(name)
     prompts = random_prompts(saved.cfg, (9, 1, 14, 5))
@@ -98,7 +100,7 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
 
 # ---------------------------------------------------------------- layouts, waves, stages
 def test_rows_do_not_depend_on_others(record_property):
-    """Nor on how wide their padding is."""
+    """The answer to a prompt does not depend on the other rows, nor on the width of the padding."""
     params = random_params(UNTIED, mesh())
     ours = random_prompts(UNTIED, (6, 2, 7, 4))
     others = random_prompts(UNTIED, (3, 13, 1, 4), seed=1)
@@ -112,7 +114,8 @@ def test_rows_do_not_depend_on_others(record_property):
     assert differ[1::2].any(-1).all()
 
 
-# With this seed no uniform is within 5e-6 of a step of its CDF, where rounding would decide.
+# With this seed, every uniform is at least 5e-6 from a step of its CDF, so that rounding cannot
+# change a token.
 SEED = 11
 MAX_ANSWER = 24
 CFG = dataclasses.replace(TIED, V=208, stop_ids=tuple(range(0, 60, 3)))
@@ -121,7 +124,7 @@ PROMPTS = [p for p in random_prompts(CFG, (5, 3, 8, 1, 2, 6, 4, 7)) for _ in ran
 
 @jax.jit
 def uncached_step(params, tokens_BT, lengths_B, key, t):
-    """-> (the next tokens, their logprobs) by the training forward on all that is there."""
+    """Run the training forward on all tokens so far. Returns (next tokens, their logprobs)."""
     B, T = tokens_BT.shape
     rows = dict(
         tokens=tokens_BT,
@@ -142,7 +145,8 @@ def uncached_step(params, tokens_BT, lengths_B, key, t):
 
 @cache
 def uncached_answers():
-    """-> (answers, whether no stop token came, logprobs) that `generate` is to give to PROMPTS."""
+    """Returns (answers, whether no stop token came, logprobs) that `generate` must give for
+    PROMPTS."""
     params = random_params(CFG, mesh())
     B = len(PROMPTS)
     lengths = np.array([len(prompt) for prompt in PROMPTS])
@@ -165,14 +169,14 @@ def uncached_answers():
 
 
 class Way(NamedTuple):
-    """How a rollout is laid out, and what must come of that."""
+    """How a rollout is laid out, and what the test expects of it."""
 
     dims: tuple
     kind: str
     options: dict
     heard: int  # calls of `progress`
-    dropped: int = 0  # times that rows that were done left the batch
-    slots: tuple = ()  # of the KV cache, as it grows
+    dropped: int = 0  # how often finished rows left the batch
+    slots: tuple = ()  # sizes of the KV cache as it grows
 
 
 GROWING = (32,)
@@ -196,7 +200,8 @@ SLOW_WAYS = {
 
 @pytest.mark.parametrize("way", by_tier(WAYS, SLOW_WAYS))
 def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
-    """Of ragged prompts, in groups, growing windows and waves, while rows that are done go."""
+    """Rollouts equal an uncached forward, for prompts of different lengths, in groups, with growing
+    KV caches, in waves, and while finished rows leave the batch."""
     answers, live, logprobs = uncached_answers()
     resize = mock.Mock(wraps=layouts.resize_array)
     monkeypatch.setattr(layouts, "resize_array", resize)
@@ -223,7 +228,7 @@ def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
     dropped = 0
     slots = set()
     for (a, index), how in resize.call_args_list:
-        # The hidden states stand for all arrays of the state.
+        # Look only at the hidden states: other arrays of the state are resized with them.
         if a.ndim == 2:
             slots.add(how["slots"])
             dropped += len(a) > len(index)
@@ -246,7 +251,7 @@ def test_greedy_answers_equal_on_meshes():
 
 
 def test_decode_works_in_place_and_ends(monkeypatch):
-    """A cache that goes in is gone; once all rows have ended, no more slots are written."""
+    """decode consumes the cache that goes in, and writes no more slots once all rows have ended."""
     cfg = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V)))
     decode = rollout.decode
     taken, left = [], []
@@ -285,7 +290,7 @@ def test_the_cache_of_a_wave_goes_before_the_next_one_is_made(monkeypatch):
 
 
 def largest_collective(program):
-    """Bytes of the largest array that a compiled program's collectives give."""
+    """Returns the bytes of the largest array that a collective of a compiled program returns."""
     kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
     results = re.findall(rf" = (.+?) (?:{kinds})(?:-start)?\(", program.as_text())
     arrays = re.findall(r"[a-z]+(\d+)\w*\[([\d,]*)\]", " ".join(results))
@@ -297,7 +302,8 @@ def largest_collective(program):
 
 @pytest.mark.parametrize("kind", ["replicated", "tp", "fsdp"])
 def test_decode_moves_no_cache_between_devices(kind):
-    """jax 0.10 gathers all of an array whose layout is constrained outside a shard_map."""
+    """Decode moves no KV cache between devices. jax 0.10 would gather the complete cache if its
+    layout were constrained outside of a shard_map."""
     work = layouts.Work(64, group=8, prompt_slots=2048, answer_slots=2048)
     layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32", work)
     program = rollout.lower_decode(TIED, layout, jnp.dtype("float32"), work).compile()
@@ -341,7 +347,8 @@ def test_layout_is_chosen_by_size_and_memory(monkeypatch):
 
 
 def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
-    """Weights against KV cache: tp halves what is read of weights, at the latency of two sums."""
+    """On chips of known speed, the layout with the fastest estimated step is chosen. More tp means
+    fewer bytes of weights to read, but adds the latency of two sums per layer."""
     on = mesh(1, 8, 1)
     set_memory(monkeypatch, 32)
     narrow = dataclasses.replace(sizes("0.5B"), D=128, F=512)
@@ -364,7 +371,8 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
 
 @pytest.mark.parametrize("kind, split", [("replicated", ""), ("tp", "NKFV")])
 def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
-    """And over D by nothing, or each decoding step would gather them."""
+    """Replicated weights are complete on each device. tp splits weights by heads, feed-forward and
+    vocabulary, but not by D: otherwise each decode step would gather them."""
     layout, _ = layouts.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16", WORK)
     for name in model.shapes(sizes("3B")):
         dims = model.letters(name)
@@ -375,7 +383,8 @@ def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
 
 
 def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
-    """In an evaluation a row has a prompt of its own; in a rollout it shares one."""
+    """The KV cache of the rows that decode at once fills half of the free memory. In an evaluation
+    each row has its own prompt; in a rollout a group shares one."""
     cfg = sizes("3B")
     resting = 12 * GIB
     for kind, parts, heads in (("replicated", 1, 2), ("fsdp", 8, 2), ("tp", 2, 1)):
@@ -392,14 +401,15 @@ def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
 
 
 def live(*devices):
-    """Which answers are live, [devices, prompts, group], from "110 000" for a device."""
+    """Returns which answers are live, bool [devices, prompts, group]. A text such as "110 000"
+    gives the answers of a device."""
     return np.array([[[c == "1" for c in prompt] for prompt in d.split()] for d in devices])
 
 
 def test_batch_shrinks_where_that_saves_a_tenth():
     # fmt: off
     cases = [
-        # live answers, bytes of the weights: prompts and answers of each from then on
+        # (live answers, bytes of the weights, prompts per device and answers of each from then on)
         (live("1100 0100 0000 0000"), 100, (2, 2)),
         (live("1110 0100 0000 0000"), 100, (2, 4)),
         (live("1100 0100 0010 0000"), 100, (4, 2)),

@@ -1,4 +1,5 @@
-"""infra/sampling.py: draws against softmax, truncation, and what rollouts report of them."""
+"""infra/sampling.py: draws compared with softmax, truncation, and the logprobs that rollouts
+report."""
 
 from functools import partial
 
@@ -47,13 +48,13 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def sample(z_RV, u_B, sampling=PLAIN, tp=1):
-    """sample_token of the rows of z in turn, with the vocabulary on so many devices."""
+    """Call sample_token with the rows of z in turn, and the vocabulary split over tp devices."""
     tokens, logprobs = compiled_sample(z_RV, u_B, sampling, tp)
     return np.asarray(tokens), np.asarray(logprobs)
 
 
 def truncated(p, top_k, top_p):
-    """What top-k and then top-p sampling draws from, for one row."""
+    """Returns the distribution of one row after top-k and then top-p truncation."""
     order = np.argsort(-p)[: top_k or None]
     mass = p[order].cumsum()
     kept = order[: np.searchsorted(mass, top_p * mass[-1]) + 1]
@@ -62,7 +63,8 @@ def truncated(p, top_k, top_p):
 
 
 def chi_square(tokens, p):
-    """p-value of how often tokens are drawn; those expected fewer than 10 times count as one."""
+    """Returns the p-value of a chi-square test of the drawn tokens. Tokens that are expected fewer
+    than 10 times count as one token."""
     count = np.bincount(tokens, minlength=len(p))
     expected = p * len(tokens)
     rare = expected < 10
@@ -89,14 +91,15 @@ def training_logprobs(hidden_ND, head_VD, targets_N, weight_N, temperature):
     ],
 )
 def test_sampled_logprobs_equal_training_forward(cfg, sampling, record_property):
-    """What `generate` reports is what the trainer computes; draws follow that, each time anew."""
+    """The logprobs that `generate` reports equal those of the training forward. Tokens are drawn
+    from that distribution, independently in each step, row and key."""
     n = 32
     temperature = sampling.temperature
     rng = np.random.default_rng(3)
     prompts = random_prompts(TIED, (9, 4, 1, 6) * 4)
     params = random_params(cfg, mesh())
     head = model.head(params)
-    # The states that answer tokens are drawn from are those of the token before.
+    # An answer token is drawn from the hidden state of the token before it.
     first = np.array([len(prompt) - 1 for prompt in prompts])
     before = first[:, None] + np.arange(n)
     errors = {}
@@ -123,10 +126,11 @@ def test_sampled_logprobs_equal_training_forward(cfg, sampling, record_property)
             logprobs = training_logprobs(h_ND, head, targets, weight, temperature)
             wanted = np.asarray(logprobs).reshape(live.shape)[live]
         errors[seed] = abs(out["logprobs_BT"][live] - wanted)
-        # If tokens follow q, these are uniform.
+        # If tokens are drawn from q, these values are uniform.
         upper = q.cumsum(-1)[each, tokens]
         u[seed][live] = upper - rng.random(len(tokens)) * q[each, tokens]
-    # One of these tokens moves by 6e-5 where all weights move by a rounding, most by 3e-6.
+    # If all weights change by a rounding error, one of these logprobs changes by 6e-5, and most of
+    # them by 3e-6.
     most = {seed: np.quantile(error, 0.99) for seed, error in errors.items()}
     check_errors(most, 3e-5, record_property, "error of 99 in 100")
     check_errors(errors, 3e-4, record_property)
@@ -140,19 +144,20 @@ def test_sampled_logprobs_equal_training_forward(cfg, sampling, record_property)
     for of, (a, b) in neighbours.items():
         both = ~np.isnan(a + b)
         p = stats.pearsonr(a[both], b[both]).pvalue
-        # One in a thousand times this would fail for other seeds.
+        # With other seeds this would fail once in a thousand times.
         assert p > 1e-3, f"draws of neighbouring {of} are related"
 
 
 @pytest.mark.parametrize("V, tp", [(11, 1), (700, 1), (700, 4)])
 def test_draw_inverts_the_cdf(V, tp, record_property):
-    """At evenly spread uniforms each token comes as often as softmax says, to within two draws."""
+    """With evenly spaced uniforms, each token is drawn as often as softmax says, within two
+    draws."""
     rng = np.random.default_rng(4)
     n = 20_000
     z = 2 * rng.standard_normal((2, V)).astype(np.float32)
     z[1, rng.random(V) < 0.3] = -np.inf
     spread = (np.arange(n, dtype=np.float32) + 0.5) / n
-    # Both rows, in turn, get each.
+    # Both rows get each uniform, in turn.
     u = np.repeat(spread, 2)
     tokens, _ = sample(z, u, tp=tp)
     off = {}
@@ -167,7 +172,8 @@ LARGEST = np.nextafter(np.float32(1), np.float32(0))  # uniform below 1
 
 
 def random_logits(rng, rows, V, kept, nothing):
-    """[rows, V], of which all but `kept` a row have no probability."""
+    """Returns logits [rows, V]. All but `kept` tokens per row have no probability, and the logit
+    `nothing`."""
     z = np.full((rows, V), nothing, np.float32)
     for row in z:
         row[rng.choice(V, kept, replace=False)] = 3 * rng.standard_normal(kept)
@@ -175,7 +181,7 @@ def random_logits(rng, rows, V, kept, nothing):
 
 
 def check_have_probability(tokens, z, nothing):
-    """One token drawn from each row of z."""
+    """Check that the tokens, drawn from the rows of z in turn, have a probability."""
     V = z.shape[1]
     assert ((tokens >= 0) & (tokens < V)).all(), f"drew {tokens.max()} of {V} tokens"
     taken = z[np.arange(len(tokens)) % len(z), tokens] == nothing
@@ -186,12 +192,14 @@ def check_have_probability(tokens, z, nothing):
     "V, kept", [(5, 2), (256, 60), (700, 1), (700, 9), (3000, 400), (77_000, 150)]
 )
 def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
-    """At u = 0, at the largest u, and where rounding bites: around the steps of the CDF."""
+    """No token without probability is drawn, neither at u = 0 and at the largest u, nor around the
+    steps of the CDF, where rounding matters."""
     rng = np.random.default_rng(5)
     drawn = 0
     for nothing in (-np.inf, -1e30):
         z = random_logits(rng, 1, V, kept, nothing)
-        # The CDF goes over the columns of 128, one after another.
+        # The CDF goes through the vocabulary column by column: tokens of equal token % 128
+        # together.
         token = np.arange(V)
         order = np.lexsort((token, token % 128))
         steps = softmax(z[0])[order].cumsum()[z[0, order] > nothing]
@@ -199,7 +207,7 @@ def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
         u = np.concatenate([[0, LARGEST], *around])
         u = np.append(u, rng.random(-len(u) % 512))
         u = np.clip(u, 0, LARGEST).astype(np.float32)
-        # All at once would take gigabytes.
+        # Drawing with all uniforms at once would take gigabytes.
         for some in u.reshape(-1, 512):
             tokens, _ = sample(z, some)
             check_have_probability(tokens, z, nothing)
@@ -208,7 +216,8 @@ def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
 
 
 def test_largest_uniform_draws_what_has_probability(record_property):
-    """The sum of all masses, rounded, may be above where the CDF ends, rounded in another order."""
+    """The largest uniform draws a token with probability, although the sum of all masses may be
+    above the end of the CDF: they are rounded in different orders."""
     rows = 100
     for V, kept in ((256, 60), (3000, 400)):
         for nothing in (-np.inf, -1e30):
@@ -229,7 +238,8 @@ def test_largest_uniform_draws_what_has_probability(record_property):
     ],
 )
 def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_p, record_property):
-    """By chi-square, of two distributions in turn; logprobs are those after truncation."""
+    """Tokens are drawn from the truncated softmax, by a chi-square test of two distributions.
+    Logprobs are those after truncation."""
     n = 5_000
     rng = np.random.default_rng(6)
     z = 2 * rng.standard_normal((2, V)).astype(np.float32)
@@ -252,9 +262,10 @@ def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_truncation_keeps_equals_of_the_last_token(tp):
-    """And of the top k all tokens, however little mass they have."""
+    """Truncation keeps all tokens that are as likely as the last one kept. top_k keeps a token even
+    if it has hardly any mass."""
     z = np.log(np.array([[8, 1, 4, 2, 4, 4, 1e-30, 1]], np.float32))
-    # what is kept of the tokens
+    # (options, x for each token that is kept)
     cases = [
         (dict(top_k=2), "x.x.xx.."),
         (dict(top_k=7), "xxxxxx.x"),

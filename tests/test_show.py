@@ -1,4 +1,4 @@
-"""What a person looks at: the terminal, learning curves, and a run's answers side by side."""
+"""What people look at: the terminal, learning curves, and a run's answers side by side."""
 
 import contextlib
 import fcntl
@@ -29,19 +29,20 @@ needs_matplotlib = pytest.mark.skipif(
 # ---------------------------------------------------------------- terminals
 @contextlib.contextmanager
 def terminal(columns):
-    """(a file that writes to a new terminal, what was written: complete once the file is closed)"""
+    """Yields (a file that writes to a new terminal, the bytes written). The bytes are complete
+    after the block."""
     ours, theirs = os.openpty()
     size = struct.pack("HHHH", 24, columns, 0, 0)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
     written = bytearray()
 
     def read():
-        # The other end gone is an error of its own on Linux.
+        # On Linux, reading raises OSError once the other end is closed.
         with contextlib.suppress(OSError):
             while data := os.read(ours, 1000):
                 written.extend(data)
 
-    # Beside, as a terminal that nobody reads stops who writes.
+    # Read in a thread: writing to a terminal that nobody reads would block.
     reader = threading.Thread(target=read)
     reader.start()
     try:
@@ -53,7 +54,7 @@ def terminal(columns):
 
 
 def as_seen(written):
-    """-> (lines that stay on a terminal, those that others replaced)"""
+    """Returns (the lines that stay on a terminal, the lines that were replaced by others)."""
     stay = []
     replaced = []
     for line in written.decode().replace("\r\n", "\n").split("\n"):
@@ -64,7 +65,7 @@ def as_seen(written):
 
 
 def metrics_of(rng, step, sft_steps):
-    """A row with all that the line of a step needs."""
+    """Returns a row with all metrics that the line of a step needs."""
     line = log.SFT_LINE if step <= sft_steps else log.GRPO_LINE
     names = {*re.findall(r"{([\w/]+)", line)} - {"step", "total", "thousands"}
     row = {"step": step} | {name: rng.uniform(0, 9) for name in names}
@@ -76,7 +77,7 @@ def metrics_of(rng, step, sft_steps):
 
 
 def play(sft_steps, total_steps, done=0):
-    """All that a run shows, of steps that take no time."""
+    """Show all that a run would show, with steps that take no time."""
     rng = np.random.default_rng()
     show = log.Terminal(sft_steps, total_steps, done)
     for step in range(done + 1, total_steps + 1):
@@ -90,7 +91,7 @@ def play(sft_steps, total_steps, done=0):
 
 
 def steps_of(lines):
-    """["sft 1", "step 2"] of lines of steps"""
+    """Returns the steps of lines, such as ["sft 1", "step 2"]."""
     found = [re.match(r"(sft|step) \d+(?=/)", line) for line in lines]
     return [match[0] for match in found if match]
 
@@ -100,9 +101,9 @@ def test_supervised_steps_print_every_tenth(capsys):
     lines = capsys.readouterr().out.split("\n")
     wanted = ["sft 1", "sft 10", "sft 20", "sft 27", "step 28", "step 29"]
     assert steps_of(lines) == wanted
-    # One line a step, and nothing beside.
+    # There is one line per shown step, and nothing else.
     assert len(lines) == len(wanted) + 2 and lines[-2] == "the end"
-    # A run that resumes says that it goes on.
+    # A run that resumes prints its first step.
     play(27, 28, done=12)
     lines = capsys.readouterr().out.split("\n")
     assert steps_of(lines) == ["sft 13", "sft 20", "sft 27", "step 28"]
@@ -122,7 +123,7 @@ def test_a_status_is_replaced_and_fits_the_terminal(monkeypatch):
     assert all(len(line) < columns for line in replaced)
     phases = [line.partition(" |")[0] for line in replaced]
     assert phases.count("update") == 15 and phases.count("rollout") == 6, phases
-    # No step is left to wait for in the last evaluation.
+    # In the last evaluation no step is left, so there is no ETA.
     wanted = "evaluating | step 15/15 | 256/1000 questions"
     assert replaced[-1].startswith(wanted[: columns - 1]), replaced
     decoding = [line for line in replaced if "answers" in line]
@@ -170,7 +171,7 @@ def test_what_interrupts_a_status_erases_it(monkeypatch):
 
 
 class Clock:
-    """Stands in for time in infra/log.py."""
+    """A stand-in for the module time in infra/log.py."""
 
     def __init__(self):
         self.now = 1e9
@@ -210,7 +211,7 @@ def test_a_status_has_the_rate_of_its_own_phase(monkeypatch):
     show = log.Terminal(0, 5, 0)
     show.begin("evaluating", 0, 256, 500)
     clock.now += 2
-    # Twelve rows beyond the last question are decoded, too.
+    # 12 of the 256 rows are beyond the last question. They decode too, but do not count as answers.
     show.decoded(256, 1000)
     show.begin("update", 1)
     show.end_step(
@@ -249,7 +250,7 @@ PANELS = plot.PANELS.split()
 
 
 def write_run(directory, rng, steps=12, sft_steps=3):
-    """A run's metrics.jsonl of random numbers -> its rows"""
+    """Write a run's metrics.jsonl with random numbers, and return its rows."""
     directory.mkdir()
     rows = []
     for step in range(1, steps + 1):
@@ -263,13 +264,13 @@ def write_run(directory, rng, steps=12, sft_steps=3):
 
 
 def column(rows, name):
-    """-> (steps, values) where a row has it"""
+    """Returns (steps, values) of the rows that have a metric."""
     having = [row for row in rows if row.get(name) is not None]
     return [row["step"] for row in having], [row[name] for row in having]
 
 
 def refusal(capsys, tool, *words):
-    """The one line with which a tool refuses."""
+    """Returns the one line that a tool prints when it refuses its arguments."""
     with pytest.raises(SystemExit) as end:
         tool.main([str(word) for word in words])
     text = capsys.readouterr().err
@@ -290,7 +291,7 @@ def test_a_curve_is_the_mean_and_range_of_the_runs_that_came_so_far(tmp_path):
     assert_allclose(curve.mean, np.nanmean(values, 0))
     assert_allclose(curve.least, np.nanmin(values, 0))
     assert_allclose(curve.most, np.nanmax(values, 0))
-    # An evaluation is where its step ended.
+    # Over minutes, an evaluation is drawn at the end of its step.
     minutes = [np.cumsum(column(rows, "time/step_s")[1]) / 60 for rows in runs]
     over_minutes = plot.curve_of(series, "eval/solved", "minutes")
     assert len(over_minutes.x) == 4
@@ -334,7 +335,7 @@ def test_a_picture_has_a_panel_of_each_metric_and_a_line_of_each_run(tmp_path):
     png = tmp_path / "curves.png"
     plot.main([*words, "--panels", "kl,eval/solved", "--over", "minutes", "--to", str(png)])
     assert png.read_bytes().startswith(b"\x89PNG")
-    # What is in a panel.
+    # Check the curves in a panel.
     axes = Figure().add_subplot()
     plot.draw_panel(axes, [plot.Series(name, [rows[name]]) for name in rows], "solved", "step")
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
@@ -354,7 +355,7 @@ def test_copied_metrics_are_small_and_draw_the_same(tmp_path):
     for row, few in zip(rows, copied, strict=True):
         assert few.keys() == row.keys() - {"mfu"}
         assert_allclose([few[name] for name in few], [row[name] for name in few], rtol=1e-5)
-    # Positions have fewer digits than numbers.
+    # Compare texts, not positions, because the copied numbers are rounded.
     again = tmp_path / "again.svg"
     plot.main([str(tmp_path / "few/run.jsonl"), *words, "--to", str(again)])
     assert texts_in(again.read_text()) == texts_in(to.read_text())
@@ -397,7 +398,8 @@ def test_the_picture_of_readme_comes_from_its_command(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- answers
 def write_samples(directory):
-    """A run with three evaluations of two questions, and two answers in each of two steps."""
+    """Write the samples of a run with three evaluations of two questions, and with two answers in
+    each of two steps."""
     rows = []
     for step in (0, 5, 10):
         for i in range(2):
@@ -431,14 +433,14 @@ def test_answers_to_a_question_stand_side_by_side(tmp_path, capsys, monkeypatch)
         ["step 1: reward 1.00", "step 1: reward 1.25, truncated"],
         ["step 6: reward 6.00: long 3.00, odd 0.50", "step 6: reward 6.25, truncated"],
     ]
-    # The answers begin in the columns of their heads.
+    # Each answer begins in the same column as its head.
     lines = text.split("\n")
     head = next(i for i, line in enumerate(lines) if line.startswith("step 0"))
     for step in (0, 5, 10):
         place = lines[head].index(f"step {step}:")
         assert lines[head + 1].index(f"e{step}q0") == place
     assert text.count("because") == 6 * 9, "an answer is not complete"
-    # What would colour or move is shown, and not obeyed.
+    # Control sequences are made visible, so that the terminal does not obey them.
     assert "\x1b" not in text and text.count("then\N{REPLACEMENT CHARACTER}[31m") == 4
     assert max(map(len, lines)) <= 100
 
@@ -448,7 +450,7 @@ def test_a_narrow_terminal_shows_the_first_and_the_last(tmp_path, capsys, monkey
     text = shown(capsys, monkeypatch, 60, tmp_path / "run")
     assert "e0q1" in text and "e10q1" in text and "e5" not in text
     assert max(map(len, text.split("\n"))) <= 60
-    # Steps that were asked for are all shown, below one another.
+    # All steps that were asked for are shown, below one another if need be.
     text = shown(capsys, monkeypatch, 60, tmp_path / "run", "--steps", "0,5,10,6")
     places = [text.index(f"e{step}q1") for step in (0, 5, 10)]
     assert places == sorted(places) and "t6a0" in text and "t1a0" not in text

@@ -1,4 +1,4 @@
-"""From answers to new weights: advantages, packed rows, the gradient, the optimizer."""
+"""From answers to new weights: advantages, packed rows, the gradient and the optimizer."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from infra import packing, state
 from test_kernel import mesh, numpy_loss, relative
 
 ONE = (1, 1, 1)
-# With sgd and no clipping, an update subtracts the gradient times the rate.
+# With sgd and no clipping, an update subtracts the gradient times the learning rate.
 PLAIN = dict(
     optimizer="sgd",
     grad_clip=0,
@@ -37,7 +37,8 @@ PLAIN = dict(
 # ---------------------------------------------------------------- one case of an update
 @cache
 def update_case(model_cfg=SMALL):
-    """Weights; of 16 random sequences prompts, answers, advantages and logprobs of the sampler."""
+    """Returns random weights, and 16 random sequences: their prompts, answers, advantages and
+    sampler logprobs."""
     rng = np.random.default_rng(5)
 
     def sequences(shortest, longest):
@@ -54,12 +55,13 @@ def update_case(model_cfg=SMALL):
 
 
 def setup_of(on, width, micro_batch, model_cfg=SMALL):
-    """What train.make_batches reads of a run's Setup."""
+    """Returns the part of a run's Setup that train.make_batches reads."""
     return SimpleNamespace(mesh=on, model_cfg=model_cfg, row_width=width, micro_batch=micro_batch)
 
 
 def packed_batch(cfg, on, micro_batch, width, answers=None):
-    """The case's sequences as one minibatch: micro-batches of packed rows."""
+    """Returns the sequences of the case as one minibatch: a list of micro-batches of packed
+    rows."""
     case = update_case()
     setup = setup_of(on, width, micro_batch)
     (batch,), _ = train.make_batches(
@@ -69,7 +71,7 @@ def packed_batch(cfg, on, micro_batch, width, answers=None):
 
 
 def unpacked_rows(cfg, model_cfg=SMALL, advantages=None, sampled=True, n=16):
-    """The first sequences of the case, one a row of 16 tokens."""
+    """Returns the first n sequences of the case, each in its own row of 16 tokens."""
     case = update_case(model_cfg)
     if advantages is None:
         advantages = case.advantages
@@ -79,13 +81,13 @@ def unpacked_rows(cfg, model_cfg=SMALL, advantages=None, sampled=True, n=16):
 
 
 def normalised(rows, loss_agg):
-    """Rows of one sequence each, with weights as make_batches leaves them."""
+    """Normalise the weights of rows with one sequence each, as make_batches does."""
     total = rows["weight"].sum() if loss_agg == "token" else len(rows["weight"])
     return rows | {"weight": rows["weight"] / np.float32(total)}
 
 
 def with_policies(rows):
-    """Rows with logprobs of the policy before the update and of a reference."""
+    """Add `old` and `ref` to rows: logprobs of the policy before the update and of a reference."""
     sampler = np.asarray(rows["sampler"])
     in_answer = np.asarray(rows["weight"]) > 0
     old = sampler - np.float32(0.1) * in_answer
@@ -96,7 +98,7 @@ def with_policies(rows):
 
 
 def state_of(cfg, model_cfg, on):
-    """The case's weights with a new optimizer, where they rest between updates."""
+    """Returns the weights of the case with a new optimizer state, placed as between updates."""
     weights = update_case(model_cfg).weights
     opt = {name: train.optimizer(cfg, name).init(a) for name, a in weights.items()}
     arrays = {"params": place(weights, on), "opt": opt}
@@ -106,13 +108,14 @@ def state_of(cfg, model_cfg, on):
 
 
 def memory_kinds(tree):
-    """{(whether it is of a norm or a bias, the memory that it rests in)}"""
+    """Returns {(is it a norm or a bias, kind of memory)} of the arrays of a tree."""
     arrays = model.flatten(tree).items()
     return {("norm" in n or "/b" in n, a.sharding.memory_kind) for n, a in arrays if a.ndim}
 
 
 def update_of(batch, model_cfg=SMALL, on=None, rate=1e4, **flags):
-    """-> (what train.update subtracts from each parameter, over the rate; the metrics)"""
+    """Run train.update. Returns (what it subtracts from each parameter, divided by the learning
+    rate; the metrics)."""
     cfg = train.Config(**PLAIN | flags)
     on = on or mesh()
     before = state_of(cfg, model_cfg, on)
@@ -135,7 +138,7 @@ def update_of(batch, model_cfg=SMALL, on=None, rate=1e4, **flags):
 
 @cache
 def unsplit_batch(loss_agg):
-    """One sequence a row, all rows in one micro-batch."""
+    """Returns a minibatch with one sequence per row, and all rows in one micro-batch."""
     rows = unpacked_rows(train.Config(max_answer=12, loss_agg=loss_agg))
     return [with_policies(normalised(rows, loss_agg))]
 
@@ -147,7 +150,8 @@ def unsplit_update(loss_agg):
 
 # ---------------------------------------------------------------- advantages
 def test_advantages_of_a_group():
-    # One right of four: the mean is 1/4, the population's standard deviation sqrt(3)/4.
+    # With one of four answers right, the mean is 1/4, and the population's standard deviation is
+    # sqrt(3)/4.
     a = train.group_advantages([1, 0, 0, 0], 4, "grpo")
     assert_allclose(a, [1.7320508, -0.5773503, -0.5773503, -0.5773503], rtol=1e-7)
     mixed = np.array([1.1, 0.1, 0.1, 0.0])
@@ -190,7 +194,7 @@ def test_rows_hold_the_fields_of_every_token():
 
 
 # fmt: off
-PACKED = [  # devices, tokens of all sequences in rows of each device
+PACKED = [  # (devices, rows per device that the tokens of all sequences fill)
     (1, 8),
     (1, 8.4),
     (1, 8.8),
@@ -203,8 +207,8 @@ PACKED = [  # devices, tokens of all sequences in rows of each device
 
 
 def test_packing_fills_rows_and_shares_them_out(record_property):
-    """Of lengths like GSM8K's: each sequence is there once, devices have as many rows, and there is
-    at most one row more than the tokens fill."""
+    """With lengths like those of GSM8K, each sequence is in one row, the devices' numbers of rows
+    differ by at most one, and there is at most one row more than the tokens fill."""
     rng = np.random.default_rng(0)
     cfg = train.Config(dtype="float32", max_answer=1024)
     one_layer = dataclasses.replace(SMALL, L=1)
@@ -222,7 +226,7 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
         (batch,), counts = train.make_batches(
             prompts, answers, np.ones(len(lengths)), cfg, setup, sampler
         )
-        # Of each device the rows that have tokens.
+        # Count the rows with tokens on each device.
         filled = sum(
             np.asarray(rows["segments"]).any(1).reshape(shards, 16).sum(1) for rows in batch
         )
@@ -234,7 +238,7 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
         weights = [np.asarray(rows["weight"]) for rows in batch]
         assert_allclose(np.sum(weights), 1, rtol=1e-5)
         assert counts["tokens"] == lengths.sum()
-        # Rows that long are computed one by one, so that none without tokens counts.
+        # Rows of this length are computed one by one, so empty rows do not count as slots.
         assert model.rows_at_once(16, width) == 1
         assert counts["slots"] == filled.sum() * width
         fewest = math.ceil(lengths.sum() / width)
@@ -244,7 +248,8 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
 
 
 def test_a_minibatch_takes_every_nth_sequence():
-    """So that the same sequences go together on any number of hosts."""
+    """A minibatch takes every nth sequence, so that the same sequences go together on any number of
+    hosts."""
     setup = setup_of(mesh(), 8, 1)
     prompts = [[1]] * 6
     answers = [[1, 1]] * 6
@@ -256,7 +261,7 @@ def test_a_minibatch_takes_every_nth_sequence():
 
 
 def place_of(sequence, rows):
-    """Where in packed rows a sequence is, as a mask."""
+    """Returns the mask of a sequence in packed rows."""
     found = np.zeros(rows["tokens"].shape, bool)
     for r, segments in enumerate(rows["segments"]):
         for segment in set(segments) - {0}:
@@ -267,14 +272,15 @@ def place_of(sequence, rows):
 
 
 def test_packed_answers_do_not_attend_to_each_other(record_property):
-    """Bit for bit: another answer of the same length in one's row changes none of its logprobs."""
+    """If an answer in a row is replaced by another of the same length, the logprobs of all other
+    answers stay the same, bit for bit."""
     case = update_case()
     cfg = train.Config(dtype="float32", max_answer=12, attention="blockwise")
     params = place(case.weights, mesh())
     logprobs_of = partial(train.target_logprobs, cfg=cfg, model_cfg=SMALL, mesh=mesh())
 
     def scored(answers):
-        """-> (the logprobs of all rows, these rows in NumPy)"""
+        """Returns (the logprobs of all rows, the rows in NumPy)."""
         batch = packed_batch(cfg, mesh(), 3, 64, answers)
         logps = [logprobs_of(params, rows) for rows in batch]
         rows = {}
@@ -301,7 +307,7 @@ def test_packed_answers_do_not_attend_to_each_other(record_property):
 
 # ---------------------------------------------------------------- the gradient
 def label(value):
-    """Of a parameter in the name of a test."""
+    """Returns a parameter as text, for the name of a test."""
     if isinstance(value, dict):
         return ",".join(f"{name}={v}" for name, v in value.items()) or "plain"
     if isinstance(value, tuple):
@@ -310,7 +316,7 @@ def label(value):
 
 
 # fmt: off
-SPLITS = [  # aggregation, (dp, fsdp, tp), rows of a device in a micro-batch, tokens of a row, flags
+SPLITS = [  # (aggregation, mesh, rows per device in a micro-batch, tokens of a row, flags)
     ("token", ONE, 4, 32, {"remat": "dots"}),
     ("sequence", ONE, 3, 24, {}),
     ("constant", ONE, 3, 40, {"offload": "optimizer"}),
@@ -332,15 +338,15 @@ SLOW_SPLITS = [pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SP
 def test_gradient_is_the_same_for_any_split(
     loss_agg, dims, micro_batch, width, flags, record_property
 ):
-    """Of sequences into rows and micro-batches, over any mesh, whatever is kept for the backward
-    pass, wherever parameters rest; and so are the metrics."""
+    """Gradient and metrics are the same for any split of the sequences into rows and micro-batches,
+    on any mesh, and for any --remat and --offload."""
     on = mesh(*dims)
     cfg = train.Config(**PLAIN | {"loss_agg": loss_agg})
     batch = [with_policies(rows) for rows in packed_batch(cfg, on, micro_batch, width)]
     gradient, metrics = update_of(batch, on=on, loss_agg=loss_agg, beta=0.1, **flags)
     wanted, wanted_metrics = unsplit_update(loss_agg)
     for name, value in wanted_metrics.items():
-        # A loss is a sum of either sign, added up in another order on a mesh.
+        # The loss is a sum of terms of both signs, in a different order on a mesh.
         atol = 0 if name == "loss" and dims != ONE else 1e-6
         assert_allclose(metrics[name], value, rtol=1e-5, atol=atol, err_msg=name)
     errors = {name: relative(gradient[name], wanted[name]) for name in wanted}
@@ -348,8 +354,8 @@ def test_gradient_is_the_same_for_any_split(
 
 
 def near_policies(rows, weights, model_cfg, rng):
-    """-> (rows with `old` and `ref` so near the policy that some ratios are within the clip;
-    the hidden states of all tokens)"""
+    """Returns (rows with `old` and `ref` so close to the policy that some ratios are within the
+    clip, the hidden states of all tokens)."""
     lists = [rows[name].tolist() for name in ("tokens", "positions", "segments")]
     hidden = hidden_states(place(weights, mesh()), model_cfg, *lists)
     hidden = np.asarray(hidden).reshape(-1, model_cfg.D)
@@ -366,7 +372,7 @@ def near_policies(rows, weights, model_cfg, rng):
 
 
 # fmt: off
-REWARDS = [  # of four groups; in the first all answers score the same
+REWARDS = [  # of four groups; in the first group all answers score the same
     [1.1, 1.1, 1.1, 1.1],
     [0.0, 0.1, 1.1, 0.1],
     [1.0, 0.0, 0.0, 0.0],
@@ -376,7 +382,8 @@ REWARDS = [  # of four groups; in the first all answers score the same
 
 
 def test_update_equals_numpy_for_every_aggregation(record_property):
-    """Loss and gradient of an untied head, in float64 from the hidden states on."""
+    """The loss, and the gradient of an untied head, equal those of float64 NumPy, computed from the
+    hidden states."""
     untied = dataclasses.replace(SMALL, tied=False)
     case = update_case(untied)
     rng = np.random.default_rng(6)
@@ -384,7 +391,7 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
     assert (advantages[:4] == 0).all()
     assert (advantages[4:] != 0).all()
     lengths = np.array([[len(a)] for a in case.answers])
-    # What a token of each answer weighs.
+    # The weight of a token of each answer.
     token_weights = {"token": 1 / lengths.sum()}
     token_weights["sequence"] = 1 / lengths / 16
     token_weights["constant"] = 1 / 12 / 16
@@ -404,7 +411,7 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
         loss_N, _, _, dW, cases = numpy_loss(
             hidden, case.weights["head_VD"], targets, vectors, cotangents, 0.7, **knobs
         )
-        # A sum of terms of either sign.
+        # The loss is a sum of terms of both signs.
         assert_allclose(metrics["loss"], loss_N.sum(), rtol=1e-5, atol=1e-6)
         errors[loss_agg] = relative(got["head_VD"], dW)
         seen += cases
@@ -414,7 +421,8 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
 
 
 def test_supervised_update_is_maximum_likelihood(record_property):
-    """By the textbook: full logits, log-softmax, mean over answer tokens; and by no entropy."""
+    """A supervised update equals the textbook's maximum likelihood: full logits, log-softmax, and
+    the mean over answer tokens. entropy_bonus has no effect."""
     case = update_case()
     rows = unpacked_rows(train.Config(), advantages=np.ones(16), sampled=False, n=4)
     got, metrics = update_of([normalised(rows, "token")], entropy_bonus=0.5)
@@ -480,7 +488,7 @@ def test_optimizer_equals_optax_on_the_clipped_gradient(flags):
 
 # ---------------------------------------------------------------- updates that are not finite
 def test_update_that_is_not_finite_changes_nothing():
-    """Bit for bit, if one micro-batch of several is bad."""
+    """If one of several micro-batches is not finite, the update changes nothing, bit for bit."""
     cfg = train.Config(**PLAIN | ADAMW | {"beta": 0.1})
     static = dict(cfg=cfg, model_cfg=SMALL, mesh=mesh())
     (good,) = unsplit_batch("token")

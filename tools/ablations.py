@@ -1,9 +1,10 @@
-"""What a choice in the loss does: GRPO as the embedded default has it, with one flag changed.
+"""Ablations of the loss: train the embedded default's GRPO, each time with one choice changed.
 
     python train.py --steps 0 --sft_steps 80 --out out/cold
     python tools/ablations.py --model out/cold/final --out out/ablations
 
-Writes OUT/VARIANT-seedN.jsonl, a row a step and a row an evaluation, and prints what each ends at.
+Writes OUT/VARIANT-seedN.jsonl, with one row per step and one per evaluation, and prints each
+variant's final accuracy.
 """
 
 import argparse
@@ -15,25 +16,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from infra.log import check, say
 from tools import runs
 
-# What is changed of the default, which has advantage grpo, loss_agg token, clip_high 0.28.
+# The flags that each variant changes. The default has advantage grpo, loss_agg token and
+# clip_high 0.28.
 VARIANTS = {
     "default": {},
-    # advantage: r - mean, not divided by the standard deviation | r - the others' mean
+    # advantage: r - mean, not divided by the standard deviation | r - mean of the others
     "drgrpo": {"advantage": "drgrpo"},
     "rloo": {"advantage": "rloo"},
-    # the mean over an answer's tokens, then over answers | sum / max_answer
+    # loss: the mean over each answer's tokens, then over answers | sum / max_answer
     "sequence": {"loss_agg": "sequence"},
     "constant": {"loss_agg": "constant"},
-    # the same bound above as below
+    # symmetric clipping: the upper bound equals the lower one
     "clip_high_0.2": {"clip_high": 0.2},
-    # sampled from quantised weights, with importance weights that correct for it | without
+    # answers sampled from int8 weights, with the importance weights that correct for it | without
     "int8": {"rollout_dtype": "int8"},
     "int8_is_cap_0": {"rollout_dtype": "int8", "is_cap": 0},
 }
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line. Exits 2, with one line, for a mistake."""
+    """Parse the command line. A mistake prints one line and exits with code 2."""
     parser = runs.flags_parser(__doc__)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="some of these")
     args = parser.parse_args(argv)
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> None:
             name = f"{args.out}/{variant}-seed{seed}"
             flags = runs.tiny_flags(args.model) | VARIANTS[variant]
             runs.run_train(flags | {"seed": seed, "out": name})
-            # How long it took is not compared here.
+            # Ablations do not compare times.
             timed = {"time/step_s", "seconds"}
             rows = [
                 {key: value for key, value in row.items() if key not in timed}

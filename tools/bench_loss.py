@@ -1,4 +1,4 @@
-"""Time and memory of the GRPO loss with both its gradients.
+"""Time and memory of the GRPO loss and its gradients with respect to hidden states and LM head.
 
 python tools/bench_loss.py --impl jax,full
 python tools/bench_loss.py --aot v6e-8 --impl jax,pallas    # compiled for absent TPUs, not run
@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 import kernel
 from infra import chips
 
-# Sizes are those of a device; 0 is what suits it.
+# A device has batch * time tokens. A block size of 0 means kernel.py's choice for the device.
 FLAGS = dict(
     impl="jax,full",  # one, or a,b,c
-    mode="on_policy",  # or off_policy: with log-probs of when the answers were sampled
+    mode="on_policy",  # or off_policy: with old logprobs, from when the answers were sampled
     batch=1,
     time=4096,
     vocab=151936,
@@ -49,11 +49,11 @@ FLAGS = dict(
 # ---------------------------------------------------------------- one measurement
 @dataclass(frozen=True)
 class Case:
-    """One implementation on one mesh."""
+    """One implementation of the loss, compiled for one mesh."""
 
     settings: kernel.Settings
     program: Callable  # compiled: hidden states, head, targets, vectors -> loss_and_gradients
-    make_inputs: Callable  # () -> the program's inputs
+    make_inputs: Callable  # () -> inputs of the program
 
     @property
     def impl(self):
@@ -61,10 +61,11 @@ class Case:
 
 
 def make_inputs(args, N):
-    """-> hidden states [N, D], head [V, D], targets [N], {vector: [N]}: random, from one key."""
+    """Returns (hidden states [N, D], head [V, D], targets [N], {vector: [N]}), all drawn at random
+    from one key."""
     V, D = args.vocab, args.hidden
     keys = iter(jax.random.split(jax.random.key(0), 5))
-    # The order in which keys are taken decides what is drawn.
+    # Keep the order in which the keys are taken: the random inputs depend on it.
     vectors = {"weight": jnp.full(N, 1 / N)}
     vectors["advantage"] = jax.random.normal(next(keys), (N,))
     if args.mode != "on_policy":
@@ -76,7 +77,7 @@ def make_inputs(args, N):
 
 
 def compile_case(args, impl, mesh):
-    """Compile the loss and both gradients, for the mesh's devices."""
+    """Compile the loss and both gradients for the devices of the mesh."""
     N = args.batch * args.time * mesh.size
     kind = mesh.devices.flat[0].device_kind
     blocks = kernel.block_sizes(kind, args.hidden, impl, args.block_tokens)
@@ -101,14 +102,14 @@ def compile_case(args, impl, mesh):
     return Case(settings, compiled, inputs)
 
 
-# ---------------------------------------------------------------- its memory, time and errors
+# ---------------------------------------------------------------- memory, time and errors
 def memory_text(case):
-    """What the compiled program takes of a device."""
+    """Returns the memory that the compiled program takes on a device, as text."""
     sizes = case.program.memory_analysis()
     peak = sizes.peak_memory_in_bytes
     temp = sizes.temp_size_in_bytes
     if case.settings.mesh.devices.flat[0].platform == "tpu":
-        # There the compiler counts VMEM among temporaries, but not in the peak.
+        # On TPUs the compiler counts VMEM among the temporaries, but not in the peak.
         temp = peak - sizes.argument_size_in_bytes - sizes.output_size_in_bytes
     return f"{case.impl:6} temp {temp / 1e9:.3f} GB, peak {peak / 1e9:.3f} GB"
 
@@ -122,7 +123,10 @@ def median_seconds(args, function, *inputs):
 
 
 def seconds_of_three_gemms(args, hidden_ND, head_VD):
-    """Of as many tokens, estimated from one product of at most 2,048: no loss takes less."""
+    """Estimate the time of three matrix products over all tokens, a lower bound for any loss.
+
+    The estimate scales up one product over at most 2,048 tokens.
+    """
     part = hidden_ND[:2048].astype(args.compute_dtype)
     gemm = jax.jit(lambda h, W: kernel.dot(h, W, 1, 1))
     seconds = median_seconds(args, gemm, part, head_VD.astype(args.compute_dtype))
@@ -130,9 +134,9 @@ def seconds_of_three_gemms(args, hidden_ND, head_VD):
 
 
 def float64_errors(settings, head_VD, *per_token):
-    """The largest error of logp and the relative error of dh, against float64 NumPy on 16 tokens.
+    """Returns (largest error of logp, relative error of dh) against float64 NumPy on 16 tokens.
 
-    per_token: hidden states, targets, vectors, and the logp and dh to be tested.
+    per_token: hidden states, targets, vectors, and the logp and dh to check.
     """
     some = np.linspace(0, len(per_token[0]) - 1, 16, dtype=int)
     h, targets, vectors, logp, dh = jax.tree.map(lambda a: np.float64(a[some]), per_token)
@@ -142,7 +146,7 @@ def float64_errors(settings, head_VD, *per_token):
     hit = np.arange(len(W)) == targets[:, None]
 
     def loss(logp):
-        # These terms make no use of the entropy.
+        # The terms of this benchmark ignore the entropy, so any value can stand for it.
         return settings.terms(logp, logp, vectors)[0].sum()
 
     g = np.float64(jax.grad(loss)(log_p[hit]))
@@ -153,7 +157,7 @@ def float64_errors(settings, head_VD, *per_token):
 
 
 def run_case(args, case):
-    """-> (its time and errors as text, seconds)"""
+    """Run a case. Returns (its time and errors as text, seconds)."""
     inputs = case.make_inputs()
     hidden_ND, head_VD, targets_N, vectors = inputs
     floor = seconds_of_three_gemms(args, hidden_ND, head_VD)
@@ -187,7 +191,7 @@ def benchmark(argv=None):
     for slice_type in args.aot.split(","):
         try:
             devices = chips.absent_devices(slice_type) if slice_type else jax.devices()[:1]
-        # Of re for the name, of jax for what libtpu lacks, or because libtpu is missing.
+        # The name is unknown, libtpu does not support this slice, or libtpu is not installed.
         except Exception as e:
             parser.error(
                 f"--aot {slice_type} cannot be compiled for here ({e}); "

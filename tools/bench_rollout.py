@@ -1,7 +1,7 @@
-"""The speed of rollouts, against that of the memory: `python tools/bench_rollout.py --model 0.5B`.
+"""Rollout speed relative to memory bandwidth: `python tools/bench_rollout.py --model 0.5B`.
 
-With --aot TYPE the decode loop is compiled for TPUs that are not here. What it reads and moves is
-counted instead, and the compiler estimates the time of a step.
+With --aot TYPE nothing runs: the decode loop is compiled for absent devices, the bytes that a step
+reads and moves are counted in the compiled program, and on TPUs the compiler estimates its time.
 """
 
 import argparse
@@ -29,29 +29,29 @@ from model import ModelConfig
 from tools import clock, hlo
 from tools.sizes import SIZES, model_of_size
 
-# Several models, layouts or types of devices can be given: a,b,c
+# model, layout and aot each take a list: a,b,c
 FLAGS = dict(
-    model="3B",  # of SIZES, or a directory
+    model="3B",  # a name in SIZES, or a Hugging Face directory
     layout="auto",
-    aot="",  # a type of devices to compile for, such as v6e-8 or h100-8
-    batch=128,  # rows of all devices
+    aot="",  # a type of absent devices to compile for, such as v6e-8 or h100-8
+    batch=128,  # rows over all devices
     npq=8,  # rows per prompt
     prompt=256,  # tokens
     answer=1024,  # tokens
-    dtype="bfloat16",  # or float32; int8: of matrices, and train.py's default for the rest
-    transformers=0,  # 1: also time transformers' generate
+    dtype="bfloat16",  # or float32; int8 is for matrices, the rest has train.py's default
+    transformers=0,  # 1 = also time transformers' generate
 )
 
 
 # ---------------------------------------------------------------- compiled for absent TPUs
 def check_loop(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> str:
-    """What a step of the last stage of decoding moves and takes, as compiled, in words."""
+    """Compile the last stage of decoding, and describe the traffic, memory and time of a step."""
     chip = chips.chip(layout.mesh.devices.flat[0])
     program = rollout.lower_decode(cfg, layout, dtype, work).compile()
     text = program.as_text()
     traffic = hlo.loop_traffic(text, cfg.L)
 
-    # A step cannot but read the weights and the KV cache.
+    # Every step must read the weights and the KV cache.
     weight_bytes, cache_bytes = layouts.bytes_of_step(cfg, layout, dtype, work)
     least = weight_bytes + cache_bytes
     least_ms = least / chip.bandwidth * 1e3
@@ -77,7 +77,7 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
     key = jax.random.key(0)
 
     def values(name, shape):
-        # Norms are about 1.
+        # The weights of norms are close to 1, all others close to 0.
         return 0.02 * jax.random.normal(key, shape) + ("norm" in name)
 
     params = {}
@@ -88,11 +88,11 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
 
 
 def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tuple:
-    """-> (seconds of the prefill, of the decoding), in the faster of two runs once all is
-    compiled."""
+    """Returns (seconds of prefill, seconds of decode) of the faster of two runs after one that
+    compiles."""
     runs = []
     for _ in range(3):
-        # `generate` calls after the prefill, and after each stage.
+        # `generate` reports progress after the prefill and after each stage.
         times = [time.perf_counter()]
         rollout.generate(
             weights,
@@ -111,7 +111,7 @@ def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tu
 
 
 def memory_speed() -> float:
-    """Bytes a second at which a device here sums 1 GiB."""
+    """Measure the bytes per second at which one device sums 1 GiB."""
     x = jnp.ones(2**28)
     total = jax.jit(jnp.sum)
     seconds = timeit.repeat(lambda: total(x).block_until_ready(), number=1, repeat=6)
@@ -119,7 +119,7 @@ def memory_speed() -> float:
 
 
 def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> float:
-    """Seconds of transformers' generate with the same weights, prompts and lengths."""
+    """Measure the seconds that transformers takes with the same weights, prompts and lengths."""
     import torch
     import transformers
 
@@ -138,7 +138,7 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
         rms_norm_eps=cfg.rms_eps,
     )
     with tempfile.TemporaryDirectory() as directory:
-        # On CPUs and TPUs all layers are in one stack.
+        # On CPUs and TPUs all layers are in one stack. (On GPUs each layer has its own.)
         (layers,) = weights["layers"]
         hf.save(directory, weights | {"layers": layers}, cfg, mesh, args.dtype)
         config.save_pretrained(directory)
@@ -154,14 +154,14 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
         out = theirs.generate(
             tokens, attention_mask=mask, min_new_tokens=n, max_new_tokens=n, **options
         )
-        # Reading a value waits until the device is done.
+        # Reading a value waits until the device has finished.
         out.sum().item()
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
 
 
 def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, work: Work, args) -> str:
-    """Time a rollout here -> its speed, in words."""
+    """Time a rollout on the devices of this machine, and describe its speed."""
     if name in SIZES:
         weights = random_weights(cfg, layout, dtype, work.quantised)
     else:
@@ -174,7 +174,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, work: Work, args
     prefill_s, decode_s = time_rollout(weights, cfg, layout, prompts, args)
     step_s = decode_s / args.answer
 
-    # On average half of the answer is in the KV cache.
+    # Averaged over the steps, half of the answer is in the KV cache.
     half = replace(work, answer_slots=args.answer // 2)
     least = sum(layouts.bytes_of_step(cfg, layout, dtype, half))
     bandwidth = memory_speed()
@@ -203,7 +203,7 @@ def main(argv=None) -> None:
     models, absent_types, kinds = (x.split(",") for x in (args.model, args.aot, args.layout))
     for name, absent, kind in itertools.product(models, absent_types, kinds):
         cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
-        # No row ends before its last token.
+        # Without stop tokens every row decodes its full length.
         cfg = replace(cfg, stop_ids=())
         devices = np.array(chips.absent_devices(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)

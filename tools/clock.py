@@ -1,4 +1,4 @@
-"""How long a compiled TPU program takes by the compiler's own estimate. Nothing is measured."""
+"""The time of a compiled TPU program, as its compiler estimates it. Nothing is measured."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from infra.chips import HOP_SECONDS, Chip
 from tools.hlo import Instruction, Program, array_sizes, is_collective, stated_costs
 
-# Parts of an operation's name that tell how the program is built, and not what it does.
+# Parts of an operation's name that describe the structure of the program, not its computation.
 STRUCTURE = re.compile(
     r"while|body|cond|branch_\d+_fun|closed_call|shard_map|checkpoint|rematted_computation"
     r"|dot_general|pallas_call|"
@@ -16,10 +16,10 @@ STRUCTURE = re.compile(
 
 
 class Clock(NamedTuple):
-    """The compiler's estimate of a time: a sum over operations."""
+    """The compiler's estimate of a program's time, as a sum over operations."""
 
     ms: float
-    operations: list[tuple[str, float]]  # (name, ms), the dearest first
+    operations: list[tuple[str, float]]  # (name, ms), the slowest first
 
     def __str__(self) -> str:
         dearest = "; ".join(f"{name} {ms:.2f}" for name, ms in self.operations[:5])
@@ -27,13 +27,19 @@ class Clock(NamedTuple):
 
 
 def step_clock(hlo: str, layers: int, chip: Chip) -> Clock:
-    """A step of the decode loop in a compiled program's text."""
+    """Returns the estimated time of one step of the decode loop.
+
+    hlo: the text of the compiled program. layers: trips of the loops inside that do not state them.
+    """
     program = Program(hlo, layers)
     return as_clock(seconds_by_name(program, program.main_loop(), chip))
 
 
 def program_clock(hlo: str, trips: int, chip: Chip) -> Clock:
-    """All of a program; `trips` is how often a loop runs of which its text does not say it."""
+    """Returns the estimated time of a complete program.
+
+    hlo: the text of the compiled program. trips: of the loops that do not state them.
+    """
     program = Program(hlo, trips)
     return as_clock(seconds_by_name(program, program.entry, chip))
 
@@ -44,7 +50,7 @@ def as_clock(seconds: Counter) -> Clock:
 
 
 def seconds_by_name(program: Program, computation: str, chip: Chip) -> Counter:
-    """{name of an operation: seconds} in a computation that runs once."""
+    """Returns {name of an operation: seconds} of one execution of a computation."""
     total = Counter()
     for name, instruction in program.computations[computation].items():
         if instruction.op == "while":
@@ -52,27 +58,29 @@ def seconds_by_name(program: Program, computation: str, chip: Chip) -> Counter:
             trips = program.trips(instruction)
             total.update({key: trips * seconds for key, seconds in inside.items()})
         elif instruction.op in ("conditional", "call"):
-            # Of a conditional JAX puts the branch where the condition holds last. To leave a layer
-            # out where no row has tokens can seem dearer than to run it, for the zeros written.
+            # JAX puts the branch for a true condition last. Take that one, not the slowest: leaving
+            # out a layer when no row has tokens can seem slower than running it, because the
+            # branch that leaves it out writes zeros.
             total.update(seconds_by_name(program, called(instruction)[-1], chip))
         else:
             total[readable(name, instruction)] += seconds_of(program, computation, name, chip)
-    # What takes no time is no operation.
+    # Adding nothing to a Counter drops the operations that take no time.
     return +total
 
 
 def called(instruction: Instruction) -> list[str]:
-    """The computation of a call, or those of a conditional's branches."""
+    """Returns the computation of a call, or the branches of a conditional."""
     names = r"(?:to_apply|branch_computations|true_computation)=(\{.*?\}|\S+)"
     return re.findall(r"%([\w.-]+)", re.search(names, instruction.attributes)[1])
 
 
 def seconds_of(program: Program, computation: str, name: str, chip: Chip) -> float:
-    """An instruction's seconds: the larger of the compiler's cycles and the bytes it touches."""
+    """Returns the seconds of an instruction: the larger of its compute time, from the compiler's
+    cycles, and its memory time, from the bytes that it touches."""
     instruction = program.computations[computation][name]
     if is_collective(instruction.op):
         return collective_seconds(program, computation, instruction, chip)
-    # Of a Pallas kernel the compiler says nothing, but its author may.
+    # The compiler estimates no cycles for a Pallas kernel, but its author may state a cost.
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     cycle_seconds = int(cycles[1]) / chip.clock if cycles else 0.0
     cycle_seconds += stated_costs(instruction).get("flops", 0) / chip.flops
@@ -80,19 +88,22 @@ def seconds_of(program: Program, computation: str, name: str, chip: Chip) -> flo
 
 
 def collective_seconds(program, computation: str, instruction: Instruction, chip: Chip) -> float:
-    """Around a ring both ways: each device sends all but its own part, to the farthest device."""
+    """Returns the seconds of a collective around a ring that is used in both directions: each
+    device sends all but its own part, and the latency is that of the hops to the farthest device.
+    """
     types = [program.computations[computation][o].type for o in instruction.operands]
     largest = max(sum(size for size, _ in array_sizes(text)) for text in (instruction.type, *types))
     devices = group_size(instruction.attributes)
-    # A sum is formed, and then sent around.
+    # An all-reduce goes around twice: a reduce-scatter, then an all-gather of the sum.
     rounds = 2 if instruction.op.startswith("all-reduce") else 1
     sent = largest * (devices - 1) / devices
     return rounds * (sent / chip.link + devices // 2 * HOP_SECONDS)
 
 
 def group_size(attributes: str) -> int:
-    """Devices that take part in a collective; of a permutation 2, as each sends to one."""
-    # {{0,1},{2,3}}, or [2,4]<=[8], or mesh['a'=2,'b'=4] {'b'}
+    """Returns the number of devices in a group of a collective. A permutation has 2: each device
+    sends to one other."""
+    # Groups are written as {{0,1},{2,3}}, as [2,4]<=[8] or as mesh['a'=2,'b'=4] {'b'}.
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return len(listed[1].split(","))
@@ -107,13 +118,14 @@ def group_size(attributes: str) -> int:
 
 
 def readable(name: str, instruction: Instruction) -> str:
-    """What a reader of the model recognises: the einsum, or the last words of its path."""
+    """Returns a name that a reader of the model recognises: the einsum, or the last two parts of
+    the instruction's path."""
     path = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    # Without a path, an instruction's name without its number.
+    # An instruction without a path keeps its own name, without the number.
     words = [re.sub(r"(\.(\d+|clone|remat))+$", "", name)]
     if path:
         parts = [unwrapped(part) for part in path[1].split("/")]
-        # The first one is the program.
+        # The first part is the name of the program.
         told = [part for part in parts[1:] if not STRUCTURE.fullmatch(part)]
         einsums = [part for part in told if "->" in part]
         words = einsums[-1:] or told[-2:] or words
@@ -127,5 +139,5 @@ def readable(name: str, instruction: Instruction) -> str:
 
 
 def unwrapped(part: str) -> str:
-    """jit(f) -> f, transpose(jvp(f)) -> f"""
+    """Strip the transformations from a part of a path: jit(f) -> f, transpose(jvp(f)) -> f."""
     return re.sub(r"^(?:\w+\()+(.*?)\)+$", r"\1", part)

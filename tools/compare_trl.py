@@ -1,13 +1,14 @@
-"""The same GRPO by this trainer and by TRL's GRPOTrainer, from one checkpoint, seed by seed.
+"""Train the same GRPO with this trainer and with TRL's GRPOTrainer, from one checkpoint.
 
     python train.py --steps 0 --sft_steps 80 --out out/cold
     pip install trl==1.16.0 torch transformers
     python tools/compare_trl.py --model out/cold/final --out out/compare
 
-Flags of `train.py` follow; they start from what the embedded default has. Both trainers get the
-same prompts in the same order, rewards, learning rates and loss. Both are evaluated by this one,
-which is not timed. Rows go to OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. On cores that
-others use too, begin with `taskset -c 0`: PyTorch's threads wait for each other at each operation.
+Flags of `train.py` may follow; their defaults are those of the embedded default. For each seed,
+both trainers get the same prompts in the same order, the same rewards, learning rates and loss.
+This trainer evaluates both, and evaluations are not timed. The metrics go to
+OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. On cores that other programs use too, put
+`taskset -c 0` before the command: PyTorch's threads wait for each other at each operation.
 """
 
 import argparse
@@ -29,18 +30,22 @@ from infra import data, hf, rewards
 from infra.log import check, say
 from tools import runs
 
-# Advantages are r - mean: TRL divides by another standard deviation, plus 1e-4. It has no
-# importance weight without vLLM; in float32, sampler and trainer agree to 1e-5.
+# With these flags both trainers compute the same loss. Advantages are r - mean, because TRL divides
+# by a different standard deviation, plus 1e-4. Without vLLM, TRL has no importance weight; none is
+# needed, because in float32 the logprobs of sampler and trainer agree to 1e-5.
 SAME = {"advantage": "drgrpo", "is_cap": 0.0}
-# TRL has another KL, entropy bonus or decay, or this comparison does not translate it.
+# These flags are fixed: TRL defines the KL, the entropy bonus or the decay differently, or this
+# comparison does not translate them.
 LEFT_OUT = {"beta": 0.0, "entropy_bonus": 0.0, "weight_decay": 0.0, "optimizer": "adamw"}
-# A mean over a minibatch's tokens | of answers' means | of sums, divided by max_answer.
+# TRL's name of each loss_agg: the mean over a minibatch's tokens | the mean over answers of their
+# means | the mean over answers of their sums, divided by max_answer.
 LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}
 
 
 # ---------------------------------------------------------------- flags
 def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
-    """-> (the tool's own flags, those of the runs). Exits 2, with one line, for a mistake."""
+    """Returns (the tool's own flags, the Config of the runs). A mistake prints one line and exits
+    with code 2."""
     args, rest = runs.flags_parser(__doc__).parse_known_args(argv)
     runs.check_flags(args)
     defaults = runs.tiny_flags(args.model) | SAME | {"out": args.out}
@@ -50,23 +55,24 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
         check(given == value, f"{name} = {given} has no like in TRL; drop it: it is {value}")
     is_evaluated = cfg.steps and train.eval_data(cfg) != "none"
     check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with a file")
-    # Evaluations of other weights may lie there.
+    # An existing directory may hold evaluations of other weights.
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     check(importlib.util.find_spec("trl"), "TRL is missing: pip install trl==1.16.0 torch")
     return args, cfg
 
 
 def trl_options(cfg: train.Config) -> dict:
-    """Options of TRL's GRPOConfig that mean what the flags mean.
+    """Translate the flags to options of TRL's GRPOConfig.
 
-    A step of TRL is an update. It generates answers for `steps_per_generation` updates at once,
-    and shuffles them before it deals them out; this trainer deals each group out evenly.
+    In TRL a step is one update. TRL generates the answers for `steps_per_generation` updates at
+    once and shuffles them before splitting them into updates; this trainer spreads each group
+    evenly over the minibatches.
     """
     # fmt: off
     return dict(
         output_dir=cfg.out, seed=cfg.seed,
         max_steps=cfg.steps * cfg.minibatches * cfg.ppo_epochs,
-        # The rollout, of the complete distribution.
+        # The rollout samples from the complete distribution.
         num_generations=cfg.npq, max_completion_length=cfg.max_answer,
         temperature=cfg.temperature, top_p=1.0, top_k=0,
         # The update.
@@ -75,19 +81,20 @@ def trl_options(cfg: train.Config) -> dict:
         num_iterations=cfg.ppo_epochs,
         epsilon=cfg.clip_low, epsilon_high=cfg.clip_high, beta=0.0, scale_rewards="none",
         loss_type=LOSS_TYPES[cfg.loss_agg], max_grad_norm=cfg.grad_clip,
-        # Questions are brought in their order. Nothing is computed twice, all in float32.
+        # The questions are already in order. No remat; compute in float32.
         shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True,
-        # What is written is written here.
+        # This tool writes checkpoints and metrics itself.
         save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True)
     # fmt: on
 
 
 def optimizer_of(cfg: train.Config, parameters) -> tuple:
-    """AdamW and the learning rate of each update: that of its step, as `train.py` has it."""
+    """Returns (AdamW, a scheduler that gives each update the learning rate of its step in
+    `train.py`)."""
     import torch
 
     updates = cfg.minibatches * cfg.ppo_epochs
-    # The schedule multiplies a learning rate of 1.
+    # The scheduler multiplies this learning rate of 1.
     adamw = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, cfg.b2), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         adamw, lambda update: train.learning_rate(cfg, update // updates + 1)
@@ -97,7 +104,8 @@ def optimizer_of(cfg: train.Config, parameters) -> tuple:
 
 # ---------------------------------------------------------------- TRL's run
 class Scorer:
-    """TRL's reward function: `train.py`'s, over its rows, a truncated answer scoring 0."""
+    """A reward function for TRL that scores answers as `train.py` does: with its reward functions,
+    on its rows of data, and 0 for a truncated answer."""
 
     __name__ = "reward"
 
@@ -105,7 +113,7 @@ class Scorer:
         self.questions = questions
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
-        self.rows = []  # of metrics, one for each step
+        self.rows = []  # one row of metrics per step
 
     def __call__(self, completion_ids, place, **_) -> list[float]:
         rows = [self.questions[i] for i in place]
@@ -125,7 +133,8 @@ class Scorer:
 
 
 def train_with_trl(cfg: train.Config) -> None:
-    """A run of TRL: rows of its steps in OUT/metrics.jsonl, weights to evaluate in OUT/step_N."""
+    """Train with TRL. Writes a row per step to OUT/metrics.jsonl, and the weights to evaluate to
+    OUT/step_N."""
     import datasets
     import torch
     import transformers
@@ -145,7 +154,7 @@ def train_with_trl(cfg: train.Config) -> None:
     policy.generation_config.eos_token_id = sorted(stop_ids)
 
     class Clock(transformers.TrainerCallback):
-        """Times steps, and saves weights between them."""
+        """Times each step, and saves the weights that will be evaluated."""
 
         def on_train_begin(self, *_, **__):
             self.began = time.time()
@@ -159,10 +168,10 @@ def train_with_trl(cfg: train.Config) -> None:
             if step in evaluated_steps(cfg):
                 directory = f"{cfg.out}/step_{step}"
                 policy.save_pretrained(directory)
-                # The checkpoint's own config and tokenizer.
+                # Take config and tokenizer from the original checkpoint.
                 for path in Path(cfg.model).glob("*.json"):
                     shutil.copy(path, directory)
-            # Saving does not count.
+            # Saving is not timed.
             self.began = time.time()
 
     trainer = trl.GRPOTrainer(
@@ -179,15 +188,18 @@ def train_with_trl(cfg: train.Config) -> None:
 
 
 def evaluated_steps(cfg: train.Config) -> list[int]:
-    """The steps after which both trainers are evaluated, beside the beginning."""
+    """Returns the steps after which both trainers are evaluated, besides step 0."""
     every = cfg.eval_every or cfg.steps
     return sorted({*range(every, cfg.steps, every), cfg.steps})
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- both trainers
 def run_trl(cfg: train.Config, before: dict) -> list[dict]:
-    """A run of TRL, evaluated by `train.py` -> its rows. before: the checkpoint's evaluation."""
-    # In a process of its own, so that neither trainer's threads and memory are beside the other's.
+    """Train with TRL, evaluate with `train.py`, and return the rows of both.
+
+    before: the row of the checkpoint's evaluation, which comes first.
+    """
+    # A separate process keeps TRL's threads and memory away from this trainer's runs.
     process = multiprocessing.get_context("spawn").Process(target=train_with_trl, args=(cfg,))
     process.start()
     process.join()
@@ -207,7 +219,7 @@ def run_trl(cfg: train.Config, before: dict) -> list[dict]:
 
 
 def summary(name: str, rows: list[dict]) -> str:
-    """Accuracy before and after, and the seconds of a run's steps."""
+    """Describe a run: accuracy before and after, and the seconds that its steps took."""
     seconds = [row["time/step_s"] for row in rows if "time/step_s" in row]
     return (
         f"{name:13} solved {rows[0]['eval/solved']:.1%} -> {runs.final_solved(rows):.1%}; "
@@ -220,7 +232,8 @@ def main(argv: list[str]) -> None:
     args, cfg = parse(argv)
     lines = []
     for seed in args.seeds:
-        # One after the other, so that what else the machine does meets both.
+        # For each seed run one trainer after the other, so that other load on the machine affects
+        # both.
         names = [f"podgrpo-seed{seed}", f"trl-seed{seed}"]
         cfgs = [dataclasses.replace(cfg, seed=seed, out=f"{args.out}/{name}") for name in names]
         runs.run_train(dataclasses.asdict(cfgs[0]))

@@ -1,44 +1,47 @@
-"""What a compiled program reads, writes and moves, from its text; above all a decode loop."""
+"""The memory traffic and collectives of a compiled program, above all of a decode loop, read from
+its HLO text."""
 
 import math
 import re
 from typing import NamedTuple
 
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # no bytes are touched
+# Instructions that touch no bytes.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 MOVES = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "convert"}
 
 
 class Instruction(NamedTuple):
-    type: str  # of its result: "bf16[36,2,128]{2,1,0:T(8,128)}", or a tuple of such
+    type: str  # of the result: "bf16[36,2,128]{2,1,0:T(8,128)}", or a tuple of types
     op: str
-    operands: list  # names
+    operands: list  # their names
     calls: str  # the computation that a fusion or a loop runs, or ""
-    arguments: str  # the text between the parentheses: of a parameter or constant, its number
-    attributes: str  # the text from there on, with the name and what the compiler found out
+    arguments: str  # the text in parentheses: the number of a parameter, the value of a constant
+    attributes: str  # the text after the parentheses, with the op's name and the compiler's notes
 
 
 class Traffic(NamedTuple):
-    """Bytes of a step on a device."""
+    """The bytes of one step on one device."""
 
-    device_memory: int  # that instructions read and write
+    device_memory: int  # read and written by instructions
     moved: int  # operands and results of collectives
-    largest_copy: int  # results of the copy or relayout that writes most
+    largest_copy: int  # written by the copy or relayout that writes most
 
 
 def loop_traffic(hlo: str, layers: int) -> Traffic:
-    """The traffic of a step of the decode loop in a compiled program's text.
+    """Returns the traffic of one step of the decode loop, from the text of a compiled program.
 
-    Counted are the operands and results of each top-level instruction in the loop's body, and
-    those of a loop inside as often as it runs, `layers` times where the program does not say. What
-    is sliced, or updated in place, counts as the slice. What lies in a TPU's VMEM does not count,
-    other than for collectives.
+    Counts the operands and results of each top-level instruction in the body of the loop. The body
+    of an inner loop counts once per trip, with `layers` trips if the program does not state them. A
+    slice, or an update in place, counts only the bytes of the slice. Values in a TPU's VMEM count
+    only in collectives.
     """
     program = Program(hlo, layers)
     return program.traffic(program.main_loop())
 
 
 def parse(hlo: str) -> dict:
-    """{computation: {name: Instruction}}; the entry comes last, and so does each root."""
+    """Returns {computation: {name: Instruction}}. The entry computation comes last, and the root
+    comes last in each computation."""
     computations = {}
     for computation, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
         instructions = {}
@@ -56,31 +59,33 @@ def parse(hlo: str) -> dict:
 
 
 def array_sizes(type_text: str) -> list[tuple[int, bool]]:
-    """[(bytes, whether it lies in device memory)] of the arrays of a type."""
+    """Returns [(bytes, is it in device memory)], one for each array of a type."""
     found = re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", type_text)
     sizes = []
     for bits, dims, layout in found:
         elements = math.prod(int(n) for n in dims.split(",") if n)
-        # A pred has no number of bits; S(1) is a TPU's VMEM.
+        # A pred states no bits and takes a byte. S(1) in a layout means a TPU's VMEM.
         sizes.append((elements * int(bits or 8) // 8, "S(" not in layout))
     return sizes
 
 
 class Program:
-    """A compiled program."""
+    """A compiled program, parsed from its HLO text."""
 
     def __init__(self, hlo: str, trips: int):
         self.computations = parse(hlo)
         self.entry = list(self.computations)[-1]
-        self.unsaid_trips = trips  # of a loop of which the program does not say how often it runs
+        self.unsaid_trips = trips  # of the loops whose trips the program does not state
 
     def main_loop(self) -> str:
-        """The body of the loop with the most traffic: there are smaller ones, such as a sort's."""
+        """Returns the body of the loop with the most traffic. A program has smaller loops too, for
+        example in a sort."""
         loops = [i.calls for i in self.computations[self.entry].values() if i.op == "while"]
         return max(loops, key=lambda loop: self.traffic(loop).device_memory)
 
     def trips(self, loop: Instruction) -> int:
-        """How often a loop runs: XLA notes it for GPUs and CPUs; TPUs compare with a constant."""
+        """Returns how often a loop runs. On GPUs and CPUs XLA notes the trip count; on TPUs the
+        loop's condition compares the counter with a constant."""
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if noted:
             return int(noted[1])
@@ -88,18 +93,18 @@ class Program:
         condition = self.computations[re.search(r"condition=%([\w.-]+)", loop.attributes)[1]]
         root = list(condition.values())[-1]
         if root.op == "compare" and "direction=LT" in root.attributes:
-            # JAX counts from 0.
+            # JAX's loops count from 0, so the constant is the trip count.
             limit = condition[root.operands[1]]
             if limit.op == "constant":
                 return int(limit.arguments)
         return self.unsaid_trips
 
     def size(self, computation: str, name: str) -> int:
-        """Bytes of a value, the first one of a tuple."""
+        """Returns the bytes of a value; of a tuple, the bytes of its first element."""
         return array_sizes(self.computations[computation][name].type)[0][0]
 
     def bytes_read(self, computation: str, name: str, operand: str) -> int:
-        """Bytes that an instruction reads of one of its operands."""
+        """Returns the bytes that an instruction reads from one of its operands."""
         instruction = self.computations[computation][name]
         is_first = operand == instruction.operands[0]
         if instruction.op == "bitcast" or self.is_alias(instruction):
@@ -115,12 +120,13 @@ class Program:
         if instruction.op in ("dynamic-slice", "slice", "gather") and is_first:
             return self.size(computation, name)
         if instruction.op == "dynamic-update-slice" and is_first:
-            # It is updated in place.
+            # The operand is updated in place.
             return 0
         return self.size(computation, operand)
 
     def bytes_used(self, computation: str, name: str) -> int:
-        """Bytes of a value inside a fusion that its users read; all, if it is the result."""
+        """Returns the bytes that are read of a value inside a fusion; all of them if the value is
+        the result."""
         instructions = self.computations[computation]
         users = [user for user, i in instructions.items() if name in i.operands]
         size = self.size(computation, name)
@@ -129,7 +135,7 @@ class Program:
         return min(size, sum(self.bytes_read(computation, user, name) for user in users))
 
     def bytes_written(self, computation: str, name: str) -> list[int]:
-        """Bytes of each result that an instruction writes."""
+        """Returns the bytes written to each result of an instruction."""
         instruction = self.computations[computation][name]
         operands = instruction.operands
         if instruction.op == "tuple":
@@ -139,16 +145,16 @@ class Program:
             return self.bytes_written(instruction.calls, root)
         if instruction.op == "bitcast":
             return self.bytes_written(computation, operands[0])
-        # Of an update in place, the new values.
+        # An update in place writes only the new values.
         if instruction.op == "dynamic-update-slice":
             return [self.size(computation, operands[1])]
         return [self.size(computation, name)]
 
     def traffic(self, computation: str) -> Traffic:
-        """The traffic of a computation that runs once."""
+        """Returns the traffic of one execution of a computation."""
         device_memory = moved = largest_copy = 0
         for name, instruction in self.computations[computation].items():
-            # The loop over the layers, and any other inside.
+            # An inner loop, such as the loop over the layers.
             if instruction.op == "while":
                 inside = self.traffic(instruction.calls)
                 trips = self.trips(instruction)
@@ -165,25 +171,26 @@ class Program:
         return Traffic(device_memory, moved, largest_copy)
 
     def bytes_moved(self, computation: str, name: str) -> int:
-        """Bytes of the operands and results of a collective."""
+        """Returns the bytes of the operands and results of a collective."""
         instruction = self.computations[computation][name]
         types = [self.computations[computation][o].type for o in instruction.operands]
         return sum(size for t in (instruction.type, *types) for size, _ in array_sizes(t))
 
     def bytes_touched(self, computation: str, name: str) -> int:
-        """Bytes of device memory that a top-level instruction reads and writes."""
+        """Returns the bytes of device memory that a top-level instruction reads and writes."""
         instruction = self.computations[computation][name]
         if is_collective(instruction.op):
-            # These go through device memory on both sides.
+            # Collectives read and write device memory on both sides.
             return self.bytes_moved(computation, name)
-        # What was started is counted at its start.
+        # An asynchronous instruction counts at its start, not when it is done.
         if instruction.op in FREE or instruction.op.endswith("-done") or self.is_alias(instruction):
             return 0
         costs = stated_costs(instruction)
         if costs:
             return costs["bytes_accessed"]
         if instruction.op.endswith("-start"):
-            # The first two are where it comes from, of which it may be a slice, and where it goes.
+            # The first two arrays are source and destination. The source may be larger, if only a
+            # slice of it is copied.
             ends = array_sizes(instruction.type)[:2]
             moved = min(size for size, _ in ends)
             return sum(moved for _, in_memory in ends if in_memory)
@@ -197,12 +204,13 @@ class Program:
         return total
 
     def is_alias(self, instruction: Instruction) -> bool:
-        """Whether a copy stays where it was, for another tiling of the same bytes: of int8."""
+        """Returns whether a copy stays in place, because it only retiles the same bytes, as happens
+        to int8 arrays."""
         aliased = "output_to_operand_aliasing" in instruction.attributes
         return aliased and instruction.op == "fusion" and self.is_copy(instruction)
 
     def is_copy(self, instruction: Instruction) -> bool:
-        """Whether an instruction changes nothing but where and how values lie."""
+        """Returns whether an instruction changes only the place or the layout of values."""
         ops = {instruction.op}
         if instruction.op == "fusion":
             ops = {inner.op for inner in self.computations[instruction.calls].values()}
@@ -215,7 +223,7 @@ def is_collective(op: str) -> bool:
 
 
 def stated_costs(instruction: Instruction) -> dict:
-    """{flops, bytes_accessed, ..} of a Pallas kernel, as its author states them; or {}."""
+    """Returns {flops, bytes_accessed, ...} of a Pallas kernel, as stated by its author, else {}."""
     stated = re.search(r'"cost_estimate":\{(.*?)\}', instruction.attributes)
     costs = re.findall(r'"(\w+)":"(\d+)"', stated[1]) if stated else []
     return {name: int(number) for name, number in costs}

@@ -1,8 +1,8 @@
-"""What fits the devices of a TPU slice, of GPUs, or of this machine, and how long a step takes:
-`python tools/plan.py v6e-8 --model DIR`, or h100-8; without a type, of this machine.
+"""Plan what fits the devices of a TPU slice, of GPUs or of this machine, and how long a step takes:
+`python tools/plan.py v6e-8 --model DIR`, or h100-8; without a type, for this machine.
 
-Programs are compiled and not run: the devices need not be here, and of the model a config.json is
-enough. The other flags are train.py's. The last line names the largest micro-batch that fits.
+Programs are compiled but not run, so the devices may be absent, and the model needs only its
+config.json. The other flags are train.py's. The last line names the largest micro-batch that fits.
 `--table` plans all Qwen2.5 models on ten types of devices, and prints a table.
 """
 
@@ -26,19 +26,19 @@ from infra.files import CheckpointError
 from infra.log import check, exit_on, say
 from tools import remembered, step_time, what_fits
 
-# What --sweep can try several values of.
+# The flags that --sweep can vary.
 SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
 
 
 # ---------------------------------------------------------------- the command line
 def split_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
-    """Command line -> (type of devices, this command's flags, the words that are for train.py)."""
+    """Split the command line into (type of devices, this command's flags, words for train.py)."""
     device_type = "here"
     if argv and not argv[0].startswith("-"):
         device_type, *argv = argv
     usage = "python tools/plan.py [v6e-8, h100-8 or such | here] [--sweep name=a,b] [--flag ...]"
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, allow_abbrev=False)
-    # One line and exit code 2, as for every mistake.
+    # A wrong flag prints one line and exits with code 2, like every mistake.
     parser.error = lambda message: check(False, f"{message}; see --help")
     parser.add_argument("--sweep", default="", help=f"values of one of {', '.join(SWEPT)}")
     parser.add_argument("--table", action="store_true", help="all models on all types of devices")
@@ -47,7 +47,7 @@ def split_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]
 
 
 def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
-    """`name=a,b` -> [{name: a}, {name: b}]; of no sweep [{}]. Exits 2 for wrong values."""
+    """Parse `name=a,b` to [{name: a}, {name: b}], and "" to [{}]. Exits 2 for wrong values."""
     if not sweep:
         return [{}]
     name, _, values = sweep.partition("=")
@@ -55,10 +55,10 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
         values and name in SWEPT,
         f"sweep = {sweep} is not a list such as micro_batch=8,16, of {', '.join(SWEPT)}",
     )
-    # A flag's values have the type of its default.
+    # A value has the type of the flag's default.
     with exit_on(ValueError, f"sweep = {sweep}"):
         settings = [{name: type(getattr(cfg, name))(value)} for value in values.split(",")]
-    # A flag with choices has the type Literal of them.
+    # The type of a flag with choices is a Literal of them.
     choices = get_args(train.Config.__annotations__[name])
     for setting in settings:
         flags.check_numbers(dataclasses.replace(cfg, **setting))
@@ -71,8 +71,9 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 def plan_update(cfg, model_cfg, mesh, guess: memory.Guess, limit: float) -> tuple[int, dict, dict]:
     """Compile the update with --micro_batch, or with several to find the largest that fits.
 
-    limit: GiB of a device. -> (that micro-batch, 0 if it is too much; {each that was compiled: (GiB
-    that it takes of a device, does it fit)}; {each: the compiler's estimates of its time})
+    limit: GiB per device.
+    Returns (the micro-batch, or 0 if it does not fit; {compiled micro-batch: (GiB per device, does
+    it fit)}; {compiled micro-batch: the compiler's time estimates of its programs}).
     """
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
     clocks = {}
@@ -97,23 +98,25 @@ def plan_update(cfg, model_cfg, mesh, guess: memory.Guess, limit: float) -> tupl
 
 
 def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dict:
-    """{micro-batch: about what it takes, in GiB} of the powers of two up to twice the largest.
+    """Returns {micro-batch: estimated GiB} for the powers of two up to twice the largest.
 
-    They lie on the line from no rows, which take rest_gib by sizes, to the largest and its gib.
+    The estimates lie on the line from 0 rows, which take rest_gib by sizes, to the largest
+    micro-batch, which takes gib.
     """
     others = [2**i for i in range(11) if 2**i <= 2 * largest]
-    # From `filled` rows on a minibatch is one micro-batch, and gradients are held once.
+    # A micro-batch of at least `filled` rows is a complete minibatch, so gradients are held once,
+    # not twice. Estimate only the micro-batches that are like the largest in this.
     alike = [n for n in others if (n < filled) == (largest < filled)]
     return {n: rest_gib + n * (gib - rest_gib) / largest for n in alike}
 
 
 def table_of_update(compiled: dict, others: dict, limit: float) -> str:
-    """A line for each micro-batch that was compiled, and with ~ for others."""
+    """Format a line per micro-batch. A ~ marks those that were estimated, not compiled."""
     estimated = {n: (gib, gib <= limit) for n, gib in others.items()}
     lines = [f"{'micro_batch':>12} {'peak GiB':>10}"]
     for n, (gib, fits) in sorted((estimated | compiled).items()):
         mark = "" if n in compiled else "~"
-        # What the compiler refuses may seem to fit.
+        # The compiler may refuse a program whose estimate is below the limit.
         verdict = "fits" if fits else f"{max(0, gib - limit):.2f} GiB too much"
         lines.append(f"{mark:>5}{n:7} {gib:10.2f}  {verdict}")
     return "\n".join(lines)
@@ -132,7 +135,8 @@ def setup_in_words(device_type, cfg, model_cfg, mesh) -> str:
 
 
 def devices_of(device_type: str) -> list:
-    """The devices of a type, or of this machine. Exits 2 where they cannot be compiled for."""
+    """Returns the devices of a type, or of this machine. Exits 2 if programs cannot be compiled for
+    them."""
     takes = "that takes a type such as v6e-8 or h100-8, and what `bash launch.sh plan` installs"
     if device_type == "here":
         nvidia.find_devices()
@@ -142,15 +146,18 @@ def devices_of(device_type: str) -> list:
 
 
 def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
-    """Find what fits, and print it -> of each setting {its flag, micro_batch, gib, limit_gib}; the
-    last one has the layout of the rollout too."""
+    """Find what fits, and print it.
+
+    Returns {the swept flag, micro_batch, gib, limit_gib} for each setting. The last one also has
+    the layout of the rollout, unless nothing fits.
+    """
     mesh = train.make_mesh(cfg.mesh, devices_of(device_type))
     say(setup_in_words(device_type, cfg, model_cfg, mesh))
     rows = []
     limit = chips.device_memory(mesh.devices.flat[0])
     for setting in settings:
         cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
-        # Of any micro-batch it can be asked what it takes, also of more than a step has rows for.
+        # Check without micro_batch: a plan may ask for more rows than a step has.
         train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
         width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
         say(
@@ -161,7 +168,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)
         filled = memory.rows_to_fill(cfg, mesh)
         gib, _ = compiled[largest or min(compiled)]
-        # Who asks for one micro-batch is told of no others.
+        # With --micro_batch, print no other micro-batches.
         others = {} if cfg.micro_batch else gib_of_others(largest, gib, guess.rest_gib, filled)
         say(table_of_update(compiled, others, limit))
         if largest > filled:
@@ -169,9 +176,9 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         rows.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
 
     if not largest:
-        # Nor is there a rollout without an update.
+        # If the update does not fit, do not plan the rollout.
         return rows
-    # Of the last setting.
+    # Plan the rollout of the last setting.
     work = rollout.work_of_step(cfg, cluster.host_count(mesh), cfg.max_prompt)
     layout, why = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     planned = step_time.plan_rollout(cfg, model_cfg, layout, mesh, work)
@@ -187,8 +194,8 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
 
 
 def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> None:
-    """A table of what was swept, which plan-TYPE.jsonl keeps."""
-    # The flag may be micro_batch itself.
+    """Print the results of the sweep as a table, and append them to plan-TYPE.jsonl."""
+    # dict.fromkeys removes a duplicate: the swept flag may be micro_batch itself.
     columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
     for cells in [columns, *[[row[column] for column in columns] for row in rows]]:
         say("".join(f"{cell!s:>14.14}" for cell in cells))
@@ -200,11 +207,11 @@ def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> Non
 def main(argv: list[str]) -> None:
     device_type, args, train_flags = split_arguments(argv)
     if args.table:
-        # Else defaults would be those of the tiny model.
+        # Any model but tiny: otherwise the flags would have the defaults of the tiny model.
         train_flags = ["--model", "Qwen2.5", *train_flags]
     cfg = train.parse(train_flags)
     if args.table:
-        # What is compiled is told on stderr, so that the table can go to a file.
+        # Progress goes to stderr, so that stdout can be redirected to a file.
         with contextlib.redirect_stdout(sys.stderr):
             table = what_fits.table(cfg, plan)
         say(table)

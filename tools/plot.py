@@ -1,11 +1,11 @@
-"""Learning curves of runs, of their metrics.jsonl, as SVG or PNG.
+"""Plot the learning curves of runs, from their metrics.jsonl, as SVG or PNG.
 
 python tools/plot.py out/arith-tiny                           # plot.svg
 python tools/plot.py out/seed1 out/seed2 --to curves.png
 python tools/plot.py "grpo=out/grpo-*" rloo=out/r1,out/r2,out/r3 --over minutes
 
-A run is a directory, or a file as its metrics.jsonl; `*` stands for many. Runs behind one label are
-drawn as their mean, in the band from the least to the most of them.
+A run is the directory of a run, or a file like its metrics.jsonl; `*` matches several runs. Runs
+under one label are drawn as one curve: their mean, in a band from their minimum to their maximum.
 """
 
 import argparse
@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.log import check, exit_on, json_line, read_jsonl
 
-# An evaluation is drawn with dots, in the panel of the answers that were sampled in training.
+# Evaluations are drawn as dots, in the panel of the same metric in training.
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"
 BESIDE = {"solved": "eval/solved"}
 COLUMNS = 4
-INCHES = 3.2, 2.6  # of a panel
+INCHES = 3.2, 2.6  # width and height of a panel
 
 
 def read_rows(out: str, name: str) -> list[dict]:
-    """The rows of OUT/name, or of OUT itself where that is a file. Exits 2 where there are none."""
+    """Read the rows of OUT/name, or of OUT itself if OUT is a file. Exits 2 if there are none."""
     path = out if os.path.isfile(out) else f"{out}/{name}"
     check(os.path.isfile(path), f"{out} is no directory of a run: it has no {name}")
     with exit_on(OSError, f"{path} cannot be read"):
@@ -40,15 +40,15 @@ def read_rows(out: str, name: str) -> list[dict]:
 # ---------------------------------------------------------------- from runs to curves
 @dataclass(frozen=True)
 class Series:
-    """Runs that are drawn as one curve."""
+    """The runs that are drawn as one curve."""
 
     label: str
-    runs: list[list[dict]]  # rows of metrics.jsonl
+    runs: list[list[dict]]  # the rows of each run's metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of a series, point by point, where at least one run has it."""
+    """A metric of a series, with a point at each step for which at least one run has the metric."""
 
     x: list[float]
     mean: list[float]
@@ -57,13 +57,13 @@ class Curve:
 
 
 def split_label(argument: str) -> tuple[str, list[str]]:
-    """label=OUT1,OUT* -> (label, [OUT1, OUT2, OUT3]); OUT -> (its name, [OUT])"""
+    """Parse label=OUT1,OUT* to (label, [OUT1, OUT2, OUT3]), and OUT to (its name, [OUT])."""
     label, equals, patterns = argument.partition("=")
-    # A path may have = in it, too.
+    # A path may contain = as well.
     if equals and not os.path.exists(argument):
         outs = []
         for pattern in patterns.split(","):
-            # One that matches nothing is named where it is read.
+            # Keep a pattern that matches nothing: the error of the reader will name it.
             outs += sorted(glob.glob(pattern)) or [pattern]
         return label, outs
     path = Path(argument)
@@ -73,7 +73,7 @@ def split_label(argument: str) -> tuple[str, list[str]]:
 
 
 def minutes_by_step(rows: list[dict]) -> dict[int, float]:
-    """The minutes that the steps up to each have taken, evaluations and checkpoints not counted."""
+    """Returns {step: minutes of all steps up to this one}, without evaluations and checkpoints."""
     total = 0.0
     minutes = {0: 0.0}
     for row in rows:
@@ -83,16 +83,17 @@ def minutes_by_step(rows: list[dict]) -> dict[int, float]:
 
 
 def values_by_step(rows: list[dict], metric: str) -> dict[int, float]:
-    """The numbers of a metric; null stands for what is no number."""
+    """Returns {step: value} of a metric, without the steps where it is null."""
     return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
 
 
 def curve_of(series: Series, metric: str, over: str) -> Curve:
-    """A metric over steps or over minutes: the mean of both over the runs that have the step."""
+    """Returns a metric over steps or over minutes. A point averages the metric, and the minutes,
+    over the runs that have the metric at this step."""
     values = [values_by_step(rows, metric) for rows in series.runs]
     minutes = [minutes_by_step(rows) for rows in series.runs]
     curve = Curve([], [], [], [])
-    # A run that has not come so far is left out of the mean.
+    # The mean leaves out runs that have not reached the step.
     for step in sorted(set().union(*values)):
         having = [i for i, of_run in enumerate(values) if step in of_run]
         numbers = [values[i][step] for i in having]
@@ -107,16 +108,16 @@ def curve_of(series: Series, metric: str, over: str) -> Curve:
 
 
 def metrics_in(all_series: list[Series]) -> set[str]:
-    """The names that have a number in some row, as floats or ints."""
+    """Returns the names that have a number, a float or an int, in at least one row."""
     rows = [row for series in all_series for run in series.runs for row in run]
     numbers = [name for row in rows for name in row if isinstance(row[name], float | int)]
     return {*numbers} - {"step"}
 
 
 def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
-    """The panels that were asked for, or those of PANELS that have something to show."""
+    """Returns the panels that were asked for, or those of PANELS that the runs have data for."""
     known = metrics_in(all_series)
-    # A run without evaluations has no eval/solved, one that only imitates no reward.
+    # A run of supervised steps only, for example, has no reward.
     if not asked:
         return [name for name in PANELS.split() if name in known]
     panels = asked.split(",")
@@ -128,7 +129,7 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
 
 # ---------------------------------------------------------------- files
 def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
-    """Write of each run what is drawn here or by default as DIRECTORY/<its name>.jsonl."""
+    """Write the metrics that are drawn here or by default to DIRECTORY/<name of the run>.jsonl."""
     kept = {"step", *panels, *PANELS.split(), *BESIDE.values()}
     outs = [out for argument in arguments for out in split_label(argument)[1]]
     texts = {}
@@ -145,7 +146,8 @@ def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
 
 
 def short_line(row: dict) -> str:
-    """A row as a line of a .jsonl file, numbers in 6 digits: no eye tells them from all."""
+    """Format a row as a line of a .jsonl file, with 6 digits per number, which is enough for a
+    plot."""
     short = {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in row.items()
@@ -154,14 +156,14 @@ def short_line(row: dict) -> str:
 
 
 def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> None:
-    """Draw the panels into a file. Exits 2 where matplotlib is missing or the file is refused."""
+    """Draw the panels to a file. Exits 2 if matplotlib is missing or the file cannot be written."""
     try:
-        # Optional, and slow to import.
+        # matplotlib is optional, and slow to import.
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         check(False, f"no matplotlib here: {sys.executable} -m pip install matplotlib")
-    # Text stays text, and a picture drawn again is the same file.
+    # Write text as text, not as paths. The fixed salt makes equal plots equal files.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "podgrpo"}
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -180,7 +182,7 @@ def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> Non
 
 
 def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
-    """A metric of all series, and the evaluation that belongs beside it."""
+    """Draw a metric of all series, with its evaluations, if any, as dots."""
     title = panel
     for number, series in enumerate(all_series):
         color = f"C{number}"
@@ -188,7 +190,7 @@ def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
         if len(series.runs) > 1:
             label += f" (mean and range of {len(series.runs)})"
         curve = curve_of(series, panel, over)
-        # Evaluations are few: a dot shows where one was.
+        # Evaluations are few, so mark each with a dot.
         marker = "o" if panel.startswith("eval/") else ""
         axes.plot(curve.x, curve.mean, color=color, label=label, marker=marker, lw=1.4, ms=4)
         axes.fill_between(curve.x, curve.least, curve.most, color=color, alpha=0.2, lw=0)

@@ -1,5 +1,5 @@
-"""What compiled programs take, kept in the user's cache by the programs' text: a plan that is made
-again, or after an edit that changes no program, compiles nothing."""
+"""A cache of what compiled programs take, in the user's cache directory, keyed by the programs'
+text. A plan that is repeated, or made after an edit that changes no program, compiles nothing."""
 
 import contextlib
 import hashlib
@@ -13,22 +13,22 @@ from infra.files import CheckpointError
 from infra.log import say
 from tools.clock import Clock
 
-# Those that compile, and their flags.
+# The packages that compile, and the environment variables with their flags.
 PACKAGES = "jax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"
 VARIABLES = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What is known of a program that was compiled and not run."""
+    """What is known about a program that was compiled but not run."""
 
-    gib: float  # of a device
+    gib: float  # per device
     fits: bool
-    clock: Clock | None  # None: it does not fit, or its compiler has none
+    clock: Clock | None  # None if the program does not fit, or its compiler estimates no time
 
 
 def versions() -> dict:
-    """{package: version} of those that compile and are installed."""
+    """Returns {package: version} of the installed packages that compile."""
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -37,12 +37,12 @@ def versions() -> dict:
 
 
 def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
-    """Compile a program, or recall what it took when it was compiled for such devices.
+    """Compile a program, or read from the cache what it took when compiled for the same devices.
 
-    clock_of(compiled's text) -> Clock, or None.
+    clock_of(text of the compiled program) -> Clock or None.
     """
     path = path_of(lowered, mesh)
-    # Whatever is wrong with the user's cache, the program can be compiled again.
+    # A missing or damaged file in the cache does no harm: the program is compiled again.
     with contextlib.suppress(CheckpointError, LookupError, TypeError):
         kept = files.read_json(path)
         found = Compiled(kept["gib"], kept["fits"], kept["clock"] and Clock(*kept["clock"]))
@@ -58,8 +58,9 @@ def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
 
 
 def path_of(lowered, mesh) -> str:
-    """The file of what is known of a program, named by all that it depends on."""
-    # The same text may become another program on other devices, by another compiler or its flags.
+    """Returns the path of a program's file in the cache, named by a hash of all that the compiled
+    program depends on."""
+    # Other devices, another compiler or other flags may compile the same text to another program.
     flags = [os.environ.get(name, "") for name in VARIABLES]
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())

@@ -1,4 +1,4 @@
-"""Runs of `train.py` as a user starts them, and what a picture needs of their metrics."""
+"""Run `train.py` as a user does, and keep the metrics of its runs that plots need."""
 
 import argparse
 import os
@@ -13,22 +13,23 @@ from tools import plot
 
 # ---------------------------------------------------------------- runs
 TRAIN = Path(train.__file__)
-# A row of a step, or of an evaluation, keeps these.
+# The metrics to keep of each row, whether it belongs to a step or to an evaluation.
 KEPT = ("step", "reward/mean", "solved", "eval/solved", "len/answer", "entropy", "time/step_s")
 
 
 def words(flags: dict) -> list[str]:
-    """Flags as words of a command line. `=` lets a value be empty, or begin with a minus."""
+    """Format flags as words of a command line. With `=` a value may be empty or begin with -."""
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def tiny_flags(model: str) -> dict:
-    """The embedded default's GRPO, from a checkpoint: flags that `--model tiny` would set."""
+    """Returns the flags that `--model tiny` sets, for GRPO from a checkpoint: no supervised steps,
+    and no checkpoint before the end."""
     return train.TINY | {"model": model, "sft_steps": 0, "save_every": 0}
 
 
 def run_train(flags: dict) -> None:
-    """Run `train.py`, whose lines are printed; one that fails ends this process as it ended."""
+    """Run `train.py` and print its output. If the run fails, exit with its exit code."""
     command = [sys.executable, str(TRAIN), *words(flags)]
     code = subprocess.run(command).returncode
     if code:
@@ -36,11 +37,12 @@ def run_train(flags: dict) -> None:
 
 
 def read_rows(out: str) -> list[dict]:
-    """The rows of a run's metrics, of which KEPT stay, and `seconds`: the sum of its steps."""
+    """Read a run's metrics. Returns its rows with the metrics in KEPT, and `seconds`: the time of
+    all steps up to the row."""
     rows = []
     seconds = 0.0
     for row in read_jsonl(f"{out}/metrics.jsonl"):
-        # Evaluations are rows of their own, whose time does not count.
+        # An evaluation is a row of its own, without a time.
         seconds += row.get("time/step_s") or 0.0
         kept = {name: row[name] for name in KEPT if name in row}
         rows.append(kept | {"seconds": seconds})
@@ -48,27 +50,28 @@ def read_rows(out: str) -> list[dict]:
 
 
 def write_rows(path: str, rows: list[dict]) -> None:
-    """Rows as a .jsonl file, numbers as short as `tools/plot.py --copy` writes them."""
+    """Write rows to a .jsonl file, with numbers as short as `tools/plot.py --copy` writes them."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("".join(plot.short_line(row) for row in rows))
 
 
 def final_solved(rows: list[dict]) -> float:
-    """The fraction of held-out questions solved in a run's last evaluation."""
+    """Returns the fraction of held-out questions solved in a run's last evaluation."""
     return [row["eval/solved"] for row in rows if "eval/solved" in row][-1]
 
 
 def median_seconds(rows: list[dict]) -> float:
-    """Of a run's steps; the first, which compiles, does not move it."""
+    """Returns the median seconds of a run's steps: the first one, which compiles, has little effect
+    on a median."""
     return statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
 
 
 # ---------------------------------------------------------------- the command line
 def flags_parser(description: str) -> argparse.ArgumentParser:
-    """The flags of a tool that trains from a checkpoint, seed by seed."""
+    """Returns a parser with the flags of a tool that trains from a checkpoint, seed by seed."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.formatter_class = argparse.RawTextHelpFormatter
-    # One line and exit code 2, as for every mistake.
+    # A wrong flag prints one line and exits with code 2, like every mistake.
     parser.error = lambda message: check(False, f"{message}; see --help")
     parser.add_argument("--model", required=True, help="the checkpoint: a Hugging Face directory")
     parser.add_argument("--out", required=True, help="where runs and their rows go")
@@ -77,7 +80,7 @@ def flags_parser(description: str) -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Make a list of the seeds. Exits 2 for a mistake."""
+    """Parse the seeds to a list, and check the model's directory. Exits 2 for a mistake."""
     seeds = args.seeds.split(",")
     is_list = all(seed.isdecimal() for seed in seeds)
     check(is_list, f"seeds {args.seeds} are not numbers, as in 1,2,3")

@@ -1,10 +1,10 @@
-"""A run's answers over its steps, side by side, of its samples.jsonl.
+"""Print a run's answers over its steps, side by side, from its samples.jsonl.
 
 python tools/samples.py out/arith-tiny
 python tools/samples.py out/arith-tiny --steps 80,160
 
-First the held-out questions, with the answers of several evaluations, each right or wrong; then
-questions of training, with the answers that were sampled and their rewards.
+Held-out questions come first, with their answers in several evaluations, each marked right or
+wrong. Questions of training follow, with their sampled answers and rewards.
 """
 
 import argparse
@@ -19,21 +19,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from infra.log import check, open_streams
 from tools.plot import read_rows
 
-# Of a column, in letters; a terminal has room for two.
+# The least width of a column, in characters: a terminal has room for two columns.
 LEAST_WIDTH = 26
 GAP = "  "
 
 
 # ---------------------------------------------------------------- what to show
 def spread_out(steps: list[int], n: int) -> list[int]:
-    """Up to n of the steps, evenly, with the first and the last."""
+    """Choose up to n of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= n:
         return steps
     return [steps[i * (len(steps) - 1) // (n - 1)] for i in range(n)]
 
 
 def choose_steps(rows: list[dict], asked: str, n: int) -> list[int]:
-    """The steps to show: those that were asked for, as far as rows have them, else up to n."""
+    """Choose the steps to show: those that were asked for and that have rows, else up to n."""
     having = sorted({row["step"] for row in rows})
     if asked:
         return [step for step in having if str(step) in asked.split(",")]
@@ -41,7 +41,7 @@ def choose_steps(rows: list[dict], asked: str, n: int) -> list[int]:
 
 
 def verdict(row: dict) -> str:
-    """right or wrong in an evaluation; in training the reward, and each function's score."""
+    """Returns `right` or `wrong` for an evaluation, else the reward with each function's score."""
     if row.get("eval"):
         return "right" if row["solved"] else "wrong"
     text = f"reward {row['reward']:.2f}"
@@ -54,13 +54,13 @@ def verdict(row: dict) -> str:
 
 # ---------------------------------------------------------------- as text
 def readable(text: str) -> str:
-    """What a terminal may be given: a model may answer in control characters."""
+    """Replace what a terminal should not get: a model may sample control characters."""
     text = text.expandtabs(4)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """A text's own lines, each in as many as it takes."""
+    """Split a text into its lines, and wrap the lines that are too wide."""
     lines = []
     for line in readable(text).split("\n"):
         lines += textwrap.wrap(line, width) or [""]
@@ -68,15 +68,15 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def columns_in(width: int) -> int:
-    """Answers that fit side by side."""
+    """Returns the number of answers that fit side by side."""
     return (width + len(GAP)) // (LEAST_WIDTH + len(GAP))
 
 
 def print_question(rows: list[dict], width: int) -> None:
-    """A question, its reference, and below it each row's answer, in columns."""
+    """Print a question and its reference, and below them the answer of each row in columns."""
     asked = f"{rows[0]['question']}\nreference: {rows[0]['reference']}"
     print("\n".join(wrapped(asked, width)))
-    # What does not fit beside the others stands below them.
+    # Answers that do not fit beside the others are printed below them.
     n = min(len(rows), columns_in(width))
     column_width = (width - len(GAP) * (n - 1)) // n
     for first in range(0, len(rows), n):
@@ -90,7 +90,7 @@ def print_question(rows: list[dict], width: int) -> None:
 
 
 def print_rows(title: str, rows: list[dict], steps: list[int], width: int) -> None:
-    """Of these steps each question, with its answers of all of them."""
+    """Print each question of these steps, with its answers in all of them."""
     if not steps:
         return
     print(f"{title}\n")
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", default="", help="as 80,160; else as many as fit side by side")
     args = parser.parse_args(argv)
     rows = [row for row in read_rows(args.out, "samples.jsonl") if "question" in row]
-    # A pipe has 80 columns.
+    # Without a terminal, as in a pipe, the width is 80.
     width = max(2 * LEAST_WIDTH + len(GAP), shutil.get_terminal_size().columns)
     evaluated = [row for row in rows if row.get("eval")]
     trained = [row for row in rows if not row.get("eval")]
@@ -122,12 +122,12 @@ def main(argv: list[str]) -> None:
     having = sorted({row["step"] for row in evaluated or rows})
     is_some = eval_steps or train_steps
     check(is_some, f"steps = {args.steps}: no answers of these steps; try some of {having}")
-    # An evaluation asks the same each time, a step of training what no other did in its epoch.
+    # Every evaluation asks the same questions. In training, a question is asked once per epoch.
     print_rows("held-out questions", evaluated, eval_steps, width)
     print_rows("questions of training", trained, train_steps, width)
 
 
 if __name__ == "__main__":
-    # A reader that has seen enough, as head has, is no error.
+    # A reader that closes the pipe early, as head does, is no error.
     open_streams()
     main(sys.argv[1:])

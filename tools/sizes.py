@@ -1,8 +1,9 @@
-"""Shapes of models by their names: of Qwen2.5, the embedded default's, and one between."""
+"""Shapes of models by name: the embedded default, Qwen2.5, and one size in between."""
 
 from model import ModelConfig
 
-# V D F N K H L tied: the embedded default, one that suits a CPU, Qwen2.5
+# The columns are V D F N K H L tied. "tiny" is the embedded default, "45M" suits a CPU, and the
+# others are Qwen2.5.
 # fmt: off
 SIZES = {
     "tiny": (320, 128, 256, 4, 2, 32, 2, 1),
@@ -18,7 +19,7 @@ SIZES = {
 
 
 def model_of_size(name: str) -> ModelConfig:
-    """The shape of one of SIZES; what depends on the tokenizer is left out."""
+    """Returns the config of a model in SIZES, without what depends on the tokenizer."""
     V, D, F, N, K, H, L, tied = SIZES[name]
     return ModelConfig(
         V=V,
@@ -32,6 +33,6 @@ def model_of_size(name: str) -> ModelConfig:
         rms_eps=1e-6,
         tied=bool(tied),
         max_positions=32768,
-        # No row ends before its last token.
+        # Without stop tokens every row decodes its full length.
         stop_ids=(),
     )

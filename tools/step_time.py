@@ -1,4 +1,4 @@
-"""How a step's answers are decoded, and how long a step takes: for `tools/plan.py`."""
+"""Plan how the answers of a step are decoded, and estimate its time, for `tools/plan.py`."""
 
 import math
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from infra.waves import plan_waves
 from tools import remembered
 from tools.clock import Clock, program_clock, step_clock
 
-# Of the update. MaxText reaches 0.45 with an 8B model on v6e.
+# The assumed MFU of the update. MaxText reaches 0.45 with an 8B model on v6e.
 ASSUMED_MFU = 0.4
 
 
 # ---------------------------------------------------------------- the rollout
 @dataclass(frozen=True)
 class RolloutPlan:
-    """How a step's answers are decoded, where all have their full length."""
+    """How the answers of a step are decoded, if all have their full length."""
 
-    sequences: int  # answers of a step
-    rows: int  # of a device
-    at_once: int  # of these, decoded together: a wave
+    sequences: int  # answers per step, over all devices
+    rows: int  # answers per device
+    at_once: int  # rows per device that decode together, as a wave
     waves: int
-    gib: float  # of a device while it decodes, parameters and optimizer included
-    resting_gib: float  # parameters and optimizer
+    gib: float  # per device during decode, including parameters and optimizer state
+    resting_gib: float  # parameters and optimizer state, per device
     fits: bool
-    clock: Clock | None  # of a step of decoding, with a full cache; None: it does not fit, no TPU
+    clock: Clock | None  # of a decode step with a full cache; None if it does not fit, or no TPU
 
 
 def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
@@ -50,7 +50,7 @@ def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
 
     found = remembered.compile_or_recall(decode, mesh, clock_of)
     resting_gib = resting / chips.GIB
-    # The compiler does not know of what rests on the device.
+    # The compiler does not count the parameters and optimizer state that stay on the device.
     gib = found.gib + resting_gib
     fits = found.fits and gib <= chips.device_memory(mesh.devices.flat[0])
     rows = work.answers // shards
@@ -60,20 +60,20 @@ def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
 # ---------------------------------------------------------------- the update, by the compiler
 @dataclass(frozen=True)
 class UpdateClock:
-    """The compiler's estimates of an update's programs."""
+    """The compiler's time estimates of the programs of an update."""
 
-    micro_batch: int  # rows of a device
-    gradients: Clock  # of such a micro-batch
-    apply: Clock  # of an optimizer step of the largest parameter
+    micro_batch: int  # rows per device
+    gradients: Clock  # of this micro-batch
+    apply: Clock  # of the optimizer step of the largest parameter
 
 
 def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
-    """-> what gives the clock of one of the update's programs, of its compiled text, or None: only
-    TPUs have one."""
+    """Returns a function from the compiled text of one of the update's programs to its Clock, or to
+    None: only the compiler for TPUs estimates times."""
     device = mesh.devices.flat[0]
     chip = chips.chip(device)
-    # The loss leaves out what is not of an answer, so the program does not say how many chunks of
-    # tokens it runs over.
+    # The loss skips tokens outside of answers, so its program does not state how many chunks of
+    # tokens it loops over.
     blocks = kernel.block_sizes(device.device_kind, model_cfg.D, cfg.loss_impl)
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
     chunks = -(-micro_batch * cfg.max_answer * shards // blocks.tokens)
@@ -81,8 +81,8 @@ def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
 
 
 def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
-    """Of the compiled micro-batches, that which is closest to the one that a step takes."""
-    # What did not fit has no clock, and what was not compiled none at all.
+    """Returns the estimates of the compiled micro-batch closest to the one that a step takes."""
+    # A program that did not fit has no clock. The list is empty if nothing was compiled.
     complete = [n for n, of_programs in clocks.items() if of_programs and all(of_programs)]
     if not complete:
         return None
@@ -92,8 +92,9 @@ def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
 
 # ---------------------------------------------------------------- the time
 def passes(cfg) -> float:
-    """How often a step runs forward and backward over its sequences."""
-    # Before several updates, a forward scores the answers: a third of a forward and backward.
+    """Returns how often a step runs forward and backward over its sequences."""
+    # A step with several updates first scores the answers with a forward, which costs a third of a
+    # forward and backward.
     scoring = 1 / 3 if cfg.ppo_epochs * cfg.minibatches > 1 else 0
     return cfg.ppo_epochs + scoring
 
@@ -101,13 +102,14 @@ def passes(cfg) -> float:
 def time_of_step(
     cfg, model_cfg, layout, mesh, work: Work, planned: RolloutPlan, update: UpdateClock | None
 ) -> str:
-    """How long a step takes where prompts and answers have their full length, in words, with the
-    arithmetic: memory traffic bounds the rollout, and matrix products the update."""
+    """Describe how long a step takes if prompts and answers have their full length, and show the
+    arithmetic: memory traffic bounds the rollout, and matrix products bound the update."""
     device = mesh.devices.flat[0]
     chip = chips.chip(device)
     if not chip.flops:
         return f"no estimate of the time: the peak of a {device.device_kind} is not known"
-    # Each token reads the weights once a wave, and of each row the cache, which grows.
+    # Each decode step of a wave reads the weights once, and the cache of each row. The cache grows
+    # with the answer, so on average half of the answer is in it.
     half = replace(work, answer_slots=cfg.max_answer // 2)
     dtype, _ = quantise.dtypes(cfg)
     weights, cached = layouts.bytes_of_step(model_cfg, layout, dtype, half)
@@ -130,11 +132,11 @@ def time_of_step(
 
 
 def time_by_clock(cfg, model_cfg, mesh, planned: RolloutPlan, update: UpdateClock) -> str:
-    """The same by the TPU compiler's estimates of what it compiled, with the arithmetic."""
+    """Describe the time of a step by the TPU compiler's estimates, and show the arithmetic."""
     rollout_s = cfg.max_answer * planned.waves * planned.clock.ms / 1e3
-    # Each sequence of full length has a row of its own.
+    # A sequence of full length takes a row of its own.
     rows = planned.sequences // (mesh.shape["dp"] * mesh.shape["fsdp"])
-    # Parameters are updated one by one.
+    # Parameters are updated one by one. Scale the time of the largest one by the number of values.
     sizes = [math.prod(shape) for shape in model.shapes(model_cfg).values()]
     steps = cfg.ppo_epochs * cfg.minibatches
     apply_ms = update.apply.ms * model_cfg.n_params / max(sizes)

@@ -1,4 +1,5 @@
-"""The table of `tools/plan.py --table`: the largest micro-batch of each model on each type."""
+"""The table of `tools/plan.py --table`: the largest micro-batch that fits, for each model on each
+type of devices."""
 
 from collections.abc import Callable
 
@@ -10,12 +11,13 @@ MODELS = "0.5B", "1.5B", "3B", "7B", "14B", "32B"
 TYPES = ("a100-8", "h100-1", "h100-8", "h200-1", "v4-16", "v5litepod-16", "v5p-16", "v6e-8",
          "v6e-16", "v6e-64")
 # fmt: on
-# Tried in turn until something fits, as each is slower than the one before.
+# Values of --offload, tried in turn until something fits: each is slower than the one before.
 OFFLOADS = "none", "optimizer", "params"
 
 
 def table(cfg, plan: Callable) -> str:
-    """In Markdown. plan: of tools/plan.py; the flags of each plan are cfg's."""
+    """Returns the table in Markdown. cfg: the flags of each plan. plan: the function of
+    tools/plan.py."""
     width = cfg.max_prompt + cfg.max_answer
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
@@ -37,7 +39,7 @@ def table(cfg, plan: Callable) -> str:
 
 
 def largest(cfg, plan, device_type: str, name: str) -> dict:
-    """The row of a plan of the first offload with which something fits."""
+    """Returns the row of the plan with the first --offload that fits, else with the last one."""
     for offload in OFFLOADS:
         setting = {"offload": offload}
         (row,) = plan(device_type, cfg, model_of_size(name), [setting])
@@ -47,7 +49,7 @@ def largest(cfg, plan, device_type: str, name: str) -> dict:
 
 
 def in_words(row: dict) -> str:
-    """What stands in a cell."""
+    """Format a row of a plan as a cell of the table."""
     if not row["micro_batch"]:
         return "-"
     mark = {"none": "", "optimizer": "o ", "params": "p "}[row["offload"]]

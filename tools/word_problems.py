@@ -1,10 +1,10 @@
-"""Word problems of several steps in GSM8K's form, and a Qwen2 of 31M random weights to learn them.
+"""Make multi-step word problems in the form of GSM8K, and a Qwen2 with 31M random parameters.
 
     python tools/word_problems.py --tokenizer path/to/Qwen2.5-0.5B-Instruct --out out/words
 
-Writes OUT/train.jsonl, OUT/test.jsonl and OUT/model, which has the tokenizer of that directory. A
-row's `answer` is worked in words, as GSM8K's are; its `demonstration`, for supervised steps, is in
-numbers alone.
+Writes OUT/train.jsonl, OUT/test.jsonl and OUT/model, which gets the tokenizer of that directory.
+The `answer` of a row is worked out in words, as in GSM8K. Its `demonstration`, for supervised
+steps, has only numbers.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from infra.log import check, exit_on, say
 
 NAMES = ["Mia", "Tom", "Anna", "Ben", "Emma", "Jack", "Lily", "Sam"]
 THINGS = [("boxes", "pens"), ("bags", "apples"), ("shelves", "books"), ("packs", "cards")]
-# What changes the number: words of the question, of the answer, and the sign.
+# How the number of items changes: the verb in the question, the verb in the answer, and the sign.
 CHANGES = [
     ("buys", "buying", "+"),
     ("finds", "finding", "+"),
@@ -31,10 +31,11 @@ CHANGES = [
 ]
 TRAINING = 20000
 HELD_OUT = 500
-# One in so many demonstrations is right.
+# One in RIGHT_EVERY demonstrations is right.
 RIGHT_EVERY = 3
 
-# The tiny model's config.json with other sizes; most of it is the embedding of Qwen2.5's ids.
+# The tiny model's config.json with other sizes. Most parameters are in the embedding, which has
+# Qwen2.5's vocabulary.
 MODEL = data.TINY_MODEL | dict(
     vocab_size=151936,
     hidden_size=192,
@@ -47,7 +48,7 @@ MODEL = data.TINY_MODEL | dict(
 
 # ---------------------------------------------------------------- problems
 def demonstration(steps: list[tuple[str, int]], start: int, first_sign: str) -> str:
-    """`3*4=12`, `12+5=17` and `#### 17`, on lines of their own, with the first sign as given."""
+    """Returns the lines `3*4=12`, `12+5=17`, `#### 17`, with first_sign as the first sign."""
     lines = []
     total = start
     for sign, number in [(first_sign, steps[0][1]), *steps[1:]]:
@@ -58,7 +59,8 @@ def demonstration(steps: list[tuple[str, int]], start: int, first_sign: str) -> 
 
 
 def problem(rng: random.Random, is_right: bool) -> dict:
-    """A row. The demonstration of one that is not right adds where it should multiply."""
+    """Returns a row. Unless is_right, its demonstration adds in the first step, where it should
+    multiply."""
     name = rng.choice(NAMES)
     groups, items = rng.choice(THINGS)
     n_groups = rng.randint(2, 6)
@@ -68,7 +70,8 @@ def problem(rng: random.Random, is_right: bool) -> dict:
     total = n_groups * each
     worked = f"{name} has {n_groups}*{each}=<<{n_groups}*{each}={total}>>{total} {items}.\n"
     for verb, doing, sign in rng.sample(CHANGES, rng.randint(1, 2)):
-        # Two such losses leave something, of the sum that a wrong demonstration begins with too.
+        # Losses are small enough that two of them leave something, even of the sum that a wrong
+        # demonstration begins with.
         number = rng.randint(1, 9 if sign == "+" else (n_groups + each - 1) // 2)
         steps.append((sign, number))
         question += f" {name} {verb} {number}."
@@ -84,7 +87,7 @@ def problem(rng: random.Random, is_right: bool) -> dict:
 
 
 def problems(seed: int) -> tuple[list[dict], list[dict]]:
-    """-> (rows to train on, held-out rows), no question twice."""
+    """Returns (rows to train on, held-out rows). No question occurs twice."""
     rng = random.Random(seed)
     rows = {}
     while len(rows) < TRAINING + HELD_OUT:
@@ -96,7 +99,8 @@ def problems(seed: int) -> tuple[list[dict], list[dict]]:
 
 # ---------------------------------------------------------------- files
 def write_model(directory: str, tokenizer: str, seed: int) -> None:
-    """Random weights and the tokenizer of another directory, as transformers loads them."""
+    """Write a model that transformers can load, with random weights and the tokenizer of another
+    directory."""
     os.makedirs(directory)
     shutil.copy(f"{tokenizer}/tokenizer.json", directory)
     marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
