@@ -140,7 +140,7 @@ def eval_data(cfg: Config) -> str:
 
 # ---------------------------------------------------------------- rewards: made to be edited
 def correct(row: dict, answer: str) -> float:
-    """1 if the answer ends in the same number as the reference, row["answer"]; otherwise 0."""
+    """1 if the answer's final number equals that of the reference, row["answer"]; otherwise 0."""
     number = final_number(answer)
     return float(number is not None and number == final_number(row["answer"]))
 
@@ -337,8 +337,8 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Whether each answer has a gradient, bool: if its advantage is not 0, or if the loss has a KL
     or an entropy bonus."""
-    # If logprobs are not finite, the weights are broken. Compute all gradients: they are NaN, which
-    # ends the run.
+    # If a logprob is not finite, the weights are broken, and the gradient is NaN too. Compute it:
+    # skipped updates end the run.
     is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
     all_have = bool(cfg.beta or cfg.entropy_bonus or not is_finite)
     has_advantage = np.asarray(advantages) != 0
@@ -346,7 +346,8 @@ def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- packed rows
-# What a packed row holds for each token. A token's target is the next token, if an answer has it.
+# What a packed row holds for each token. A token's target is the next token, if that is part of an
+# answer.
 TOKEN_FIELDS = {
     "tokens": np.int32,  # token ids
     "positions": np.int32,  # position in the token's sequence
@@ -467,7 +468,7 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
     how = model.How(cfg.dtype, attend, cfg.remat)
     hidden = model.forward(params, model_cfg, mesh, rows, how, at_rest["layers"])
-    # The loss does not depend on rows, so flatten them into one list of tokens.
+    # The loss treats tokens independently, so flatten the rows.
     hidden_ND = hidden.reshape(-1, model_cfg.D)
     targets_N = rows["targets"].reshape(-1)
     return hidden_ND, model.head(params), targets_N
@@ -598,7 +599,7 @@ UPDATE = memory.UpdatePrograms(gradients, apply, optimizer, token_fields)
 
 # ---------------------------------------------------------------- evaluation
 def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
-    """Whether to evaluate after this step: before GRPO, every `eval_every` steps of it, or last."""
+    """Whether to evaluate after a step: before GRPO, every `eval_every` GRPO steps, at the end."""
     grpo_step = step - cfg.sft_steps
     is_due = cfg.eval_every and grpo_step > 0 and grpo_step % cfg.eval_every == 0
     return bool(setup.held_out and (is_due or grpo_step in (0, cfg.steps)))
@@ -676,9 +677,9 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
 
 
 def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
-    """Metrics of a step's updates: means over trained tokens, but over updates for loss and
-    grad_norm; padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm
-    of each update."""
+    """Metrics of a step's updates: means over trained tokens (loss and grad_norm: over updates),
+    padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm of each
+    update."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
     # Means leave out answers without a gradient, as these are not computed. With no answer left,
     # they are NaN.
@@ -808,7 +809,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         prompts = [row["prompt"] for row in rows]
 
         if supervised:
-            # With advantage 1 and ratio 1, the loss has the gradient of the log-likelihood.
+            # With advantage 1 and ratio 1, this is the gradient of the negative log-likelihood.
             answers = [row["demonstration_ids"] for row in rows]
             advantages = np.ones(sequences)
             sampler_logprobs = None
