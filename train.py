@@ -201,7 +201,7 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
 
 
 def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer_size: int) -> None:
-    """Check all divisibility in one place, before weights load. Exits with code 2."""
+    """Check all sizes against each other in one place, before weights load. Exits with code 2."""
     processes = cluster.host_count(mesh)
     local_devices = mesh.size // processes
     dp, fsdp, tp = mesh.devices.shape
@@ -337,8 +337,8 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Whether each answer has a gradient, bool: if its advantage is not 0, or if the loss has a KL
     or an entropy bonus."""
-    # If a logprob is not finite, the weights are broken, and the gradient is NaN too. Compute it:
-    # skipped updates end the run.
+    # If a logprob is not finite, the weights are broken. Compute the gradients even so: they are
+    # NaN, the update is skipped, and many skipped updates end the run.
     is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
     all_have = bool(cfg.beta or cfg.entropy_bonus or not is_finite)
     has_advantage = np.asarray(advantages) != 0
@@ -346,8 +346,8 @@ def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- packed rows
-# What a packed row holds for each token. A token's target is the next token, if that is part of an
-# answer.
+# The fields that a packed row has for each token. A token's target is the next token, if that token
+# belongs to an answer.
 TOKEN_FIELDS = {
     "tokens": np.int32,  # token ids
     "positions": np.int32,  # position in the token's sequence
@@ -442,7 +442,7 @@ def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
 
 def learning_rate(cfg: Config, step: int) -> float:
     """Learning rate of a step, counted from 1: linear warm-up, then decay, in each phase."""
-    # The step is step k of the n steps of its phase.
+    # The step is number k of the n steps in its phase.
     if step <= cfg.sft_steps:
         base = cfg.sft_lr
         k = step
@@ -487,10 +487,10 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
 
 
 def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
-    """Returns (loss, metrics) of one micro-batch. metrics: the loss again, and the sum and maximum
-    over tokens of each quantity that kernel.grpo_loss reports.
+    """Returns (loss, metrics) of one micro-batch. metrics: the loss again, the sum over tokens of
+    each of kernel.grpo_loss's stats, and the maximum over tokens of some of them.
 
-    update_metrics turns a step's sums into means over trained tokens, and takes the largest maxima.
+    A step reports the sums as means over its trained tokens, and the largest maximum.
     """
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
     # The loss also takes all float32 fields of the rows.
@@ -506,7 +506,7 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
         is_cap=cfg.is_cap,
         entropy_bonus=entropy_bonus,
         impl=cfg.loss_impl)
-    # Report the mean logprob as the negative log-likelihood.
+    # Report logprobs as the negative log-likelihood.
     stats["nll"] = -stats.pop("logp")
     sums = {name: a.sum() for name, a in stats.items()}
     # Also log the maximum of these: the mean hides a single outlier.
@@ -519,8 +519,8 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics)."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # This does not copy layers in host memory: nothing reads them from here, and the forward
-    # fetches them one by one.
+    # Layers in host memory are not copied here, as nothing reads the copies: the forward fetches
+    # layers one by one.
     on_device = jax.device_put(params, DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
@@ -636,7 +636,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
                 log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
                 for i in range(min(3, n, per_host))]
     fraction = float(all_gather_hosts(solved).sum()) / n
-    # Write nothing earlier: if a signal ends the run during an evaluation, it is done again.
+    # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
     outputs.samples.append(*samples)
     outputs.write({"step": step, "eval/solved": fraction})
     say(f"eval at step {step} | solved {fraction:.4f} of {n} | {time.time() - began:.1f}s")
@@ -682,7 +682,7 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     update."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
     # Means leave out answers without a gradient, as these are not computed. With no answer left,
-    # they are NaN.
+    # the means are NaN.
     trained = counts["trained"] or math.nan
     metrics = {
         "kl": 0.0,
@@ -710,13 +710,13 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
 # ---------------------------------------------------------------- set up: from flags to arrays
 @exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
 def set_up(cfg: Config, claims: contextlib.ExitStack):
-    """Returns (Config, Setup, Start, Outputs). Finds every mistake here, before weights load."""
+    """Returns (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
     # Connect the processes, claim the directory, and find the devices.
     rewards.check_functions(SOLVED, REWARDS)
     cluster.connect(cfg)
     run_dir.claim_out(cfg.out, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
-    # config.json keeps the number of processes, as a resume compares questions per step, which are
+    # config.json needs the number of processes: a resume compares questions per step, which are
     # batch * processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
@@ -767,7 +767,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
 
 # ---------------------------------------------------------------- main: the loop
 def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> None:
-    """Run the training, from the first question to `out`/final."""
+    """Train, from the first question to `out`/final."""
     began = time.time()
     host, hosts = jax.process_index(), jax.process_count()
     total_steps = cfg.sft_steps + cfg.steps
@@ -862,7 +862,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             norms.append(norm)
         parts, norms = jax.device_get((parts, norms))
         if cfg.beta and step == cfg.sft_steps:
-            # The reference is the policy at the start of GRPO: here, or in initial_state.
+            # The reference is the policy at the start of GRPO: set here, or in initial_state.
             state["ref"] = reference(state["params"], cfg.dtype)
 
         # ------------------------------------------------ metrics, evaluation, checkpoint

@@ -82,7 +82,7 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             f.write(data)
             crc = zlib.crc32(data, crc)
-        # Only now is the checksum known. Write it over its zeros in the header.
+        # The checksum is known only now. Write it over its zeros in the header.
         f.seek(8)
         f.write(text.replace(NO_CHECKSUM, b"%08x" % crc, 1))
 
@@ -241,7 +241,7 @@ class Saver:
     """Writes the checkpoints of a run, in a thread during training if the hosts have the memory.
 
     out: the run's directory. keep: number of newest checkpoints to keep. newest: step of the newest
-    complete checkpoint, or 0 if there is none. The attribute `start` is its value at the beginning.
+    complete checkpoint, or 0 if there is none. The attribute `start` keeps the first `newest`.
     """
 
     def __init__(self, out: str, keep: int, newest: int):
@@ -283,7 +283,7 @@ class Saver:
             if bucket.bucket_of(self.out):
                 bucket.send_checkpoint(self.out, name, jax.process_index(), jax.process_count())
             return send_small_files(self.out)
-        except OSError as e:  # also a BucketError
+        except OSError as e:  # a BucketError is an OSError
             warn(
                 f"step {step} cannot be saved: {first_line(e)}; the run goes on, older "
                 "checkpoints stay"
@@ -322,7 +322,7 @@ class Saver:
 
         Each process does this on its own, since others may be gone.
         """
-        # The checkpoint that is being written may still be completed.
+        # If a checkpoint is being written, it may still complete.
         if self.pending:
             step, future = self.pending
             if future.result():
@@ -351,7 +351,7 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
             # Slurm's time limit counts as SIGTERM, and the job is requeued. Without a new step, it
             # must not be requeued, as it would get no further the next time.
             number = signal.SIGTERM
-        # The exit code of a shell whose command was ended by a signal.
+        # Shells use this exit code for a command that was ended by a signal.
         raise SystemExit(128 + number) from None
     except OSError as e:
         warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is mended")

@@ -249,7 +249,7 @@ def steps_of_all_hosts(out):
 
 
 def complete_checkpoint(out, step):
-    """checkpoint.complete_checkpoint of a step. With a bucket, fetches its files first."""
+    """Returns checkpoint.complete_checkpoint of a step; with a bucket, fetches the files first."""
     name = f"step_{step:06}"
     if bucket.bucket_of(out):
         with exit_without_bucket():
@@ -290,9 +290,9 @@ def put_aside(out: str) -> None:
 
 
 def truncate_to(out: str, done: int) -> None:
-    """Cut metrics.jsonl and samples.jsonl off after step `done` of the checkpoint, as the run will
-    repeat later steps. Also drop samples of an evaluation that has no row in metrics.jsonl: the
-    evaluation will be repeated."""
+    """Remove rows after step `done` from metrics.jsonl and samples.jsonl, as the run will repeat
+    these steps. Also remove samples of an evaluation that has no row in metrics.jsonl: it will be
+    repeated, too."""
     # Only process 0 has these files.
     if jax.process_index() != 0:
         return
@@ -338,7 +338,7 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     at_once = min(saves + resumed, keep + 1)
     if bucket.bucket_of(out):
         at_once = min(saves, 1) + resumed
-    # By then the present checkpoints will have been removed, so count their bytes as free.
+    # Count the present checkpoints as free: at_once includes those that will still be there.
     old = sum(files.directory_bytes(path) for path in glob.glob(f"{glob.escape(out)}/step_*"))
     free = shutil.disk_usage(out).free + old
     need_gib, free_gib = worst_disk(out, (at_once * size + final) / GIB, free / GIB)
