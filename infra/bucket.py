@@ -1,4 +1,4 @@
-"""A run's bucket, gs://bucket/run: keep it in sync with the run's local directory, by gcloud.
+"""Keep a run's bucket, gs://bucket/run, in sync with its local directory, by calling gcloud.
 
 Each process sends its part of a checkpoint once it is written, and process 0 the small files.
 Checkpoints in the bucket need not stay on this disk: a TPU VM's disk has only 100 GB. A resume

@@ -44,8 +44,8 @@ def all_gather_hosts(value) -> np.ndarray:
 
 @contextlib.contextmanager
 def together(what: str):
-    """A context that gets `what`, and that all processes leave at the same time. Every process must
-    enter it.
+    """A context in which each process gets `what`, and which all processes leave at the same time.
+    Every process must enter it.
 
     Some processes may wait in it for minutes. If a process stops in it, all stop, with exit code 2:
     otherwise the others would wait for it, or abort when process 0 is gone.
@@ -140,8 +140,8 @@ def slurm_processes() -> Processes:
     # If every task of a node sees all of the node's GPUs, each task takes one GPU.
     gpus = env.get("CUDA_VISIBLE_DEVICES", ",").split(",")
     gpus_are_shared = tasks_per_node > 1 and len(gpus) > 1
-    # Otherwise some task would have no GPU, or some GPU no task. Without CUDA_VISIBLE_DEVICES, the
-    # GPUs cannot be counted.
+    # Otherwise some task would have no GPU, or some GPU would be unused. Without
+    # CUDA_VISIBLE_DEVICES, the GPUs cannot be counted.
     check(
         not gpus_are_shared or len(gpus) == tasks_per_node or not any(gpus),
         f"{tasks_per_node} tasks share the {len(gpus)} GPUs of a node; "
@@ -217,7 +217,7 @@ def call_the_roll(processes, names, facts, seconds):
                 index, its_facts = json.loads(files[-1].readline())
                 facts_of[index] = its_facts
             except (OSError, ValueError, TypeError):
-                # No process connected for a while, or something else did.
+                # Nothing connected for a while, or something that is no process of this run.
                 print(f"waiting for {', '.join(names[i] for i in absent)}", flush=True)
     fault = first_difference(names, facts_of)
     if absent:
@@ -252,7 +252,7 @@ def bypass_proxies(hosts: set[str]) -> None:
     """
     env = os.environ
     for name in ("NO_PROXY", "no_proxy", "no_grpc_proxy"):
-        # Setting a variable hides the one that was read in its place, so copy the latter's hosts.
+        # Setting a variable hides the one that was read instead, so start from that one's hosts.
         listed = env.get(name) or env.get("no_proxy") or env.get("NO_PROXY") or ""
         names = [host for host in listed.split(",") if host]
         env[name] = ",".join(names + sorted(hosts - set(names)))
@@ -350,8 +350,8 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def warned(self, number, _frame=None):
-        """Note a warning that SIGTERM will come. Its handler stays in place, unlike in `note`: the
-        SIGTERM itself must not end a save."""
+        """Note a warning that SIGTERM will come. Unlike `note`, keep the handler: the SIGTERM itself
+        must not end a save."""
         self.number = number
 
 
@@ -417,7 +417,7 @@ def leave(error: BaseException) -> None:
     sys.stdout.flush()
     try:
         index = jax.process_index()
-    # JAX does not tell the index if it found no devices. This may be process 0.
+    # If JAX found no devices, it does not tell the index, and this may be process 0.
     except Exception:
         index = 0
     # Process 0 exits last, since the others abort when it is gone.

@@ -184,7 +184,8 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
 
 
 def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
-    """Exit with code 2 on any error in the context. The message has the row's place and start."""
+    """Exit with code 2 on any error in the context. The message names the line and shows its
+    start."""
     return exit_on(
         Exception,
         f"{name} line {number}: no JSON object with texts `question` and `answer` (which may be a "
@@ -246,7 +247,7 @@ def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
     check(os.path.isfile(path), f"{path} is missing; a Qwen2's, with its model, is on the hub")
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_file(path)
-        # The file may have such settings, but they are not for training.
+        # The file may turn these on for other uses than training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         start = tokenizer.token_to_id("<|im_start|>")

@@ -11,7 +11,7 @@ from typing import get_args
 from infra import data
 from infra.log import check
 
-# Ranges of numeric flags: (least value, upper bound, not included, names of flags).
+# Ranges of numeric flags: (least value, bound that values stay below, names of the flags).
 RANGES = [
     (1, 2**31, "batch npq max_prompt max_answer ppo_epochs minibatches keep"),
     (0, 2**31, "seed warmup micro_batch top_k eval_every eval_n save_every start_timeout"),
@@ -25,8 +25,8 @@ RANGES = [
     (0, 1, "b2 clip_low"),
     (1e-30, 1.0001, "top_p"),
 ]
-# No name or path has NUL, line breaks or other control characters, half characters (surrogates), or
-# 1000 characters.
+# Names and paths have no control characters, such as NUL and line breaks, no half characters
+# (surrogates), and fewer than 1000 characters.
 NO_NAME = "[\0-\x1f\ud800-\udfff]|.{1000}"
 
 
@@ -85,7 +85,7 @@ def run_directory(cfg) -> str:
     names = [os.path.basename(path) for path in paths]
     # Drop the extension of a file of questions.
     names = [os.path.splitext(name)[0] if data.is_file(name) else name for name in names]
-    # A data set's config comes after a colon; avoid colons in paths.
+    # A data set's config follows a colon, and paths should have no colons.
     return out or "out/" + "-".join(names).replace(":", "-")
 
 
@@ -136,7 +136,7 @@ def check_together(cfg) -> None:
         is_bucket or not re.match(r"\w+:/", cfg.out),
         f"out = {cfg.out} is neither a directory nor gs://bucket/run",
     )
-    # A single answer has no others to be compared with.
+    # A group of one answer has nothing to compare with.
     check(
         cfg.npq >= 2 or cfg.steps == 0,
         f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8",

@@ -28,8 +28,8 @@ from infra.log import exit_on, first_line, say, warn
 PATIENCE = (5, 10, 20, 40, 80, 160)
 # If the hub asks for a longer wait, the retry waits as long as it asks, but at most these seconds.
 LONGEST_WAIT = 600
-# The processes of a run send their first requests APART seconds one after another, or closer, so
-# that the last process sends its first request within SPREAD seconds.
+# The processes of a run send their first requests APART seconds apart, or closer together if there
+# are many: the last one sends its first request within SPREAD seconds.
 APART = 0.5
 SPREAD = 30
 
@@ -39,7 +39,7 @@ class HubError(OSError):
 
 
 def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
-    """Returns the result of call(), which requests `what` from the hub: a name, for messages.
+    """Returns the result of call(), a request to the hub. what: its name in messages.
 
     Retries after faults of the hub. Exits with code 2 and the message `failure` if the hub refuses,
     or if it does not serve and there is no local copy. Libraries that access the hub must be

@@ -110,7 +110,7 @@ class Terminal:
 
     def begin(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
         """Begin a phase of a step, or its next round, after `done` of `total` questions."""
-        # The lines of steps use the same words.
+        # Use the same words as the lines of steps.
         is_supervised = self.sft_steps and step <= self.sft_steps
         kind = "sft" if is_supervised else "step"
         self.phase = phase
@@ -146,7 +146,7 @@ class Terminal:
         if self.ended < 2 or self.last_step == self.total_steps:
             return ""
         is_supervised = self.last_step < self.sft_steps
-        # Supervised steps do not tell how long GRPO steps take.
+        # Supervised steps do not tell how long GRPO steps will take.
         end = self.sft_steps if is_supervised else self.total_steps
         # This includes evaluations and checkpoints between steps.
         pace = (self.last_end - self.first_end) / (self.ended - 1)
@@ -261,7 +261,7 @@ def streams_are_open() -> bool:
 
 
 def open_streams() -> None:
-    """Open sys.stdout and sys.stderr again. If the caller closed one, it prints to nowhere."""
+    """Open sys.stdout and sys.stderr again. A stream that was closed outside prints to nowhere."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         try:
             raw = Stream(number, "w", closefd=False)
