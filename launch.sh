@@ -46,9 +46,9 @@ shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n
 # Run a command, or print it under --dry-run, quoted for a shell.
 run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3; fi; }
 # shellcheck source=infra/gcloud.sh
-. "$here/infra/gcloud.sh" # the commands of a TPU type
+. "$here/infra/gcloud.sh" # the actions of a TPU type
 # shellcheck source=infra/cuda.sh
-. "$here/infra/cuda.sh" # which CUDA is installed
+. "$here/infra/cuda.sh" # which CUDA to install
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
@@ -101,7 +101,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. It gets .env by its environment, unseen by ps and logs.
+# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. It gets .env in its environment, unseen by ps and logs.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -134,7 +134,7 @@ cmd_cpu() { # PROCESSES FLAGS...
     } | while IFS= read -r line || [ -n "$line" ]; do printf '[p%s] %s\n' "$i" "$line"; done &
   done
   wait
-  # The first process that failed brought the others down.
+  # Exit with the code of the first process that failed: it brought the others down.
   if [ -f "$codes" ]; then exit "$(head -n 1 "$codes")"; fi
 }
 
@@ -236,7 +236,7 @@ cmd_slurm() {
   setup "$extra" "$@"
   set -- "$venv/bin/python" "$here/infra/slurm_job.py" bash "$here/launch.sh" task "${job[@]}" "$@"
   set -- --wrap "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")"
-  # Two minutes before the time limit, Slurm sends SIGUSR1 to slurm_job.py, but not to the tasks (B).
+  # Two minutes before the time limit, Slurm sends SIGUSR1 to the batch script alone (B), which is slurm_job.py.
   set -- --requeue --signal=B:USR1@120 ${options[@]+"${options[@]}"} "$@"
   set -- sbatch --wait --parsable --job-name=podgrpo --export=ALL --open-mode=append --output=slurm-%j.log "$@"
   if [ -n "$dry_run" ]; then run "$@" && exit; fi

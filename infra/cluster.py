@@ -350,8 +350,8 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def warned(self, number, _frame=None):
-        """Note a warning that SIGTERM will come. Unlike `note`, keep the handler: the SIGTERM itself
-        must not end a save."""
+        """Note a warning that SIGTERM will come. Unlike `note`, keep the handler: the SIGTERM must
+        not end a save."""
         self.number = number
 
 

@@ -158,7 +158,7 @@ state_now() {
 }
 is_missing() { [[ "$(fault)" = missing* ]]; }
 
-# Set $zone to the zone of the slice, or to nothing. A zone that cannot be asked is named.
+# Set $zone to the zone of the slice, or to nothing. Name the zones that cannot be asked.
 find_slice() {
   local now fault
   for zone in ${zones//,/ }; do
@@ -352,7 +352,7 @@ pack() {
   fi
 }
 
-# Print a word for each worker that has a run.
+# Print a word for each worker where a run is going on.
 is_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
 
 # Send this tree and .env to all workers, and install there.
@@ -413,7 +413,7 @@ follow() { # LINE of worker 0's log to begin with
   return "$code"
 }
 
-# Print what workers print. Write to file $1 how each ended, and to file $2 how many lines of worker 0's log came.
+# Pass on the workers' output. Write to file $1 how each ended, and to file $2 how many lines of worker 0's log came.
 watch_ends() {
   local line ended="$1" lines=0
   while IFS= read -r line; do
@@ -545,7 +545,7 @@ cmd_tpu_run() {
 cmd_tpu_logs() {
   local lines='' flag there="$scratch/there"
   need_slice
-  # If this VM is preempted, its flags are for the run on a new VM. Read them as data; each ends in NUL.
+  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data; each ends in NUL.
   persistently workers 0 'wc -l <run.log && cat run.id run.flags' >"$there" || {
     [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
     die "no run was started there: $(again run)" 1

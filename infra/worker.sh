@@ -49,7 +49,7 @@ start() {
   echo $! >run.pid
 }
 
-# `start` leaves this running: run train.py, and write down how it ended.
+# Run train.py, and write down how it ended. `start` leaves this running.
 train() {
   local code=0
   trap : TERM # SIGTERM is for train.py; this shell waits until that has ended
@@ -58,7 +58,7 @@ train() {
 }
 
 follow() {
-  local from="$2" pid=999999999 # no process has this id, so that tail ends once it has printed the log
+  local from="$2" pid=999999999 # no process has this id, so tail prints the log and ends
   if [ "$me" = 0 ]; then from="$1"; fi
   if ! is_free; then pid="$(cat run.pid)"; fi
   tail -n "$from" --pid="$pid" -F run.log 2>/dev/null
