@@ -132,7 +132,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
         self.close_connection = True
-        # The server flushes wfile afterwards, so give it a file that can be flushed.
+        # Nothing more to be flushed.
         self.wfile = open(os.devnull, "wb")
 
     def serve(self):

@@ -1,5 +1,4 @@
-"""launch.sh slurm and its jobs, with stand-ins for Slurm's commands. .ci/slurm_job uses a real
-Slurm."""
+"""launch.sh slurm and its jobs on stand-ins for Slurm's commands. .ci/slurm_job has a real Slurm."""
 
 import os
 import signal
@@ -50,8 +49,7 @@ def start_job(site):
 
 
 def end(site, process, number=None, to_all=False):
-    """Once the command runs, send a signal to it, or to its whole session. Returns (exit code,
-    output)."""
+    """Send a signal to the command, or to all of its session, once it runs -> (exit code, output)."""
     if number:
         assert until((site / "up").exists, [process], seconds=60)
         (os.killpg if to_all else os.kill)(process.pid, number)
@@ -60,7 +58,7 @@ def end(site, process, number=None, to_all=False):
 
 
 # ---------------------------------------------------------------- the job, from outside
-# A job that writes its log, wherever the site's --output puts it, only at the end.
+# The log that a site's --output names, which the job writes in the end.
 SBATCH = 'printf "{banner}%s\\n" "{printed}"; sleep 3; echo "step 1/1" >>"{log}"; sleep 1; exit {code}'
 
 
@@ -68,7 +66,7 @@ SBATCH = 'printf "{banner}%s\\n" "{printed}"; sleep 3; echo "step 1/1" >>"{log}"
     "banner, printed, log", [("", "7", "slurm-%j.log"), (BANNER, "7;east", "%j/x.log")]
 )
 def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
-    """Sites may print a banner before the job's number, and only Slurm knows where the log is."""
+    """What the site prints before the job's number is no number, and --output is Slurm's to know."""
     path = site / log.replace("%j", "7")
     path.parent.mkdir(exist_ok=True)
     program = SBATCH.format(banner=banner, printed=printed, log=path, code=3)
