@@ -30,34 +30,34 @@
 # CUDA=12 or 13 where nvidia-smi cannot tell, as on Slurm's login nodes.
 # Exit code: 0, 2 for a mistake in the call, else that of what was run.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to where you are
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to the caller's directory
 venv="$here/.venv"
 dry_run=''
-exec 3>&1 # for dry runs, also where the output of a command is taken
-# JAX's platforms where GPUs are meant: without them it fails, in place of training on the CPU.
+exec 3>&1 # dry runs print here, even where the output of a command is captured
+# JAX_PLATFORMS for GPUs. If there is no GPU, JAX then fails instead of training on the CPU.
 gpus=cuda,cpu
-# What gpu, slurm and TPU slices train unless flags say otherwise; of two equal flags the later counts.
+# Default flags of gpu, slurm and TPU slices. The user's flags come later, and the last of two equal flags counts.
 job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --eval_data gsm8k --max_prompt 1024 --max_answer 1024)
 
 say() { printf 'launch.sh: %s\n' "$1" >&2; }
 die() { say "$1" && exit "${2:-2}"; }
-# a line of shell: run, or printed under --dry-run
+# Run a line of shell, or print it under --dry-run.
 shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n' "$1" >&3; fi; }
-# a command: run, or printed, quoted for a shell, under --dry-run
+# Run a command, or print it under --dry-run, quoted for a shell.
 run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3; fi; }
 # shellcheck source=infra/gcloud.sh
-. "$here/infra/gcloud.sh" # the commands of a TPU type
+. "$here/infra/gcloud.sh" # the actions of a TPU type
 # shellcheck source=infra/cuda.sh
-. "$here/infra/cuda.sh" # which CUDA is installed
+. "$here/infra/cuda.sh" # which CUDA to install
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
-# .venv with requirements.txt, jax's extra $1, and what the flags after it need; .venv/installed remembers
+# Install requirements.txt, jax's extra $1, and what the flags after it need. .venv/installed remembers the first two.
 setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") $extra"
   if ! grep -qxF "$mark" "$venv/installed" 2>/dev/null; then
-    # There is none, or one that was cut short.
+    # There is no .venv, or its installation was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
     drop_other_cuda "$extra"
     [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'
@@ -71,7 +71,7 @@ setup() {
 
 make_venv() {
   local python
-  # Debian's and Ubuntu's python3 has no ensurepip, without which venv makes nothing of use.
+  # The python3 of Debian and Ubuntu has no ensurepip, and without it venv cannot install pip.
   local fit='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
   for python in ${PYTHON:-python3.12 python3.11 python3}; do
     if "$python" -c "$fit" >/dev/null 2>&1; then
@@ -83,14 +83,14 @@ make_venv() {
   make_venv_with_uv
 }
 
-# uv takes this machine's Python if only ensurepip is missing, and else brings one; uv itself is here, or comes
-# from the package index, or from its makers
+# uv uses this machine's Python if only ensurepip is missing, or else downloads one. uv itself is installed here, or
+# comes from the package index, or from its own installer.
 make_venv_with_uv() {
   local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv")
   if command -v uv >/dev/null; then
     run uv "${make[@]}"
   elif python3 -m pip --version >/dev/null 2>&1; then
-    # --target: Debian lets pip install nowhere else.
+    # Use --target: Debian does not let pip install anywhere else.
     run python3 -m pip install -q --target "$uv" uv
     run env PYTHONPATH="$uv" python3 -m uv "${make[@]}"
   else
@@ -101,7 +101,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# program $1 of this tree on $2, a platform of JAX or nothing; .env in its environment, where no ps and no log shows it
+# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. It gets .env in its environment, unseen by ps and logs.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -114,7 +114,7 @@ program() {
   set -- env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$path" "$@"
   if [ -z "$dry_run" ]; then exec "$@"; else run "$@"; fi
 }
-# These take the place of this shell, so that signals reach them; in a subshell, of that.
+# These replace this shell, or the subshell that calls them, so that signals reach them.
 train() { program train.py "$@"; }      # PLATFORM FLAGS...
 plan() { program tools/plan.py "$@"; } # PLATFORM [TYPE] FLAGS...
 
@@ -134,7 +134,7 @@ cmd_cpu() { # PROCESSES FLAGS...
     } | while IFS= read -r line || [ -n "$line" ]; do printf '[p%s] %s\n' "$i" "$line"; done &
   done
   wait
-  # The first to fail brought the others down.
+  # Exit with the code of the first process that failed: it brought the others down.
   if [ -f "$codes" ]; then exit "$(head -n 1 "$codes")"; fi
 }
 
@@ -154,7 +154,7 @@ cmd_plan() {
       check_gpus "$1"
       setup
       setup_absent_gpus "$1"
-      # On the CPU: JAX would look for GPUs, and print pages where there are none.
+      # Run on the CPU: otherwise JAX would look for GPUs, and print pages of errors if there are none.
       (plan cpu "$1" "${job[@]}" "${@:2}")
       ;;
     v[0-9]*)
@@ -165,7 +165,7 @@ cmd_plan() {
         say "installing libtpu, which compiles for $1, into .venv: from then on .venv/bin/python wants JAX_PLATFORMS=cpu on a CPU"
         pip_install 'jax[tpu]' || exit
       fi
-      # On the CPU: with libtpu, JAX would look for a TPU.
+      # Run on the CPU: otherwise JAX would find libtpu, and look for a TPU.
       (plan cpu "$type" "${job[@]}" "${@:2}")
       ;;
     *) die "plan knows no $1: a100-N, h100-N, h200-N, and TPU types such as v6e-8" ;;
@@ -180,7 +180,7 @@ plan_here() { # FLAGS...
     (plan "$gpus" "${job[@]}" "$@")
     exit
   fi
-  # On a TPU VM JAX finds its TPUs; elsewhere it must not look for what .venv has only to compile for.
+  # On a TPU VM, JAX finds the TPUs. Elsewhere it must not look for TPUs, even if .venv has libtpu to compile for them.
   if compgen -G '/dev/accel*' >/dev/null || compgen -G '/dev/vfio/[0-9]*' >/dev/null; then platform=''; fi
   setup
   (plan "$platform" "$@")
@@ -195,15 +195,15 @@ cmd_test() {
     pip_install -r "$here/tests/requirements.txt" || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
   fi
-  # The tests of absent GPUs are skipped by name where their compiler cannot be had.
+  # If the compiler for absent GPUs cannot be installed, their tests are skipped by name.
   case "$*" in *'not aot'*) ;; *aot*) (setup_absent_gpus 'the tests of GPUs') || say 'going on without' ;; esac
-  cd "$here" # whose pyproject.toml pytest reads
-  # Two processes: most of a test is compiling, on one core.
+  cd "$here" # pytest reads pyproject.toml there
+  # Use two processes: most of a test's time is compilation, on one core.
   run env "JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}" "$venv/bin/python" -m pytest -n 2 --dist worksteal \
     --durations 15 "$@"
 }
 
-# sets `words` to those of a text, which may be quoted as for a shell
+# Set `words` to the words of a text, which may be quoted as for a shell.
 split() {
   local word text
   text="$(xargs -n 1 printf '%s\n' <<<"$1" 2>/dev/null)" || die "a quote is not closed in $1"
@@ -211,8 +211,8 @@ split() {
   while IFS= read -r word; do [ -z "$word" ] || words+=("$word"); done <<<"$text"
 }
 
-# that there are only train.py's flags, each with its value, before a VM is made and paid for: another word may be an
-# action that stands too late
+# Check, before a VM is made and paid for, that all words are flags of train.py and their values. Any other word may be
+# an action in the wrong place.
 check_words() {
   local word flag is_value=''
   for word in "$@"; do
@@ -229,21 +229,21 @@ check_words() {
 
 cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
-# submits a job and prints its log; sbatch --wait exits with the job's code, and looks ever more seldom
+# Submit a job and print its log. sbatch --wait exits with the job's code; it polls less and less often.
 cmd_slurm() {
   local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   [ "$platforms" = cpu ] || extra="$(cuda)"
   setup "$extra" "$@"
   set -- "$venv/bin/python" "$here/infra/slurm_job.py" bash "$here/launch.sh" task "${job[@]}" "$@"
   set -- --wrap "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")"
-  # Two minutes before the time limit slurm_job.py, B, gets SIGUSR1.
+  # Two minutes before the time limit, Slurm sends SIGUSR1 to the batch script alone (B), which is slurm_job.py.
   set -- --requeue --signal=B:USR1@120 ${options[@]+"${options[@]}"} "$@"
   set -- sbatch --wait --parsable --job-name=podgrpo --export=ALL --open-mode=append --output=slurm-%j.log "$@"
   if [ -n "$dry_run" ]; then run "$@" && exit; fi
   : >"$scratch/job"
   "$@" >"$scratch/job" &
   sbatch=$!
-  # A site may print lines of its own before the line ID or ID;CLUSTER.
+  # A site may print its own lines before the line ID or ID;CLUSTER.
   until id="$(grep -m 1 -xE '[0-9]+(;.*)?' "$scratch/job")"; do
     if ! kill -0 "$sbatch" 2>/dev/null; then
       cat "$scratch/job" >&2
@@ -261,7 +261,7 @@ cmd_slurm() {
   lines=$!
   trap 'kill "$sbatch" "$lines"; say "detached; the job goes on: tail -F $out"; exit 130' INT
   while kill -0 "$sbatch" 2>/dev/null; do
-    # What state the job is in, and why it waits, when they change; Slurm is asked ever more seldom.
+    # Print the job's state, and why it waits, when they change. After a minute, ask Slurm less often.
     if [ "$SECONDS" -ge "$next" ]; then
       now="$(squeue --noheader --jobs="$id" --format='%T (%r)' 2>/dev/null)" || now=''
       if [ -n "$now" ] && [ "$now" != "$before" ]; then say "job $id is ${now% (None)}"; fi
@@ -271,14 +271,14 @@ cmd_slurm() {
     sleep 1
   done
   wait "$sbatch" || code=$?
-  sleep 2 # the last lines
+  sleep 2 # until tail has printed the last lines
   kill "$lines" 2>/dev/null || :
   [ "$code" = 0 ] || say "job $id ended with $code; how: sacct -j $id, and $out"
   exit "$code"
 }
 
-# ---------------------------------------------------------------- the call
-# a worker's or a task's train.py, with its flags as they are
+# ---------------------------------------------------------------- the command line
+# TPU workers and Slurm tasks call `launch.sh task`, which runs train.py with these flags as they are.
 if [ "${1:-}" = task ]; then train '' "${@:2}"; fi
 words=()
 for word in "$@"; do
@@ -297,7 +297,7 @@ case "$command" in
   a100-* | h100-* | h200-*) die "$command is no place to train: plan $command plans for it, gpu and slurm train" ;;
 esac
 
-# This launcher's options are taken out; what remains is train.py's.
+# Take out this launcher's options. All other words are for train.py.
 flags=() options=() create_flags=() ssh_flags=() processes=1
 name='' zones='' spot='' queued='' yes='' delete_when_done=''
 while [ $# -gt 0 ]; do
@@ -305,7 +305,7 @@ while [ $# -gt 0 ]; do
     tpu\ --name | tpu\ --zone | tpu\ --create | tpu\ --ssh | cpu\ --processes | slurm\ --sbatch | slurm\ --nodes | \
       slurm\ --*-per-node | slurm\ --cpus-per-task | slurm\ --partition | slurm\ --time | slurm\ --account | \
       slurm\ --qos)
-      # --option value is --option=value
+      # Turn `--option value` into `--option=value`.
       if [ "$1" = "${1%%=*}" ]; then
         [ $# -gt 1 ] || die "$1 needs a value"
         set -- "$1=$2" "${@:3}"

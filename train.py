@@ -4,8 +4,8 @@
     python train.py --model Qwen/Qwen2.5-0.5B-Instruct   any Qwen2 checkpoint, on GSM8K
 
 One step: sample `npq` answers to each of `batch` questions per host, score them, turn each group's
-scores into advantages, update the policy. A host is a JAX process: it has questions of its own, and
-all of them run every jitted call. Process 0 prints and writes.
+scores into advantages, update the policy. A host is a JAX process. Each host has its own questions,
+and every host runs every jitted call. Process 0 prints and writes.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ from infra.state import abstract_state, initial_state, is_vector, memory_of, ref
 from model import DEVICE, REMAT
 
 # Start reading at the bottom: `train` is the algorithm.
-# Names of arrays end in their shapes: B answers of a host, T tokens of an answer; G groups of Q
-# answers; M minibatches; N tokens of packed rows, one after another; D and V as in model.py.
+# Array names end in their shapes: B answers of a host, T tokens of an answer, G groups of Q
+# answers, M minibatches, N tokens of all packed rows, flattened; D and V are as in model.py.
 
 # ---------------------------------------------------------------- Config: every flag
 SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
@@ -117,7 +117,7 @@ class Config:
     profile: int = 0  # step to trace into out/profile; supervised steps count too; 0 = none
 
 
-# What `--model tiny` starts from instead: the main job, small enough for two CPU cores.
+# Defaults for `--model tiny`: the same job, but small enough for two CPU cores.
 TINY = dict(
     data="arith", system="", steps=80, sft_steps=80,
     batch=32, npq=8, max_prompt=32, max_answer=40,
@@ -126,7 +126,8 @@ TINY = dict(
 
 
 def parse(argv: list[str]) -> Config:
-    """Command line -> Config. Exits 2 for what is wrong whatever the devices and files are."""
+    """Returns the Config of a command line. Exits with code 2 on mistakes that can be found without
+    looking at files or devices."""
     cfg = flags.parse_flags(argv, Config, TINY, __doc__)
     has_work = cfg.steps + cfg.sft_steps or eval_data(cfg) != "none"
     check(has_work, "no steps, no eval_data: nothing to do")
@@ -134,34 +135,34 @@ def parse(argv: list[str]) -> Config:
 
 
 def eval_data(cfg: Config) -> str:
-    """Where held-out questions come from: a file has none beside it."""
+    """The data set of held-out questions, or "none". A single file has no held-out part."""
     return cfg.eval_data or ("none" if data.is_file(cfg.data) else cfg.data)
 
 
 # ---------------------------------------------------------------- rewards: made to be edited
 def correct(row: dict, answer: str) -> float:
-    """1 if the answer's final number is that of row["answer"], the reference."""
+    """1 if the answer's final number equals that of the reference, row["answer"]; otherwise 0."""
     number = final_number(answer)
     return float(number is not None and number == final_number(row["answer"]))
 
 
 def formatted(row: dict, answer: str) -> float:
-    """1 if the answer ends with its one <answer>number</answer>."""
+    """1 if the answer has a single <answer>number</answer>, at its end; otherwise 0."""
     one_tag = r"((?!<answer>).)*<answer>[^<]*\d[^<]*</answer>\s*"
     return float(bool(re.fullmatch(one_tag, answer, re.S)))
 
 
-# A reward function gets a row of the data, with all its columns, and the text of an answer.
-# The reward is the weighted sum.
+# A reward function takes a row of the data, with all its columns, and the text of an answer.
+# An answer's reward is the weighted sum of these functions.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
-# What the metric `solved` and evaluation count, whatever is rewarded.
+# The metric `solved` and evaluations use this function, whatever the reward is.
 SOLVED = correct
 
 
 # ---------------------------------------------------------------- mesh and checks
 def make_mesh(spec: str, devices: list) -> Mesh:
-    """`dp,fsdp,tp` over the devices."""
-    # Those of a process in succession, so that the rows of a batch are in the order of processes.
+    """The mesh for --mesh. Exits with code 2 if `spec` is no mesh, or the devices do not fit it."""
+    # Keep the devices of a process together, so that a batch's rows are in the order of processes.
     devices = np.array(sorted(devices, key=lambda device: (device.process_index, device.id)))
     n = len(devices)
     processes = len({device.process_index for device in devices})
@@ -170,7 +171,7 @@ def make_mesh(spec: str, devices: list) -> Mesh:
     is_mesh = len(sizes) == 3 and all(re.fullmatch(r"-1|[1-9]\d*", size) for size in sizes)
     check(is_mesh and sizes.count("-1") <= 1, f"mesh {spec} is neither auto nor host_local nor "
           "three sizes dp,fsdp,tp, of which one may be -1, as in --mesh=-1,8,1")
-    # The size that is -1 takes what the others leave.
+    # A size of -1 becomes the number of devices divided by the other sizes.
     known = math.prod(int(size) for size in sizes if size != "-1")
     has_free_size = "-1" in sizes
     wanted = f"a multiple of {known}" if has_free_size else str(known)
@@ -181,7 +182,7 @@ def make_mesh(spec: str, devices: list) -> Mesh:
 
 
 def resolve(cfg: Config, mesh: Mesh) -> Config:
-    """The flags with what is `auto` chosen by the kind of device."""
+    """Replace `auto` in the flags by the choice for this kind of device."""
     platform = mesh.devices.flat[0].platform
     dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
     attention = "blockwise"
@@ -201,7 +202,7 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
 
 
 def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer_size: int) -> None:
-    """Every divisibility of the run, in one place, before weights load."""
+    """Check all sizes against each other in one place, before weights load. Exits with code 2."""
     processes = cluster.host_count(mesh)
     local_devices = mesh.size // processes
     dp, fsdp, tp = mesh.devices.shape
@@ -211,7 +212,7 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     check(cfg.attention != "cudnn" or kind == ("gpu", "bfloat16"),
           f"cudnn is for gpu, bfloat16, not {', '.join(kind)}; try --attention auto")
 
-    # The rollout shares out sequences over all devices of a host: npq must be a multiple of `unit`.
+    # The rollout splits sequences over all devices of a host: npq must be a multiple of `unit`.
     sequences = cfg.batch * cfg.npq
     unit = local_devices // math.gcd(cfg.batch, local_devices)
     low = max(1, cfg.npq // unit) * unit
@@ -219,7 +220,7 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
           f"sequences per host do not divide over {local_devices} local devices; try --npq {low} "
           f"or --npq {low + unit}")
 
-    # The update shares out rows over dp and fsdp; tp is inside a host.
+    # The update splits rows over dp and fsdp; tp stays within a host.
     check(dp * fsdp % processes == 0, f"mesh dp*fsdp = {dp}*{fsdp} does not divide over "
           f"{processes} processes; a tp = {tp} must stay within a host's {local_devices} devices")
     rows = sequences * processes // (dp * fsdp)
@@ -229,7 +230,7 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
           f"than a minibatch's {rows // cfg.minibatches} rows per device; try --micro_batch 0: the "
           "largest")
 
-    # Weights are split by hidden size over fsdp and tp, and by heads and feed-forward over tp.
+    # Weights are sharded by hidden size over fsdp and tp, and by heads and feed-forward over tp.
     common = math.gcd(model_cfg.D, mesh.size)
     check(model_cfg.D % (fsdp * tp) == 0, f"hidden size {model_cfg.D} does not divide over "
           f"fsdp*tp = {fsdp}*{tp}; try --mesh {mesh.size // common},{common},1")
@@ -246,7 +247,8 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
 
 
 def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None:
-    """A step asks each question at most once, and a supervised step has something to imitate."""
+    """Check that a step asks no question twice, and that supervised steps have answers to imitate.
+    Exits with code 2."""
     processes = jax.process_count()
     asked = cfg.batch * processes
     most = len(questions) // processes
@@ -260,53 +262,53 @@ def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None
 # ---------------------------------------------------------------- what a run is made of
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a run trains, on what, and where: it does not change once the run has begun."""
+    """The model, data and devices of a run. Nothing here changes once the run has begun."""
 
-    model_dir: str  # the Hugging Face directory that it starts from
+    model_dir: str  # Hugging Face directory of the model that the run starts from
     model_cfg: model.ModelConfig
     mesh: Mesh
     engine: rollout.Engine  # samples answers
-    questions: list[dict]  # rows of the data, with `prompt`: token ids
-    examples: list[dict]  # those whose demonstration is short enough for supervised steps
-    held_out: list[dict]  # rows of the evaluation
-    row_width: int  # tokens of a packed row
-    micro_batch: int  # rows of a device in one forward and backward
+    questions: list[dict]  # rows of the data; `prompt` is the prompt's token ids
+    examples: list[dict]  # questions whose demonstration is short enough for supervised steps
+    held_out: list[dict]  # rows of the evaluation data
+    row_width: int  # tokens per packed row
+    micro_batch: int  # rows per device in one forward and backward
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins: at the weights of its model, or after a checkpoint."""
+    """Where a run starts: from the weights of its model, or after a checkpoint."""
 
     weights: hf.ModelFiles
-    step: int  # of the checkpoint, 0 for none
-    files: list[str]  # of the checkpoint
-    skipped: int  # updates in a row that were skipped before it
+    step: int  # step of the checkpoint; 0 if there is none
+    files: list[str]  # files of the checkpoint
+    skipped: int  # consecutive updates that were skipped, up to the checkpoint
 
 
 # ---------------------------------------------------------------- rollout and advantages
 def sample_answers(rows, group, key, sampling, setup, outputs):
-    """Sample an answer to each of this host's rows of the data, of which each `group` in succession
-    are the same -> (what rollout.generate returns, the answers' texts)."""
+    """Sample an answer to each of this host's rows; every `group` consecutive rows are the same.
+    Returns (the output of rollout.generate, the answers' texts)."""
 
     def between_stages(answers, tokens):
-        # A rollout is long: a signal may end it here.
+        # A rollout takes long, so a signal may end the run here.
         cluster.check_for_stop(outputs.stop_signal)
         outputs.terminal.decoded(answers, tokens)
 
-    # Token ids: prompts were encoded when the data was loaded.
+    # Prompts are token ids: they were encoded when the data was loaded.
     prompts = [row["prompt"] for row in rows]
     out = setup.engine.generate(prompts, key, sampling, group, between_stages)
     return out, setup.engine.texts(out)
 
 
 def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
-    """Rewards [groups * npq] -> advantages [groups * npq] within each group, float64.
+    """Advantages of rewards [groups * npq] within each group, float64 [groups * npq].
 
-    Exactly 0 where all rewards of a group are equal; the standard deviation is the population's.
-    Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740.
+    They are exactly 0 if all rewards of a group are equal. The standard deviation is the
+    population's. Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740.
     """
     reward_GQ = np.asarray(reward_B, np.float64).reshape(-1, npq)
-    # Compared, as the deviation of equal rewards may round to more than 0.
+    # Compare rewards directly: the standard deviation of equal rewards may round to more than 0.
     best_G1 = reward_GQ.max(1, keepdims=True)
     all_equal_G1 = best_G1 == reward_GQ.min(1, keepdims=True)
     advantage_GQ = reward_GQ - reward_GQ.mean(1, keepdims=True)
@@ -314,14 +316,16 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
         std_G1 = reward_GQ.std(1, keepdims=True)
         advantage_GQ *= 1 / np.where(all_equal_G1, 1, std_G1)
     elif kind == "rloo":
-        # r minus the mean of the others is (r minus the mean of all) times npq / (npq - 1).
+        # r - mean of the others = (r - mean of all) * npq / (npq - 1)
         advantage_GQ *= npq / (npq - 1)
     return np.where(all_equal_G1, 0, advantage_GQ).reshape(-1)
 
 
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
-    """Which answers have a gradient, bool: those with an advantage, or all by a KL or entropy."""
-    # That of weights which sample NaN is NaN: it must be found, for the run to end.
+    """Whether each answer has a gradient, bool: if its advantage is not 0, or if the loss has a KL
+    or an entropy bonus."""
+    # If a logprob is not finite, the weights are broken. Compute the gradients even so: they are
+    # NaN, the update is skipped, and many skipped updates end the run.
     is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
     all_have = bool(cfg.beta or cfg.entropy_bonus or not is_finite)
     has_advantage = np.asarray(advantages) != 0
@@ -329,24 +333,25 @@ def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- packed rows
-# What a packed row holds of each token. A token's target is the next one, if that is of an answer.
+# The fields that a packed row has for each token. A token's target is the next token, if that token
+# belongs to an answer.
 TOKEN_FIELDS = {
-    "tokens": np.int32,  # ids
-    "positions": np.int32,  # in the token's sequence
+    "tokens": np.int32,  # token ids
+    "positions": np.int32,  # position in the token's sequence
     "segments": np.int32,  # number of the sequence in its row, from 1; 0 is padding
-    "targets": np.int32,  # the id to predict
-    "weight": np.float32,  # of the target in the loss; 0 = none
-    "advantage": np.float32,  # of the target's answer
-    "sampler": np.float32,  # the target's logprob as it was sampled
-    "old": np.float32,  # its logprob before the first update of the step
-    "ref": np.float32,  # its logprob under the reference
+    "targets": np.int32,  # token id to predict
+    "weight": np.float32,  # weight of the target in the loss; 0 if there is no target
+    "advantage": np.float32,  # advantage of the target's answer
+    "sampler": np.float32,  # logprob of the target when it was sampled
+    "old": np.float32,  # logprob of the target before the first update of the step
+    "ref": np.float32,  # logprob of the target under the reference
 }
 
 
 def token_fields(cfg: Config, supervised: bool) -> dict:
-    """The fields that a step's rows have, with their types."""
+    """The fields of a step's rows: {name: dtype}."""
     absent = {"sampler", "old", "ref"} if supervised else set()
-    # With one update a step, `old` would be the policy itself: the ratio is 1.
+    # With one update per step, `old` would equal the policy's own logprobs: the ratio is 1.
     if cfg.minibatches * cfg.ppo_epochs == 1:
         absent.add("old")
     if cfg.beta == 0:
@@ -355,10 +360,11 @@ def token_fields(cfg: Config, supervised: bool) -> dict:
 
 
 def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs=None) -> dict:
-    """Sequences into rows: packed {row: [index of a sequence]} -> {field: [rows, width]} in NumPy.
+    """Write sequences into packed rows. Returns {field: NumPy array of `shape`, [rows, width]}.
 
-    sampler_logprobs: of each sequence, at least as many as its answer has tokens; None when
-    supervised. `weight` is that of the aggregation, not yet normalised. `old` and `ref` come later.
+    packed: {row: [index of each sequence in the row]}. sampler_logprobs: for each sequence, at
+    least as many as its answer has tokens; None in supervised steps. `weight` is not normalised
+    yet. `old` and `ref` are added later.
     """
     fields = token_fields(cfg, supervised=sampler_logprobs is None)
     rows = {name: np.zeros(shape, fields[name]) for name in fields if name not in ("old", "ref")}
@@ -370,7 +376,7 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
             rows["tokens"][r, start:end] = prompts[i] + answers[i]
             rows["positions"][r, start:end] = np.arange(end - start)
             rows["segments"][r, start:end] = segment
-            # Each token of the answer is predicted at the one before it.
+            # Each token of the answer is predicted at the token before it.
             predicting = np.s_[r, end - n - 1 : end - 1]
             weights = {"token": 1, "sequence": 1 / n, "constant": 1 / cfg.max_answer}
             rows["targets"][predicting] = answers[i]
@@ -383,13 +389,13 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
 
 
 def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None):
-    """This host's sequences -> (a list of micro-batches per minibatch, counts over all hosts).
-    A micro-batch is {field: global array [micro_batch rows of each device, width]}."""
-    # Those without gradient are in no row, so that nothing is computed for them.
+    """Pack this host's sequences. Returns (a list of micro-batches per minibatch, counts over all
+    hosts). A micro-batch is {field: global array [micro_batch rows of each device, width]}."""
+    # Answers without a gradient are not packed, so that nothing is computed for them.
     computed = has_gradient(advantages, sampler_logprobs, cfg)
     plan = packing.pack_minibatches(prompts, answers, computed, cfg.minibatches, setup)
-    # Weights are normalised here, once, by all sequences of all hosts: then neither the split into
-    # rows and micro-batches nor what is left out changes the gradient.
+    # Normalise the weights once, here, over all sequences of all hosts. Then the gradient depends
+    # neither on the split into rows and micro-batches nor on which sequences are left out.
     normaliser_M = plan.answer_tokens_M if cfg.loss_agg == "token" else plan.answers_M
 
     batches = []
@@ -401,7 +407,7 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
             rows = make_rows(
                 packed, prompts, answers, advantages, plan.shape, cfg, sampler_logprobs)
             rows["weight"] /= normaliser
-            # Each host brings its rows; together they are one array.
+            # Each host passes its own rows; together they form one global array.
             batch.append({name: to_global(array) for name, array in rows.items()})
         batches.append(batch)
     return batches, plan.counts
@@ -409,21 +415,21 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
 
 # ---------------------------------------------------------------- the update
 def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
-    """Gradient of the parameter `name` -> direction of its step, for `apply` to scale by lr."""
-    # lr changes from step to step, so that it is an argument of `apply`, and not compiled in.
+    """The optax transformation for the parameter `name`. `apply` scales the result by lr."""
+    # lr changes from step to step, so it is an argument of `apply` and not compiled in.
     scale = {
         "adamw": optax.scale_by_adam(b2=cfg.b2),
         "lion": optax.scale_by_lion(b2=cfg.b2),
         "sgd": optax.identity(),
     }[cfg.optimizer]
-    # Norms and biases do not decay.
+    # Norms and biases have no weight decay.
     decay = 0.0 if is_vector(name) else cfg.weight_decay
     return optax.chain(scale, optax.add_decayed_weights(decay))
 
 
 def learning_rate(cfg: Config, step: int) -> float:
-    """Learning rate of step 1, 2, ...: linear warm-up, then decay, in either phase."""
-    # The step is number k of the n steps of its phase.
+    """Learning rate of a step, counted from 1: linear warm-up, then decay, in each phase."""
+    # The step is number k of the n steps in its phase.
     if step <= cfg.sft_steps:
         base = cfg.sft_lr
         k = step
@@ -432,7 +438,7 @@ def learning_rate(cfg: Config, step: int) -> float:
         base = cfg.lr
         k = step - cfg.sft_steps
         n = cfg.steps
-    # The fraction of the steps after warm-up that lie behind.
+    # Progress through the steps after warm-up, from 0 to just below 1.
     done = max(0, k - cfg.warmup) / max(1, n - cfg.warmup + 1)
     half_wave = (1 + math.cos(math.pi * done)) / 2
     decayed = {"constant": 1, "linear": 1 - done, "cosine": half_wave}
@@ -441,14 +447,15 @@ def learning_rate(cfg: Config, step: int) -> float:
 
 
 def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
-    """Rows -> (hidden [N, D], LM head [V, D], targets [N]): what logprobs are a function of.
+    """Run the model on packed rows. Returns (hidden states [N, D], LM head [V, D], targets [N]).
 
-    params: on the devices; gradients are of these. at_rest: the same where --offload leaves them.
+    params: the parameters on the devices; gradients are with respect to these. at_rest: the same
+    parameters in the memory where --offload keeps them.
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
     how = model.How(cfg.dtype, attend, cfg.remat)
     hidden = model.forward(params, model_cfg, mesh, rows, how, at_rest["layers"])
-    # The loss takes tokens one after another, whatever rows they stand in.
+    # The loss treats tokens independently, so flatten the rows.
     hidden_ND = hidden.reshape(-1, model_cfg.D)
     targets_N = rows["targets"].reshape(-1)
     return hidden_ND, model.head(params), targets_N
@@ -456,7 +463,7 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
 
 @partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
 def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
-    """Logprobs of the targets of a micro-batch under `params`, [rows, width]."""
+    """Logprobs of a micro-batch's targets under `params`, [rows, width]."""
     say(f"tracing target_logprobs: {rows['tokens'].shape}")
     on_device = jax.device_put(params, DEVICE)
     inputs = loss_inputs(on_device, params, rows, cfg, model_cfg, mesh)
@@ -467,14 +474,15 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
 
 
 def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
-    """-> (loss, metrics) of one micro-batch: {"sum": over its tokens, "max": over its tokens}.
+    """Returns (loss, metrics) of one micro-batch. metrics: the loss again, the sum over tokens of
+    each of kernel.grpo_loss's stats, and the maximum over tokens of some of them.
 
-    A step's metric is the mean over trained tokens of the one, and the largest of the other.
+    A step reports the sums as means over its trained tokens, and the largest maximum.
     """
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
-    # The loss takes the float32 fields, and the targets.
+    # The loss also takes all float32 fields of the rows.
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
-    # None in supervised steps: demonstrations are to be imitated, not to be varied.
+    # Supervised steps have no entropy bonus: demonstrations are to be imitated, not varied.
     entropy_bonus = cfg.entropy_bonus if "sampler" in rows else 0.0
     loss, stats = kernel.grpo_loss(
         *inputs, vectors, mesh,
@@ -485,10 +493,10 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
         is_cap=cfg.is_cap,
         entropy_bonus=entropy_bonus,
         impl=cfg.loss_impl)
-    # Charted as the negative log-likelihood.
+    # Report logprobs as the negative log-likelihood.
     stats["nll"] = -stats.pop("logp")
     sums = {name: a.sum() for name, a in stats.items()}
-    # Of these a single outlier matters, which a mean hides.
+    # Also log the maximum of these: the mean hides a single outlier.
     with_maximum = {"ratio", "logprob_gap"} & stats.keys()
     maxima = {name: stats[name].max() for name in sorted(with_maximum)}
     return loss, {"loss": loss, "sum": sums, "max": maxima}
@@ -496,22 +504,24 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 
 @partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
 def gradients(params, rows, *, cfg, model_cfg, mesh):
-    """-> (gradients of one micro-batch, on the devices in float32, its metrics)."""
+    """Returns (gradients of one micro-batch, in float32 on the devices; its metrics)."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # Layers in the host's memory are not copied here: the forward fetches them one by one.
+    # Layers in host memory are not copied here, as nothing reads the copies: the forward fetches
+    # layers one by one.
     on_device = jax.device_put(params, DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
     return jax.lax.with_sharding_constraint(grads, model.shardings(model_cfg, mesh)), metrics
 
 
-# The sum of two trees, in place of the first.
+# Add two trees; the sum reuses the memory of the first.
 add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def clip(grads, loss, cfg):
-    """-> (norm of all gradients, the factor that clips them); NaN if norm or loss is not finite."""
+    """Returns (global norm of the gradients, factor that clips them), both NaN if the norm or the
+    loss is not finite."""
     norm = optax.global_norm(grads)
     is_finite = jnp.isfinite(norm + loss)
     norm = jnp.where(is_finite, norm, jnp.nan)
@@ -521,17 +531,18 @@ def clip(grads, loss, cfg):
 
 @partial(jax.jit, static_argnames=("name", "cfg", "mesh"), donate_argnames=("param", "state"))
 def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
-    """One optimizer step of one parameter -> (parameter, its state), as they were if factor is NaN.
+    """Take an optimizer step on one parameter. Returns (parameter, its optimizer state), unchanged
+    if factor is NaN.
 
-    They come from where they rest, and go back there. As parameters come and go one by one, little
-    of what is offloaded is on the device at a time.
+    With --offload, the parameter and its optimizer state come from host memory and return to it.
+    Parameters are updated one by one, so that little of what is offloaded is on the device at once.
     """
     param, state = jax.device_put((param, state), DEVICE)
     rule = optimizer(cfg, name)
     direction, new_state = rule.update(factor * grad, state, param)
     sharding = NamedSharding(mesh, model.spec(name))
     new_param = jax.lax.with_sharding_constraint(param - lr * direction, sharding)
-    # An update that is not finite changes nothing.
+    # The factor of an update that is not finite is NaN: keep the old values.
     keep_old = partial(jnp.where, jnp.isnan(factor))
     old, new = (param, state), (new_param, new_state)
     param, state = jax.tree.map(keep_old, old, new)
@@ -541,22 +552,23 @@ def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
 
 
 def update(state, batch, lr, *, cfg, model_cfg, mesh):
-    """One optimizer step on one minibatch -> (state, metrics of each micro-batch, gradient norm).
+    """Take an optimizer step on one minibatch.
 
-    The norm is NaN if the step was skipped, as it or a loss is not finite.
+    Returns (state, metrics of each micro-batch, gradient norm). The norm is NaN if the step was
+    skipped, because the norm or a loss was not finite.
     """
     total = None
     parts = []
     for rows in batch:
         grads, metrics = gradients(
             state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
-        # Those of a single micro-batch are not held twice.
+        # Do not add the first gradients to zeros: that would hold them twice.
         total = grads if total is None else add(total, grads)
         del grads
         parts.append(metrics)
     loss = sum(metrics["loss"] for metrics in parts)
     norm, factor = clip(total, loss, cfg)
-    # Parameter by parameter; a gradient is dropped once it is used.
+    # Update one parameter at a time, and drop each gradient once it is used.
     grads = model.flatten(total)
     del total
     params = {}
@@ -568,34 +580,35 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     return state | {"params": model.nest(params), "opt": opt}, parts, norm
 
 
-# What infra/memory.py compiles, before anything runs, to find the largest micro-batch that fits.
+# infra/memory.py compiles these before anything runs, to find the largest micro-batch that fits.
 UPDATE = memory.UpdatePrograms(gradients, apply, optimizer, token_fields)
 
 
 # ---------------------------------------------------------------- evaluation
 def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
-    """Before GRPO, every `eval_every` of its steps, and at the end."""
+    """Whether to evaluate after a step: before GRPO, every `eval_every` GRPO steps, at the end."""
     grpo_step = step - cfg.sft_steps
     is_due = cfg.eval_every and grpo_step > 0 and grpo_step % cfg.eval_every == 0
     return bool(setup.held_out and (is_due or grpo_step in (0, cfg.steps)))
 
 
 def evaluate(params, step, cfg, setup, outputs) -> None:
-    """Answer the held-out questions, and write the fraction solved as a row of its own. Three
-    answers go to samples.jsonl."""
+    """Answer the held-out questions, and append the fraction solved to metrics.jsonl. Three answers
+    go to samples.jsonl."""
     began = time.time()
     n = len(setup.held_out)
     per_host = cfg.batch * cfg.npq
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
-    # Not quantised, as the model that is saved is not; the same weights for all rounds.
+    # Do not quantise the weights: the saved model is not quantised either. All rounds share them.
     setup.engine.load(params, exact=True)
-    # Other draws than those of the rollouts, which fold in their steps, from 1.
+    # Rollouts fold in their step, from 1, so 0 gives evaluations other random draws.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
     solved = 0.0
     samples = []
     for start in range(0, n, per_round):
-        # As many rows on each host; those beyond the last question do not count.
+        # Every host needs the same number of rows: rows beyond the last question repeat earlier
+        # questions, and do not count.
         first = start + jax.process_index() * per_host
         places = range(first, first + per_host)
         rows = [setup.held_out[i % n] for i in places]
@@ -611,7 +624,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
                 for i in range(min(3, n, per_host))]
     setup.engine.unload()
     fraction = float(all_gather_hosts(solved).sum()) / n
-    # At the end, which a signal may prevent: then the evaluation is made again.
+    # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
     outputs.samples.append(*samples)
     outputs.write({"step": step, "eval/solved": fraction})
     say(f"eval at step {step} | solved {fraction:.4f} of {n} | {time.time() - began:.1f}s")
@@ -619,11 +632,11 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
 
 # ---------------------------------------------------------------- metrics
 def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
-    """Metrics over the answers of all hosts. Reward functions that failed are named.
+    """Metrics over the answers of all hosts. Also prints which reward functions failed.
 
-    scores: [answers, 1 + functions], the first of which is SOLVED.
+    scores: [answers, 1 + reward functions]; column 0 is SOLVED's.
     """
-    # A value of each answer; the metric is their mean. A new one is a line here.
+    # One value per answer; the metric is the mean. To add a metric, add a line here.
     per_answer = {
         "reward/mean": reward_B,
         "len/prompt": [len(prompt) for prompt in prompts],
@@ -632,7 +645,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
     }
     per_answer |= rewards.by_name(scores, REWARDS)
     if SOLVED is correct:
-        # An answer that is solved has a number, so that it need not be read again.
+        # A solved answer has a number, so do not parse it again.
         per_answer["no_number"] = [
             not solved and final_number(text) is None
             for solved, text in zip(scores[:, 0], texts, strict=True)]
@@ -640,7 +653,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
     table = all_gather_hosts(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
     column = dict(zip(per_answer, table.T, strict=True))
-    # A group teaches nothing where all its rewards are equal.
+    # A group whose rewards are all equal teaches nothing.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
     has_no_variance_G = reward_GQ.max(1) == reward_GQ.min(1)
     return means | {
@@ -652,10 +665,12 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
 
 
 def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
-    """Of a step: means over trained tokens (loss, grad_norm: over updates), padding, speed, memory.
-    parts: the metrics of each micro-batch; norms: of the gradient of each update."""
+    """Metrics of a step's updates: means over trained tokens (loss and grad_norm: over updates),
+    padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm of each
+    update."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
-    # Answers without gradient are not computed, so that no mean has them. That of none is NaN.
+    # Means leave out answers without a gradient, as these are not computed. With no answer left,
+    # the means are NaN.
     trained = counts["trained"] or math.nan
     metrics = {
         "kl": 0.0,
@@ -667,10 +682,10 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
         "padding_fraction": 1 - counts["tokens"] / (counts["slots"] or math.nan),
         "micro_batch": setup.micro_batch,
     }
-    # The updates of an epoch share out its tokens; each epoch has the same.
+    # The updates of one epoch together cover all trained tokens once.
     for name in parts[0]["sum"]:
         total = float(sum(part["sum"][name] for part in parts))
-        # A metric that has a maximum too is called NAME/mean, beside NAME/max.
+        # A metric that also has a maximum is logged as NAME/mean and NAME/max.
         key = f"{name}/mean" if name in parts[0]["max"] else name
         metrics[key] = total / trained / cfg.ppo_epochs
     for name in parts[0]["max"]:
@@ -683,13 +698,14 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
 # ---------------------------------------------------------------- set up: from flags to arrays
 @exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
 def set_up(cfg: Config, claims: contextlib.ExitStack):
-    """-> (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
-    # The processes, the directory, the devices.
+    """Returns (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
+    # Connect the processes, claim the directory, and find the devices.
     rewards.check_functions(SOLVED, REWARDS)
     cluster.connect(cfg)
     run_dir.claim_out(cfg.out, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
-    # Kept in config.json: a resume compares questions a step, which are batch * processes.
+    # config.json needs the number of processes: a resume compares questions per step, which are
+    # batch * processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
     config = dataclasses.asdict(cfg)
@@ -697,7 +713,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     done, paths, skipped = run_dir.open_run(cfg.out, total_steps, config, cfg.resume)
     run_dir.keep_compiled(cfg.out)
 
-    # The model, without its weights, and where they will lie.
+    # The model's config and tokenizer, but not its weights yet.
     model_dir = data.model_directory(cfg, "*.json", "*.txt", "*.jinja")
     model_cfg = hf.read_config(model_dir)
     tokenizer, end_of_turn = data.load_tokenizer(model_dir)
@@ -706,7 +722,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
     model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
 
-    # The data: what is asked, imitated, held out.
+    # The data: questions to ask, examples to imitate, held-out questions.
     questions = data.load_questions(cfg.data, False, tokenizer, cfg)
     examples = [row for row in questions if len(row["demonstration_ids"]) <= cfg.max_answer]
     held_out = []
@@ -714,7 +730,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
         held_out = data.load_questions(eval_data(cfg), True, tokenizer, cfg)
     check_data(cfg, questions, examples)
 
-    # What fits the host, its disk and the devices, by the longest prompt that there is.
+    # Find out what fits in host memory, on disk and on the devices, given the longest prompt.
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
     row_width = packing.row_width(longest_prompt + cfg.max_answer, mesh)
     memory.check_host_memory(cfg, row_width)
@@ -736,7 +752,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
 
 # ---------------------------------------------------------------- main: the loop
 def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> None:
-    """The run, from its first question to `out`/final."""
+    """Train, from the first question to `out`/final."""
     began = time.time()
     host, hosts = jax.process_index(), jax.process_count()
     total_steps = cfg.sft_steps + cfg.steps
@@ -754,7 +770,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
     skipped = start.skipped
     step_seconds = []
     outputs.saver.remember(start.step, state, skipped)
-    # A run that resumes may have been cut short in its evaluation.
+    # A run that resumes may have been cut short during its evaluation.
     is_due = is_evaluated_after(start.step, cfg, setup)
     if is_due and not run_dir.has_evaluation(cfg.out, start.step):
         evaluate(state["params"], start.step, cfg, setup, outputs)
@@ -773,12 +789,12 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             pool, per_host, past_steps = setup.questions, cfg.batch, step - 1 - cfg.sft_steps
         first = (past_steps * hosts + host) * per_host
         order = data.question_order(cfg.seed, first, per_host, len(pool))
-        # A question's answers stand together: its group.
+        # The answers to one question are consecutive: they are its group.
         rows = [pool[i] for i in order for _ in range(sequences // per_host)]
         prompts = [row["prompt"] for row in rows]
 
         if supervised:
-            # Advantage 1 on given answers, at a ratio of 1: the gradient of the log-likelihood.
+            # With advantage 1 and ratio 1, this is the gradient of the negative log-likelihood.
             answers = [row["demonstration_ids"] for row in rows]
             advantages = np.ones(sequences)
             sampler_logprobs = None
@@ -789,12 +805,12 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
             sampling = Sampling(cfg.temperature)
             out, texts = sample_answers(rows, cfg.npq, key, sampling, setup, outputs)
-            setup.engine.unload()  # the update wants the memory
+            setup.engine.unload()  # the update needs the memory
             answers = answer_tokens(out)
             sampler_logprobs = out["logprobs_BT"]
             t_rollout = time.time()
             # -------------------------------------------- rewards, and advantages in each group
-            # Column 0 is SOLVED's; the reward is the weighted sum of the others.
+            # Column 0 is SOLVED's; the reward is the weighted sum of the other columns.
             functions = [SOLVED] + [function for function, _ in REWARDS]
             scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
             reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
@@ -817,7 +833,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         policies = {"old": state["params"], "ref": state.get("ref")}
         compared = policies.keys() & token_fields(cfg, supervised).keys()
         for micro_batch in itertools.chain.from_iterable(batches):
-            # Both are computed before either is added, so that one program serves both.
+            # Compute both before adding either: then both calls use the same compiled program.
             micro_batch |= {name: target_logprobs(policies[name], micro_batch, **static)
                             for name in sorted(compared)}
 
@@ -831,7 +847,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             norms.append(norm)
         parts, norms = jax.device_get((parts, norms))
         if cfg.beta and step == cfg.sft_steps:
-            # The reference is the policy as GRPO starts: here, or in initial_state.
+            # The reference is the policy at the start of GRPO: set here, or in initial_state.
             state["ref"] = reference(state["params"], cfg.dtype)
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
@@ -859,7 +875,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
 
     outputs.saver.finish()
     if total_steps:
-        # Who asks the model will want its system prompt.
+        # Users of the model will need its system prompt.
         about = {"step": total_steps, "commit": cluster.commit(), "system": cfg.system}
         params = state["params"]
         hf.write_final(cfg.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
@@ -871,7 +887,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
 def main(argv: list[str]) -> None:
     cluster.give_cpu_devices_threads()
     cfg = parse(argv)
-    # Until this is left, no other run may use `out`.
+    # No other run may use `out` until this block ends.
     with contextlib.ExitStack() as claims:
         cfg, setup, start, outputs = set_up(cfg, claims)
         with checkpoint.saved_if_cut_short(outputs.saver, setup.micro_batch):
@@ -887,5 +903,5 @@ if __name__ == "__main__":
     except BaseException as e:
         cluster.leave(e)
     finally:
-        # Nothing is left to save, and Slurm's warning would kill the interpreter as it ends.
+        # Nothing is left to save, and Slurm's warning would kill the interpreter while it exits.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

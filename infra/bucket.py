@@ -1,8 +1,9 @@
-"""A run's bucket, gs://bucket/run, kept in step with its directory here by this machine's gcloud.
+"""Keep a run's bucket, gs://bucket/run, in sync with its local directory, by calling gcloud.
 
-A checkpoint is sent as soon as a process has written its part, and the small files with it. What
-is in the bucket need not stay here: the disk of a TPU VM has 100 GB. On resume the small files come
-back, and of the checkpoints only the one that is used. Nothing of the user's is deleted there.
+Each process sends its part of a checkpoint once it is written, and process 0 the small files.
+Checkpoints in the bucket need not stay on this disk: a TPU VM's disk has only 100 GB. A resume
+fetches the small files, and then checkpoints from the newest on, until one is complete. No files of
+the user are deleted in the bucket.
 """
 
 import contextlib
@@ -16,18 +17,18 @@ from collections.abc import Iterable
 from infra.files import directory_bytes
 from infra.log import warn
 
-# Not for the bucket: half-written files, the tiny model, which each process makes anew, the claim,
-# which claim.py sends by itself, and what was put aside, which put_aside moves there.
+# Files that are not sent: half-written files, the tiny model, which each process makes itself, the
+# claim, which claim.py sends, and runs that were put aside, which put_aside moves in the bucket.
 STAYS_HERE = (r".*\.tmp", ".*tiny-seed", r"claim\.json", "old-")
-# Checkpoints have functions of their own, as a process sends and fetches only its part of them.
+# Checkpoints have their own functions, as a process sends and fetches only its part of them.
 CHECKPOINTS = r"step_\d{6}/"
-# The file that says that a model is complete: the last one of final/ to arrive.
+# This file says that the final model is complete: it arrives after all other files of final/.
 MARKER = "final/podgrpo.json"
-# Seconds to wait before each further try. Google mends most faults of its own in some minutes.
+# Seconds to wait before each retry. Google fixes most of its own faults within minutes.
 PATIENCE = (2, 5, 10, 20, 40, 80, 160)
-# gcloud's words where the source is not there, as for a run that has not begun.
+# gcloud prints this if the source does not exist, as for a run that has not begun.
 ABSENT = r"matched no objects|Did not find existing container"
-# gcloud's words for what no further try would mend: rights, a login, a bucket that is not there.
+# gcloud prints this if no retry would help: no permission, no login, or no such bucket.
 REFUSED = (
     r"(Error|code|status|:) ?40[13]\b|PERMISSION_DENIED|does not have|not found: 404|"
     r"do not currently have an active account"
@@ -35,19 +36,20 @@ REFUSED = (
 
 
 class BucketError(OSError):
-    """gcloud could not do what it was asked to; the message ends with its last words."""
+    """A command of gcloud failed; the message ends with the last error that gcloud printed."""
 
 
 class AbsentError(BucketError):
-    """What was to be read or removed is not in the bucket."""
+    """The object to be read or removed is not in the bucket."""
 
 
 class RefusedError(BucketError):
-    """The bucket cannot be used, however often one tries."""
+    """The bucket cannot be used, and no retry would help."""
 
 
 def gcloud(*words: str, tries: int = 1 + len(PATIENCE)) -> str:
-    """What `gcloud storage ...` prints, after at most so many tries. Raises BucketError."""
+    """Run `gcloud storage ...`, with at most `tries` tries. Returns its output, or raises
+    BucketError."""
     for seconds in PATIENCE[: tries - 1]:
         try:
             return gcloud_once(*words)
@@ -67,7 +69,7 @@ def gcloud_once(*words):
     except FileNotFoundError:
         raise RefusedError("gcloud is not installed here") from None
     if run.returncode:
-        # The last error says what went wrong; progress and warnings may stand before it.
+        # The last error says what went wrong. Progress and warnings may come before it.
         lines = (run.stderr.strip() or "gcloud failed").splitlines()
         errors = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
         text = " ".join(lines[errors[-1] if errors else -1 :])
@@ -78,50 +80,53 @@ def gcloud_once(*words):
 
 
 def bucket_of(out: str) -> str:
-    """gs://bucket/run of a directory out/gs/bucket/run, "" for any other."""
+    """gs://bucket/run for a directory out/gs/bucket/run, or "" for any other directory."""
     if not out.startswith("out/gs/"):
         return ""
     return out.replace("out/gs/", "gs://", 1)
 
 
 def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> None:
-    """Copy what differs, less what matches a pattern. Raises BucketError that names both ends."""
+    """Copy files that differ, but none that match an `excluded` pattern. Raises a BucketError that
+    names source and target."""
     patterns = "|".join(excluded)
     try:
         gcloud("rsync", "--recursive", "--exclude", patterns, *flags, source, target)
     except AbsentError:
-        # There is nothing to copy yet.
+        # The source does not exist yet, so there is nothing to copy.
         return
     except BucketError as e:
         raise type(e)(f"{source} cannot be copied to {target}: {e}") from None
 
 
 def others_parts(process: int, processes: int) -> str:
-    """A pattern for the files of other processes in a checkpoint of so many."""
-    # Of a checkpoint of another number of processes, each file may be needed.
+    """A pattern that matches the files of other processes in a checkpoint of `processes` parts.
+
+    It does not match files of a checkpoint of another number of processes: all may be needed.
+    """
     return rf".*shards-(?!{process:05})\d+-of-{processes:05}"
 
 
 def send_checkpoint(out: str, name: str, process: int, processes: int) -> None:
     """Send this process's part of the checkpoint out/NAME. Raises BucketError."""
-    # Processes may share a disk: the parts of others may be there, and half-written.
+    # Exclude other processes' parts: on a shared disk they are also here, maybe half-written.
     excluded = (*STAYS_HERE, others_parts(process, processes))
     rsync(f"{out}/{name}", f"{bucket_of(out)}/{name}", excluded)
 
 
 def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
-    """Fetch this process's part of a checkpoint, or all parts where another number of processes
-    wrote them. Raises BucketError."""
+    """Fetch this process's part of a checkpoint, or all parts if another number of processes wrote
+    them. Raises BucketError."""
     os.makedirs(f"{out}/{name}", exist_ok=True)
     excluded = (*STAYS_HERE, others_parts(process, processes))
-    # What was written here later, while the bucket could not be reached, stays.
+    # Keep newer local files: they were written while the bucket could not be reached.
     flag = "--skip-if-dest-has-newer-mtime"
     rsync(f"{bucket_of(out)}/{name}", f"{out}/{name}", excluded, flag)
 
 
 def send_rest(out: str) -> None:
-    """Send all but checkpoints and the marker of final/, and compiled programs only if they are no
-    larger than a checkpoint. Raises BucketError."""
+    """Send all files but checkpoints and the marker of final/. Compiled programs are sent only if
+    they are no larger than a checkpoint. Raises BucketError."""
     excluded = [*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)]
     checkpoints = [directory_bytes(path) for path in glob.glob(f"{glob.escape(out)}/step_*")]
     if directory_bytes(f"{out}/compiled") > max(checkpoints, default=0):
@@ -130,7 +135,7 @@ def send_rest(out: str) -> None:
 
 
 def send_results(out: str) -> None:
-    """Send all but checkpoints. In the bucket the marker stands only beside a complete model.
+    """Send all files but checkpoints. The bucket has the marker only next to a complete model.
     Raises BucketError."""
     marker = f"{bucket_of(out)}/{MARKER}"
     here = marker_here(out)
@@ -138,7 +143,7 @@ def send_results(out: str) -> None:
     if here:
         with contextlib.suppress(AbsentError):
             there = gcloud("cat", marker)
-    # A run that was given more steps has sent an older model.
+    # If the run was given more steps, the bucket has an older model. Remove its marker first.
     if there and there != here:
         remove(marker)
     send_rest(out)
@@ -147,15 +152,15 @@ def send_results(out: str) -> None:
 
 
 def marker_here(out: str) -> str:
-    """The marker of the complete model in `out` on this disk, "" if there is none."""
+    """The content of the marker in `out` on this disk, or "" if there is no complete model."""
     with contextlib.suppress(FileNotFoundError), open(f"{out}/{MARKER}", encoding="utf-8") as f:
         return f.read()
     return ""
 
 
 def check_results(out: str) -> None:
-    """Raises BucketError unless the bucket has the model of `out`, or, if the run was only an
-    evaluation, its metrics."""
+    """Raise BucketError unless the bucket has the model of `out`, or its metrics if the run was
+    only an evaluation."""
     here = marker_here(out)
     if not here:
         gcloud("ls", f"{bucket_of(out)}/metrics.jsonl")
@@ -166,23 +171,23 @@ def check_results(out: str) -> None:
 
 
 def fetch_rest(out: str, final: bool) -> None:
-    """Fetch all but checkpoints and traces, and final/ only where it is asked for. Raises
+    """Fetch all files but checkpoints and traces. final: whether to fetch final/, too. Raises
     BucketError."""
     excluded = [*STAYS_HERE, CHECKPOINTS, "profile/"]
     if not final:
         excluded.append("final/")
-    # What was written here later stays, as in fetch_checkpoint.
+    # Keep newer local files, as in fetch_checkpoint.
     rsync(bucket_of(out), out, excluded, "--skip-if-dest-has-newer-mtime")
 
 
 def names(out: str) -> list[str]:
-    """Names of the files and folders of the run in the bucket; [] where there are none."""
+    """Names of the run's files and folders in the bucket, or [] if there are none."""
     try:
         listed = gcloud("ls", f"{bucket_of(out)}/")
     except AbsentError:
-        # A bucket has no empty folders: a run that has not begun is an error to gcloud.
+        # Buckets have no empty folders, so gcloud fails for a run that has not begun.
         return []
-    # Lines are gs://bucket/run/NAME, with a slash at the end if it is a folder.
+    # Each line is gs://bucket/run/NAME, with a slash at the end if NAME is a folder.
     return [line.rstrip("/").rpartition("/")[2] for line in listed.splitlines()]
 
 
@@ -199,16 +204,17 @@ def remove_checkpoints(out: str, steps: Iterable[int]) -> None:
 
 
 def remove(*words: str) -> None:
-    """gcloud storage rm. Raises BucketError."""
-    # A try that was said to fail may have removed it.
+    """Run `gcloud storage rm`. Raises BucketError."""
+    # A try that seemed to fail may have removed the object.
     with contextlib.suppress(AbsentError):
         gcloud("rm", *words)
 
 
 def put_aside(out: str, old: str, pattern: str) -> None:
-    """Move what has such a name into the folder `old` in the bucket. Raises BucketError."""
+    """Move files and folders whose names match `pattern` to the folder `old` in the bucket. Raises
+    BucketError."""
     for name in names(out):
         if re.fullmatch(pattern, name):
-            # A try that was said to fail may have moved it.
+            # A try that seemed to fail may have moved the object.
             with contextlib.suppress(AbsentError):
                 gcloud("mv", f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}")

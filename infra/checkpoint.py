@@ -1,9 +1,9 @@
-"""A checkpoint is complete or absent: its files, and how they are written beside training.
+"""Checkpoints: their files, how to read them, and how to write them during training.
 
-A checkpoint is a directory `step_NNNNNN` in which each process writes one file with all that it
-holds, since its disk may be its own. The files of one run, as many as each says there are, are a
-complete checkpoint. A file appears under its name by a rename, so that a process which is killed
-while it writes leaves only a file that nobody reads.
+A checkpoint is a directory `step_NNNNNN`. Each process writes one file with all of its shards,
+since each may have its own disk. A checkpoint is complete if it has a file of each process, all of
+the same run; a file's name says how many processes there were. A file gets its name by a rename, so
+that a process that is killed during a write leaves only a file that nobody reads.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ from infra.files import CheckpointError
 from infra.log import first_line, say, show_status, warn
 
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
-# NumPy's names of types, and those of safetensors.
+# {name of a dtype in NumPy: its name in safetensors}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
 NO_CHECKSUM = b"0" * 8
-# Updates in a row that are not finite, before the run ends.
+# The run ends after this many consecutive updates that are not finite.
 MAX_SKIPPED = 10
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """One that lacks files, as a process was killed while it was written; none is damaged."""
+    """Files are missing, because a process was killed during a write; no file is damaged."""
 
 
 # ---------------------------------------------------------------- the file of a process
 def shards_of(tree) -> dict:
-    """{"name|start,start": this process's shard, each once} of a tree of arrays."""
+    """Returns {"name|start,start": shard} of this process's shards of a tree, each shard once."""
     shards = {}
     for name, array in model.flatten(tree).items():
-        # Replicas of a shard start at the same place, and so are one entry.
+        # Replicas of a shard start at the same indices, so they become a single entry.
         for shard in array.addressable_shards:
             starts = ",".join(str(part.start or 0) for part in shard.index)
             shards[f"{name}|{starts}"] = shard.data
@@ -53,14 +53,14 @@ def shards_of(tree) -> dict:
 
 
 def save_shards(shards: dict, directory: str, about: dict) -> None:
-    """Write shards as this process's file, in the format of safetensors.
+    """Write shards to this process's file, in the safetensors format.
 
-    about: strings that are kept in its header, beside a checksum of all else in the file. They are
-    written one after the other, since the host may lack the memory for a copy of all.
+    about: strings to keep in the file's header, next to a checksum of the rest of the file. Shards
+    are written one by one, since the host may not have enough memory for a copy of all of them.
     """
-    # The checksum stands in the header, which it covers too: for that it is taken as zeros.
+    # The checksum is in the header, which it also covers; its own digits count as zeros.
     header = {"__metadata__": {"crc32": NO_CHECKSUM.decode()} | about}
-    # The data of one shard follow on those of the last.
+    # The data of each shard starts where the last one ends.
     end = 0
     for key, array in shards.items():
         start = end
@@ -82,15 +82,15 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             f.write(data)
             crc = zlib.crc32(data, crc)
-        # The checksum is known only now; its place in the header was kept free.
+        # The checksum is known only now. Write it over its zeros in the header.
         f.seek(8)
         f.write(text.replace(NO_CHECKSUM, b"%08x" % crc, 1))
 
 
 def read_about(path: str) -> dict:
-    """What save_shards kept in a file's header. Raises CheckpointError where it is damaged."""
+    """What save_shards kept in a file's header. Raises CheckpointError if the file is damaged."""
     try:
-        # Opening compares the sizes in the header with that of the file.
+        # Opening the file compares the sizes in its header with its own size.
         with safe_open(path, "np") as f:
             about = f.metadata()
         return about | {"run": int(about["run"]), "crc32": about["crc32"]}
@@ -101,7 +101,7 @@ def read_about(path: str) -> dict:
 def verify(path: str) -> None:
     """Raise CheckpointError unless the file is what save_shards wrote."""
     wanted = read_about(path)["crc32"].encode()
-    # In pieces: a shard may be larger than what the host has left.
+    # Read piece by piece: a shard may be larger than the free memory of the host.
     with open(path, "rb") as f:
         text = f.read(int.from_bytes(f.read(8), "little"))
         crc = zlib.crc32(text.replace(wanted, NO_CHECKSUM, 1))
@@ -115,7 +115,7 @@ def verify(path: str) -> None:
 
 # ---------------------------------------------------------------- the files of a checkpoint
 def saved_steps(out: str) -> list[int]:
-    """Steps of the directories `out`/step_NNNNNN, oldest first."""
+    """Steps that have a directory `out`/step_NNNNNN, oldest first."""
     return sorted(
         int(name.removeprefix("step_"))
         for name in os.listdir(out)
@@ -124,9 +124,9 @@ def saved_steps(out: str) -> list[int]:
 
 
 def shard_files(directory: str) -> dict:
-    """{(part, of how many): path} of a checkpoint's files. Whatever else lies there, a killed
-    process may have left."""
-    # The directory may be gone: other processes delete old checkpoints.
+    """Returns {(part, number of parts): path} for a checkpoint's files. Ignores other files, which
+    a killed process may have left."""
+    # The directory may be gone, since other processes delete old checkpoints.
     found = {}
     names = os.listdir(directory) if os.path.isdir(directory) else []
     for name in names:
@@ -136,14 +136,14 @@ def shard_files(directory: str) -> dict:
 
 
 def complete_checkpoint(directory: str) -> tuple[list, dict]:
-    """-> (files of a checkpoint, what their headers keep).
+    """Returns (files of a checkpoint, what their headers keep), and verifies this process's share.
 
-    The files are this process's own, all that it needs on a disk of its own, or as many as other
-    processes wrote. It verifies its share of them. Raises IncompleteCheckpoint where files lack,
-    and CheckpointError where one is damaged.
+    If the checkpoint has as many parts as there are processes, this process's own part is enough:
+    it may have its own disk. Otherwise, all parts must be here. Raises IncompleteCheckpoint if
+    files are missing, and CheckpointError if a file is damaged.
     """
     index, count = jax.process_index(), jax.process_count()
-    # Another run, or another number of processes, may have left files here too.
+    # There may also be files of another run, or of another number of processes.
     runs = {}
     faults = []
     for (part, of), path in sorted(shard_files(directory).items()):
@@ -154,7 +154,7 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
             continue
         paths, _ = runs.setdefault((about["run"], of), ({}, about))
         paths[part] = path
-    # A run is numbered by the time of its start.
+    # A run's number is the time of its start.
     newest_first = sorted(runs.items(), key=lambda item: item[0], reverse=True)
     for (_, of), (paths, about) in newest_first:
         has_own = of == count and index in paths
@@ -173,23 +173,26 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
 
 # ---------------------------------------------------------------- read
 class Pieces:
-    """The pieces of arrays that lie in the files of a checkpoint."""
+    """The pieces of arrays in the files of a checkpoint."""
 
     def __init__(self, paths: list):
         self.paths = paths
-        # {array name: {its key: (where the piece starts, its file, its key)}}
+        # {array name: {key: (indices where the piece starts, file, key)}}
         self.of_array = {}
         for path in paths:
             f = safe_open(path, "np")
-            # Several processes may hold the same piece.
-            for key in f.keys():  # noqa: SIM118, it is no dict
+            # Several files may have the same piece; one of them is enough.
+            for key in f.keys():  # noqa: SIM118, f is not a dict
                 name, _, starts = key.partition("|")
                 start = [int(number) for number in starts.split(",") if number]
                 self.of_array.setdefault(name, {})[key] = (start, f, key)
 
     def read(self, name: str, dtype, index: tuple) -> np.ndarray:
-        """The array `name` at `index` (a slice per dimension), from all pieces that overlap it."""
-        # Filled piece by piece; that nothing lacks is checked by counting.
+        """Read the array `name` at `index`, a slice per dimension, from all pieces that overlap it.
+
+        Raises CheckpointError if the pieces do not cover it.
+        """
+        # Count the numbers that are filled in, to notice if some are missing.
         out = np.empty([part.stop - part.start for part in index], dtype)
         filled = 0
         for start, f, key in self.of_array.get(name, {}).values():
@@ -202,7 +205,7 @@ class Pieces:
                 slice(a - part.start, b - part.start)
                 for (a, b), part in zip(overlap, index, strict=True)
             )
-            # safetensors has no slice of a scalar.
+            # safetensors cannot slice a scalar.
             out[in_out] = held[in_piece] if in_piece else f.get_tensor(key)
             filled += out[in_out].size
         if filled != out.size:
@@ -214,7 +217,7 @@ class Pieces:
 
 
 def overlap_of(index, start, shape):
-    """[(from, to) per dimension] that a piece shares with `index`, or None."""
+    """The overlap of a piece with `index`, as [(from, to) per dimension], or None."""
     overlap = [
         (max(part.start, first), min(part.stop, first + size))
         for part, first, size in zip(index, start, shape, strict=True)
@@ -223,8 +226,8 @@ def overlap_of(index, start, shape):
 
 
 def load_shards(paths: list, tree):
-    """The arrays saved in files, by whatever mesh, in the places of those of `tree` (shapes,
-    types, shardings). Raises CheckpointError where numbers lack."""
+    """Load the arrays of `tree` (shapes, dtypes, shardings) from a checkpoint's files, which any
+    mesh may have saved. Raises CheckpointError if numbers are missing."""
     pieces = Pieces(paths)
     arrays = [
         hf.place(array.shape, array.sharding, partial(pieces.read, name, array.dtype))
@@ -233,46 +236,46 @@ def load_shards(paths: list, tree):
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)
 
 
-# ---------------------------------------------------------------- write beside training
+# ---------------------------------------------------------------- write during training
 class Saver:
-    """Writes the checkpoints of a run, beside training where the hosts have the memory for it.
+    """Writes the checkpoints of a run, in a thread during training if the hosts have the memory.
 
-    out: the run's directory; keep: how many of the newest stay; newest: the step of the newest
-    complete checkpoint, 0 for none; start: that from which this process began.
+    out: the run's directory. keep: number of newest checkpoints to keep. newest: step of the newest
+    complete checkpoint, or 0 if there is none. The attribute `start` keeps the first `newest`.
     """
 
     def __init__(self, out: str, keep: int, newest: int):
         self.out = out
         self.keep = keep
-        # One number for all processes tells this run's files from those of another in its place.
+        # All processes use the same number, to tell this run's files from another run's.
         run = int(all_gather_hosts(int(time.time()))[0])
         self.about = {"run": str(run), "commit": cluster.commit()}
         self.newest = newest
         self.start = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
-        self.latest = None  # (step, state, skipped): what to save should the run end here
+        self.latest = None  # (step, state, skipped) to save if the run ends now
         self.thread = ThreadPoolExecutor(1)
 
     def remember(self, step: int, state, skipped: int) -> None:
-        """Note what the last complete step left. skipped: updates in a row that were skipped."""
+        """Note the state after the last complete step. skipped: consecutive skipped updates."""
         self.latest = (step, state, skipped)
 
     def begin(self) -> None:
-        """Begin to save what was last remembered."""
+        """Begin to save what `remember` noted last."""
         self.finish()
         step, state, skipped = self.latest
         shards = shards_of(state)
         size = sum(array.nbytes for array in shards.values())
         has_room = all_gather_hosts(available_memory() > 2 * size).all()
         if has_room:
-            # A copy, since the next update takes the arrays on the devices.
+            # Copy the shards to the host, since the next update donates the arrays on the devices.
             shards = {key: np.array(array, order="C") for key, array in shards.items()}
         self.pending = (step, self.thread.submit(self.write, step, shards, skipped))
         if not has_room:
             self.finish()
 
     def write(self, step: int, shards: dict, skipped: int) -> bool:
-        """-> whether this process has written its part."""
+        """Write this process's part. Returns whether that succeeded."""
         name = f"step_{step:06}"
         about = self.about | {"step": str(step), "skipped": str(skipped)}
         try:
@@ -280,7 +283,7 @@ class Saver:
             if bucket.bucket_of(self.out):
                 bucket.send_checkpoint(self.out, name, jax.process_index(), jax.process_count())
             return send_small_files(self.out)
-        except OSError as e:  # also a BucketError
+        except OSError as e:  # a BucketError is an OSError
             warn(
                 f"step {step} cannot be saved: {first_line(e)}; the run goes on, older "
                 "checkpoints stay"
@@ -288,8 +291,8 @@ class Saver:
             return False
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Once all processes have their part, older
-        ones may go."""
+        """Wait for the checkpoint that is being written. If all processes have written their parts,
+        delete older checkpoints."""
         if not self.pending:
             return
         step, future = self.pending
@@ -299,12 +302,12 @@ class Saver:
             return
         self.newest = step
         in_bucket = bool(bucket.bucket_of(self.out))
-        # What is in a bucket need not stay here.
+        # Checkpoints that are in a bucket need not stay on this disk.
         kept_here = 0 if in_bucket else self.keep
         for old in too_old(saved_steps(self.out), step, kept_here):
             shutil.rmtree(f"{self.out}/step_{old:06}", ignore_errors=True)
         if in_bucket and jax.process_index() == 0:
-            # Beside training too, and before the next checkpoint is sent.
+            # This also runs in the thread, before the next checkpoint is sent.
             self.thread.submit(self.thin_bucket)
 
     def thin_bucket(self) -> None:
@@ -315,16 +318,16 @@ class Saver:
             warn(f"old checkpoints stay in {bucket.bucket_of(self.out)}: {e}")
 
     def save_before_exit(self) -> str:
-        """Save what was last remembered, unless an update has taken it -> what to say of it.
+        """Save what `remember` noted last, unless an update has donated it. Returns a message.
 
-        Each process does this for itself: others may be gone.
+        Each process does this on its own, since others may be gone.
         """
-        # What is being written may yet be complete.
+        # If a checkpoint is being written, it may still complete.
         if self.pending:
             step, future = self.pending
             if future.result():
                 self.newest = step
-        # An update takes the arrays of the state: what it was given is gone.
+        # An update donates the arrays of its state, so they may be deleted.
         if self.latest:
             step, state, skipped = self.latest
             is_taken = any(array.is_deleted() for array in jax.tree.leaves(state))
@@ -337,7 +340,7 @@ class Saver:
 
 @contextlib.contextmanager
 def saved_if_cut_short(saver: Saver, micro_batch: int):
-    """What ends the training inside early is explained, and what there is gets saved."""
+    """If the training in this context ends early, save what there is, and print why it ended."""
     try:
         yield
     except cluster.Stop as stop:
@@ -345,10 +348,10 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
         say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
         has_new_step = saver.latest and saver.latest[0] > saver.start
         if number == signal.SIGUSR1 and has_new_step:
-            # Slurm's time limit, as any other SIGTERM. Without a step that is new, launch.sh must
-            # not requeue the job, as it would get no further the next time.
+            # Slurm's time limit counts as SIGTERM, and the job is requeued. Without a new step, it
+            # must not be requeued, as it would get no further the next time.
             number = signal.SIGTERM
-        # As a shell has it.
+        # Shells use this exit code for a command that was ended by a signal.
         raise SystemExit(128 + number) from None
     except OSError as e:
         warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is mended")
@@ -366,9 +369,10 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
 
 
 def count_skipped(step: int, norms: list, skipped: int) -> int:
-    """-> updates in a row that were skipped, up to the end of this step, which says so. norms: of
-    the step's updates, NaN for one that was skipped; skipped: the count before."""
-    # One that is applied ends the row of those that are not.
+    """Returns the number of consecutive skipped updates at the end of a step, and prints how many
+    updates of this step were skipped. norms: gradient norms of the step's updates, NaN if skipped.
+    skipped: the number before the step."""
+    # An applied update resets the count.
     for norm in norms:
         skipped = 0 if np.isfinite(norm) else skipped + 1
     count = int(np.sum(~np.isfinite(norms)))
@@ -381,7 +385,7 @@ def count_skipped(step: int, norms: list, skipped: int) -> int:
 
 
 def end_if_diverged(step: int, skipped: int, saver: Saver) -> None:
-    """End a run that skips one update after another: exit 1."""
+    """Exit with code 1 if the run has skipped MAX_SKIPPED consecutive updates."""
     if skipped < MAX_SKIPPED:
         return
     saver.finish()
@@ -395,23 +399,22 @@ def end_if_diverged(step: int, skipped: int, saver: Saver) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that are free, 0 where that is not known."""
+    """Bytes of free memory on the host, or 0 if unknown."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as f:
         return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", f.read())[1])
     return 0
 
 
 def too_old(steps: list, newest: int, kept: int) -> list:
-    """Of these steps all up to `newest`, but for the last `kept`."""
-    # One that is newer is not complete yet.
-    # What is newer than the newest complete one may be under way.
+    """The steps up to `newest`, without the last `kept` of these."""
+    # Steps after the newest complete checkpoint may still be being written.
     steps = [step for step in steps if step <= newest]
     return steps[: max(0, len(steps) - kept)]
 
 
 def send_results(out: str) -> None:
-    """Send final/ and the small files to the bucket, if the run has one. Exits 1, in all processes,
-    where that fails: who reads the exit code may delete this disk."""
+    """Send final/ and the small files to the bucket, if the run has one. If that fails, exits with
+    code 1 in all processes: a caller that sees code 0 may delete this disk."""
     target = bucket.bucket_of(out)
     if not target:
         return
@@ -430,7 +433,8 @@ def send_results(out: str) -> None:
 
 
 def send_small_files(out: str) -> bool:
-    """Send what is no checkpoint to the bucket, if the run has one -> whether that worked."""
+    """Send everything but checkpoints and the marker of final/ to the bucket, if the run has one.
+    Returns whether that succeeded."""
     try:
         if bucket.bucket_of(out) and jax.process_index() == 0:
             bucket.send_rest(out)

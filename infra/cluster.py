@@ -1,7 +1,7 @@
-"""The processes of a run: find them, call the roll, gather values, stop together, leave.
+"""The processes of a run: find them, check that all are there, gather values, stop together, exit.
 
-A run is one JAX process a host (a TPU worker, a node of Slurm), or a task. All run the same program
-on the same flags, and every one runs every jitted call.
+A run has one JAX process per host (a TPU worker or a Slurm node), or one per Slurm task. All
+processes run the same program with the same flags, and every process runs every jitted call.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ START_ALL = "`bash launch.sh TYPE` starts all"
 
 # ---------------------------------------------------------------- values of all processes
 def all_gather_hosts(value) -> np.ndarray:
-    """What each process has, stacked: [processes, ...]. Every process must call."""
+    """Stack the values of all processes: [processes, ...]. Every process must call this."""
     gathered = multihost_utils.process_allgather(np.asarray(value))
     return np.asarray(gathered).reshape(-1, *np.shape(value))
 
 
 @contextlib.contextmanager
 def together(what: str):
-    """A block that gets `what` and that all processes leave at the same time. Every process must
-    enter.
+    """A context in which each process gets `what`, and which all processes leave at the same time.
+    Every process must enter it.
 
-    Some of them may wait in it for minutes. If any stops in it, all stop, with exit code 2: else
-    the others would wait for it, or abort when process 0 is gone.
+    Some processes may wait in it for minutes. If a process stops in it, all stop, with exit code 2:
+    otherwise the others would wait for it, or abort when process 0 is gone.
     """
     stopped = None
     try:
@@ -64,27 +64,27 @@ def together(what: str):
 
 
 def host_count(mesh) -> int:
-    """JAX processes that a mesh's devices belong to. The devices need not be here."""
+    """Number of JAX processes that a mesh's devices belong to. The devices may be absent."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
 def give_cpu_devices_threads() -> None:
-    """To be called before JAX looks for devices, for runs with several virtual CPU devices."""
+    """Give several virtual CPU devices enough threads. Call this before JAX looks for devices."""
     devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", 0))
     if devices:
-        # Else XLA has a thread per core, and collectives of more devices than that may deadlock.
+        # By default XLA has one thread per core. With more devices, collectives may deadlock.
         os.environ.setdefault("NPROC", str(4 * devices))
 
 
 # ---------------------------------------------------------------- find the processes
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, as this one finds them."""
+    """The processes of a run, as this process finds them."""
 
     address: str  # host:port of process 0
-    hosts: list  # the host of each process, "" where it is not known
-    index: int  # which of them this is
-    local_gpu: int | None = None  # the one GPU of this process, None for all that it finds
+    hosts: list  # the host of each process, or "" if unknown
+    index: int  # index of this process
+    local_gpu: int | None = None  # the only GPU of this process; None for all GPUs that it finds
 
 
 def on_tpu_vm() -> bool:
@@ -93,17 +93,18 @@ def on_tpu_vm() -> bool:
 
 
 def metadata(key: str, timeout: float | None) -> str:
-    """What Google's metadata server says of this VM. Raises OSError."""
+    """Ask Google's metadata server about this VM. Raises OSError."""
     server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/{key}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    # A proxy would answer for itself, or not at all.
+    # Bypass proxies: a proxy would answer for its own machine, or not at all.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     return opener.open(request, timeout=timeout).read().decode()
 
 
 def find_processes(cfg) -> Processes:
-    """From the flags, else from Slurm, else from the TPU slice; else this one alone."""
+    """Find the processes from the flags, or else from Slurm, or else from the TPU slice. Without
+    any of these, this process is alone."""
     if cfg.coordinator:
         return Processes(cfg.coordinator, [""] * cfg.processes, cfg.process_id)
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
@@ -117,29 +118,30 @@ def find_processes(cfg) -> Processes:
             hosts = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
         except (OSError, ValueError) as e:
             warn(f"not a slice of Cloud TPUs, so one process ({first_line(e)})")
-    # JAX's own choice of a port, 8482, is closed in Google's firewall.
+    # JAX's default port, 8482, is closed in Google's firewall.
     return Processes(f"{hosts[0]}:8476", hosts, index)
 
 
 def slurm_processes() -> Processes:
-    """The tasks of this job step, a node's together."""
+    """The tasks of this Slurm job step, ordered by node."""
     env = os.environ
     list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST" 2> /dev/null'
     nodes = subprocess.check_output(list_nodes, shell=True, text=True).split()
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
-    # As in 2(x3),1: three nodes with two tasks, and one with one.
+    # A comma means unequal nodes: 2(x3),1 is three nodes with two tasks and one node with one.
     check(
         "," not in env.get("SLURM_STEP_TASKS_PER_NODE", ""),
         f"{tasks} tasks do not divide over {len(nodes)} nodes, which got "
         f"{env.get('SLURM_STEP_TASKS_PER_NODE')}; give --ntasks-per-node, as many to each node",
     )
     tasks_per_node = tasks // len(nodes)
-    # Two jobs on one node must not choose the same port.
+    # Two jobs on the same node must not choose the same port.
     port = 12000 + int(env["SLURM_JOB_ID"]) % 20000
-    # Where all tasks of a node find all its GPUs, each takes one.
+    # If every task of a node sees all of the node's GPUs, each task takes one GPU.
     gpus = env.get("CUDA_VISIBLE_DEVICES", ",").split(",")
     gpus_are_shared = tasks_per_node > 1 and len(gpus) > 1
-    # Else a task would have none, or a GPU nobody. Without the variable they cannot be counted.
+    # Otherwise some task would have no GPU, or some GPU would be unused. Without
+    # CUDA_VISIBLE_DEVICES, the GPUs cannot be counted.
     check(
         not gpus_are_shared or len(gpus) == tasks_per_node or not any(gpus),
         f"{tasks_per_node} tasks share the {len(gpus)} GPUs of a node; "
@@ -155,9 +157,9 @@ def slurm_processes() -> Processes:
 
 # ---------------------------------------------------------------- the roll call
 def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
-    """All report to process 0 what they run -> what is wrong, or "".
+    """Let all processes report to process 0 what they run. Returns what is wrong, or "".
 
-    JAX's own wait aborts after a while and names nobody.
+    JAX's own wait aborts after a while, and does not name the absent processes.
     """
     names = [
         f"process {i} ({host})" if host else f"process {i}"
@@ -169,7 +171,7 @@ def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
 
 
 def answer_the_roll(processes, names, facts, seconds):
-    """Report to process 0, which may not be there yet -> its verdict on all."""
+    """Report to process 0, which may not have started yet. Returns its verdict on all processes."""
     server, port = processes.address.rsplit(":", 1)
     deadline = time.time() + seconds
     cause = ""
@@ -179,13 +181,13 @@ def answer_the_roll(processes, names, facts, seconds):
                 socket.create_connection((server, port), 5) as connection,
                 connection.makefile("rw") as f,
             ):
-                # The verdict comes when the last process is there.
+                # The verdict comes when the last process has reported.
                 connection.settimeout(seconds + 5)
                 print(json.dumps([processes.index, facts]), file=f, flush=True)
                 return json.loads(f.readline())
         except socket.gaierror as e:
             cause = f": the name {server} does not resolve here ({e.strerror})"
-        # Process 0 may not listen yet.
+        # Process 0 may not be listening yet.
         except (OSError, ValueError):
             cause = ""
         time.sleep(0.5)
@@ -196,11 +198,12 @@ def answer_the_roll(processes, names, facts, seconds):
 
 
 def call_the_roll(processes, names, facts, seconds):
-    """Wait for the others, compare what they run, and send all the same verdict."""
+    """Wait for the other processes, compare what they run, and send all of them the same verdict.
+    Returns the verdict."""
     port = int(processes.address.rsplit(":", 1)[1])
     deadline = time.time() + seconds
     facts_of = {0: facts}
-    # The connections stay open for the verdict.
+    # Keep the connections open to send the verdict.
     files = []
     with socket.create_server(("", port), backlog=len(names)) as server:
         while (absent := [i for i in range(len(names)) if i not in facts_of]) and (
@@ -214,7 +217,7 @@ def call_the_roll(processes, names, facts, seconds):
                 index, its_facts = json.loads(files[-1].readline())
                 facts_of[index] = its_facts
             except (OSError, ValueError, TypeError):
-                # Nobody came for a while, or somebody who is no process of this run.
+                # Nothing connected for a while, or something that is no process of this run.
                 print(f"waiting for {', '.join(names[i] for i in absent)}", flush=True)
     fault = first_difference(names, facts_of)
     if absent:
@@ -223,14 +226,14 @@ def call_the_roll(processes, names, facts, seconds):
             f"absent: {', '.join(names[i] for i in absent)}. Was only worker 0 started? {START_ALL}"
         )
     for f in files:
-        # A caller may have given up.
+        # A process may have given up waiting.
         with contextlib.suppress(OSError):
             print(json.dumps(fault), file=f, flush=True)
     return fault
 
 
 def first_difference(names, facts_of):
-    """The first fact in which a process differs from process 0, as a message, or ""."""
+    """A message with the first fact in which a process differs from process 0, or ""."""
     for i in sorted(facts_of):
         for key, value in facts_of[0].items():
             found = facts_of[i].get(key)
@@ -243,23 +246,23 @@ def first_difference(names, facts_of):
 
 
 def bypass_proxies(hosts: set[str]) -> None:
-    """To be called before JAX connects: processes of one run never talk through a proxy.
+    """Keep processes of one run from talking through a proxy. Call this before JAX connects.
 
-    gRPC reads no_grpc_proxy, or else no_proxy; Python reads no_proxy, or else NO_PROXY.
+    gRPC reads no_grpc_proxy, or else no_proxy. Python reads no_proxy, or else NO_PROXY.
     """
     env = os.environ
     for name in ("NO_PROXY", "no_proxy", "no_grpc_proxy"):
-        # A variable that is set here hides the one that was read in its place.
+        # Setting a variable hides the one that was read instead, so start from that one's hosts.
         listed = env.get(name) or env.get("no_proxy") or env.get("NO_PROXY") or ""
         names = [host for host in listed.split(",") if host]
         env[name] = ",".join(names + sorted(hosts - set(names)))
-    # JAX would warn of these variables, and advise to unset them.
+    # Otherwise JAX would warn about these variables and advise unsetting them.
     jax.config.update("jax_check_proxy_envs", False)
 
 
 def connect(cfg) -> None:
-    """Join the run's other processes, if it has any, once all are there and have the same flags and
-    code. Exits 2 where they do not belong together."""
+    """Connect to the run's other processes, if it has any, once all are there and have the same
+    flags and code. Exits with code 2 if they do not belong together."""
     with exit_on(
         Exception,
         "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; mend them, "
@@ -279,7 +282,7 @@ def connect(cfg) -> None:
         with exit_on(OSError, f"{found.address} cannot be listened on: does another run use it?"):
             fault = roll_call(found, facts, cfg.start_timeout)
         check(not fault, fault)
-        # JAX's service would swallow SIGTERM.
+        # JAX's preemption service would swallow SIGTERM.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             found.address,
@@ -296,7 +299,7 @@ def check_devices(require_processes: int, require_devices: int) -> None:
     nvidia.find_devices()
     processes = jax.process_count()
     devices = jax.device_count()
-    # 0 requires nothing.
+    # 0 means no requirement.
     wanted_processes = require_processes or processes
     wanted_devices = require_devices or devices
     check(
@@ -309,7 +312,7 @@ def check_devices(require_processes: int, require_devices: int) -> None:
 # ---------------------------------------------------------------- which code this is
 @functools.cache
 def code_hash() -> str:
-    """What tells these files from others."""
+    """A hash of the Python files, to tell whether all processes run the same code."""
     paths = sorted(glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/infra/*.py"))
     digest = hashlib.sha256()
     for path in paths:
@@ -320,11 +323,11 @@ def code_hash() -> str:
 
 @functools.cache
 def commit() -> str:
-    """The commit of this checkout, with "-dirty" where files differ from it.
+    """The commit of this checkout, with "-dirty" if files differ from it, or "unknown".
 
-    launch.sh names it in the environment where it sends files without their git directory.
+    TPU workers get the files without the git directory; there, PODGRPO_COMMIT holds the commit.
     """
-    # The shell hides that git is missing.
+    # If git is missing, the shell hides the error.
     git = f"cd {shlex.quote(ROOT)} && git describe --always --dirty --abbrev=40"
     described = os.environ.get("PODGRPO_COMMIT") or subprocess.getoutput(f"({git}) 2> /dev/null")
     return described or "unknown"
@@ -332,41 +335,45 @@ def commit() -> str:
 
 # ---------------------------------------------------------------- stop together
 class Stop(Exception):
-    """A signal, whose number this holds, asks the run to end."""
+    """A signal asks the run to end. The argument is the signal's number."""
 
 
 class StopSignal:
-    """Holds the number of the signal that asks this process to end, 0 while none does."""
+    """Holds the number of the signal that asks this process to end, or 0."""
 
     def __init__(self):
         self.number = 0
 
     def note(self, number, _frame=None):
         self.number = number
-        # The same signal once more ends the process at once.
+        # The same signal again ends the process at once.
         signal.signal(number, signal.SIG_DFL)
 
     def warned(self, number, _frame=None):
-        """Note a warning that SIGTERM will come. That is then the first, and ends no save."""
+        """Note a warning that SIGTERM will come. Unlike `note`, keep the handler: the SIGTERM must
+        not end a save."""
         self.number = number
 
 
-SECONDS_BETWEEN_TRIES = 10  # to ask a metadata server that gives no answer
+SECONDS_BETWEEN_TRIES = 10  # if the metadata server does not answer
 
 
 def end_at_once(number, _frame=None) -> None:
-    """What SIGINT and SIGUSR1 do before a run watches its signals: there is nothing to save."""
+    """Handle SIGINT and SIGUSR1 before a run watches signals, when there is nothing to save."""
     erase_status()
     warn("interrupted before the first step: nothing is saved")
-    # An orderly end would crash where JAX compiles in a thread of its own.
+    # An orderly exit would crash while JAX compiles in its own thread.
     os._exit(128 + number)
 
 
 def watch_signals() -> StopSignal:
-    """From now on SIGTERM, SIGINT, SIGUSR1 (Slurm's warning of the time limit) and Google's notice
-    that this VM will be preempted end the run at its next `check_for_stop`."""
+    """From now on, some signals end the run at its next `check_for_stop`.
+
+    These are SIGTERM, SIGINT, SIGUSR1 (Slurm's warning of the time limit) and Google's notice that
+    this VM will be preempted.
+    """
     stop_signal = StopSignal()
-    # A handler may only note the signal: processes stop together, between two device calls.
+    # Handlers only note the signal: all processes must stop together, between two device calls.
     signal.signal(signal.SIGTERM, stop_signal.note)
     signal.signal(signal.SIGINT, stop_signal.note)
     signal.signal(signal.SIGUSR1, stop_signal.warned)
@@ -379,7 +386,7 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
     """Ask this process to end once Google's metadata server announces the preemption."""
     while True:
         try:
-            # The server answers when the value changes.
+            # The server answers only when the value changes.
             if metadata("preempted?wait_for_change=true", None) == "TRUE":
                 stop_signal.warned(signal.SIGTERM)
                 return
@@ -388,19 +395,19 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
 
 
 def check_for_stop(stop_signal: StopSignal) -> None:
-    """A place where all processes can stop together. Raises Stop in all if one was asked to."""
-    # The largest number, so that all raise the same.
+    """Let all processes stop together: raises Stop in all of them if any was asked to stop."""
+    # Take the largest number, so that all processes raise the same.
     number = int(all_gather_hosts(stop_signal.number).max())
     if number:
         raise Stop(number)
 
 
 def leave(error: BaseException) -> None:
-    """End this process with the error's exit code, or raise it again where it is the only one.
+    """End this process with the error's exit code. A process that is alone raises the error again.
 
-    At an orderly exit JAX would wait for the other processes, which wait for this one.
+    In an orderly exit, JAX would wait for the other processes, which wait for this one.
     """
-    # A status line would show through what is printed next, a traceback or the shell's prompt.
+    # Otherwise the status line would show behind a traceback or the shell's prompt.
     erase_status()
     code = error.code if isinstance(error, SystemExit) else 1
     if not jax.distributed.is_initialized() or code == 0:
@@ -410,10 +417,10 @@ def leave(error: BaseException) -> None:
     sys.stdout.flush()
     try:
         index = jax.process_index()
-    # JAX, which found no devices, does not say: this may be process 0.
+    # If JAX found no devices, it does not tell the index, and this may be process 0.
     except Exception:
         index = 0
-    # Process 0 goes last, since the others abort when it is gone.
+    # Process 0 exits last, since the others abort when it is gone.
     if index == 0:
         time.sleep(3)
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Data sets to rows of questions, tokenizer and chat template, the tiny model.
+"""Data sets as rows of questions, the tokenizer and chat template, and the tiny model.
 
-A row is a dict of all columns of the data. Its `question`, `answer` and, where the data has one,
-`demonstration` are texts; other columns are as the data has them, for reward functions to read.
+A row is a dict of all columns of the data. Its `question`, `answer` and optional `demonstration`
+are strings. Reward functions get the other columns as they are in the data.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from infra import cluster, columns, files, hf, hub
 from infra.answers import final_number
 from infra.log import check, exit_on, say
 
-# config.json of the tiny model: two layers, 0.3M parameters, made in code.
+# config.json of the tiny model: two layers, 0.3M parameters, random weights.
 TINY_MODEL = dict(
     architectures=["Qwen2ForCausalLM"],
     model_type="qwen2",
@@ -39,13 +39,14 @@ TINY_MODEL = dict(
     torch_dtype="float32",
 )
 
-# No prompt may hold these: they would end it early, or are half a character.
+# No prompt may contain these: chat marks would end it early, and surrogates are half a character.
 MARKS = r"<\|(?:im_start|im_end|endoftext)\|>|[\ud800-\udfff]"
 
 
 # ---------------------------------------------------------------- generated sums
 def worked_sum(a: int, b: int, carry: bool = True) -> str:
-    """a + b by columns, units first, of numbers with as many digits; without carry mostly wrong.
+    """Work out a + b digit by digit, units first. a and b have the same number of digits. Without
+    `carry`, the result is mostly wrong.
 
     159 + 855 gives '9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>'.
     """
@@ -64,17 +65,17 @@ def worked_sum(a: int, b: int, carry: bool = True) -> str:
 
 
 def arith(held_out: bool) -> list[dict]:
-    """Three-digit sums: 20,000 rows to train on, or 2,000 others to evaluate.
+    """Three-digit sums: 20,000 rows for training, or 2,000 other rows for evaluation.
 
-    Three quarters of the demonstrations, which only supervised steps see, drop every carry: they
-    teach the form and a mostly wrong procedure, and leave the right one to GRPO.
+    Three quarters of the demonstrations drop every carry. Only supervised steps see demonstrations:
+    they teach the format and a mostly wrong procedure, and leave the right one to GRPO.
     """
     rng = random.Random(0)
     pairs = set()
     for _ in range(25000):
         a = rng.randint(100, 999)
         b = rng.randint(100, 999)
-        # 1 + 2 and 2 + 1 are the same question, which must not be in both parts.
+        # Sort, since a + b and b + a are the same question, which must not be in both parts.
         pairs.add((min(a, b), max(a, b)))
     pairs = sorted(pairs)
     rng.shuffle(pairs)
@@ -91,22 +92,21 @@ def arith(held_out: bool) -> list[dict]:
 
 
 # ---------------------------------------------------------------- rows of files and of the hub
-# Endings of files of questions, and what `datasets` calls the reader of each. A .jsonl file is read
-# here instead, so that a message can name the line.
+# {extension of a file of questions: name of its loader in `datasets`}. A .jsonl file is read here
+# instead, so that messages can name the line.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def is_file(name: str) -> bool:
-    """Whether --data names a file, which has no held-out part beside it."""
+    """Whether --data names a file, which has no held-out part."""
     return os.path.splitext(name)[1] in FILE_KINDS
 
 
 def load_rows(name: str, held_out: bool, named: str = "") -> list[dict]:
     """The rows of a data set: arith, gsm8k, a file, a directory, or a data set of the hub.
 
-    named: --columns, where the question and the answer have no usual names.
-
-    Stops, with exit code 2, where a row has no question or answer, or the data cannot be loaded.
+    named: --columns, for data whose columns have unusual names. Exits with code 2 if a row has no
+    question or answer, or if the data cannot be loaded.
     """
     if name == "arith":
         return arith(held_out)
@@ -117,7 +117,7 @@ def load_rows(name: str, held_out: bool, named: str = "") -> list[dict]:
     rows = []
     chosen = None
     for number, row in numbered:
-        # The columns are those of the first row.
+        # The first row decides which columns are used.
         if chosen is None:
             with exit_on(ValueError, "--columns cannot be used"):
                 chosen = columns.choose_columns(row, named)
@@ -130,7 +130,7 @@ def load_rows(name: str, held_out: bool, named: str = "") -> list[dict]:
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """(number of the line, row) of a file of one JSON object a line; blank lines are skipped."""
+    """Yields (line number, row) of a file with one JSON object per line; skips blank lines."""
     check(os.path.isfile(path), f"{path} does not exist, or is no file")
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
@@ -142,25 +142,26 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
         if not line.strip():
             continue
         with exit_on_bad_row(path, number, line):
-            # This raises for bytes that were not UTF-8, so that the message has their line.
+            # This raises if the line was not UTF-8, so that the message names the line.
             line.encode()
             row = json.loads(line.strip())
         yield number, row
 
 
 def read_hub_set(name: str, held_out: bool) -> list[dict]:
-    """The rows of a file, or of the split `test` or `train` of a directory, NAME or NAME:CONFIG."""
+    """The rows of a file, or of split `test` or `train` of a directory or a data set of the hub,
+    NAME or NAME:CONFIG."""
     kind = FILE_KINDS.get(os.path.splitext(name)[1])
     if kind:
         check(os.path.isfile(name), f"{name} does not exist, or is no file")
     else:
         endings = ", ".join(FILE_KINDS)
         check(not os.path.isfile(name), f"{name} is no file of questions; try {endings}")
-    # A directory of the same name as a set of the hub comes first, as in `datasets`.
+    # A directory comes before a data set of the same name on the hub, as in `datasets`.
     path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
 
     def read():
-        # Slow to import, and not needed for other data.
+        # `datasets` is slow to import, and not needed for other data.
         import datasets
 
         datasets.disable_progress_bars()
@@ -174,7 +175,7 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
     if kind:
         with exit_on(Exception, failure):
             return read()
-    # Hosts may differ in whether they have such a directory.
+    # Some hosts may have such a directory, and others not.
     with cluster.together(name):
         if os.path.exists(path):
             with exit_on(Exception, failure):
@@ -183,7 +184,8 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
 
 
 def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
-    """Stop on any error inside, with the place of the row and its first characters."""
+    """Exit with code 2 on any error in the context. The message names the line and shows its
+    start."""
     return exit_on(
         Exception,
         f"{name} line {number}: no JSON object with texts `question` and `answer` (which may be a "
@@ -192,11 +194,12 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
 
 
 def check_row(row: dict) -> dict:
-    """A row whose answer, if a number, is made a text. Raises for what is no row or no prompt."""
-    # A copy; this raises for what is no mapping.
+    """Returns a copy of the row in which the answer is a string, even if it was a number. Raises an
+    error if the row is malformed, or cannot be a prompt."""
+    # Copy the row; this raises if it is not a mapping.
     row = {**row}
     answer = row["answer"]
-    # Not of type bool, which is an int; JSON may hold 1e999 and NaN, which are no answers.
+    # This excludes bool, a subclass of int, and also 1e999 and NaN, which JSON may contain.
     if type(answer) in (int, float) and math.isfinite(answer):
         row["answer"] = number_text(answer)
     texts = ["question", "answer"]
@@ -211,14 +214,15 @@ def check_row(row: dict) -> dict:
 
 
 def number_text(number: int | float) -> str:
-    """A number in digits: of 1e-05 the final number would be read as 05."""
+    """Write a number in digits: in 1e-05, the final number would be read as 05."""
     if isinstance(number, int):
         return str(number)
     return np.format_float_positional(number, trim="0")
 
 
 # ---------------------------------------------------------------- prompts
-# ChatML, for what else reads the tiny model: Qwen's own tokenizers come with a template.
+# The tiny model is saved with this ChatML template, for other programs that load it. Qwen's own
+# tokenizers come with a template.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -226,24 +230,24 @@ CHAT_TEMPLATE = (
 
 
 def chat(system: str, question: str) -> str:
-    """Qwen's template, ChatML: system, user, and the opening of the answer."""
+    """Qwen's chat template, ChatML: the system and user messages, and the start of the answer."""
     return render(columns.messages_of({"question": question}, system))
 
 
 def render(messages: Sequence[dict]) -> str:
-    """The text of messages by ChatML, up to the opening of the answer."""
+    """The text of messages in ChatML, up to the start of the answer."""
     turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
     return "".join(turns) + "<|im_start|>assistant\n"
 
 
 def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
-    """-> (tokenizer, the id of <|im_end|>). Stops, with exit code 2, unless it is a Qwen2's."""
+    """Returns (tokenizer, id of <|im_end|>). Exits with code 2 unless it is a Qwen2 tokenizer."""
     path = f"{directory}/tokenizer.json"
     text = "<|im_start|>What is 2 + 3?<|im_end|>"
     check(os.path.isfile(path), f"{path} is missing; a Qwen2's, with its model, is on the hub")
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_file(path)
-        # The file may carry such settings, which are of other uses than training.
+        # The file may turn these on for other uses than training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         start = tokenizer.token_to_id("<|im_start|>")
@@ -261,18 +265,18 @@ def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
 def load_questions(
     name: str, held_out: bool, tokenizer: tokenizers.Tokenizer, cfg: Any
 ) -> list[dict]:
-    """The rows of a data set whose prompts have up to max_prompt tokens, with two columns more.
+    """The rows of a data set whose prompts have at most max_prompt tokens, with two new columns.
 
-    `prompt` is the token ids of the chat template with the question. `demonstration_ids` is those
-    of the text that supervised steps imitate: the demonstration, or the answer where there is none.
-    Stops, with exit code 2, where no prompt is short enough.
+    `prompt` has the token ids of the chat template with the question. `demonstration_ids` has the
+    token ids of the text that supervised steps imitate: the demonstration, or else the answer.
+    Exits with code 2 if no prompt is short enough.
     """
     what = f"held out ({name})" if held_out else name
     rows = load_rows(name, held_out, cfg.columns)
     if held_out and cfg.eval_n:
         rows = rows[: cfg.eval_n]
 
-    # To token ids; the text to imitate ends with the token that ends an answer.
+    # Encode as token ids. The text to imitate ends with the token that ends an answer.
     prompts = [render(columns.messages_of(row, cfg.system)) for row in rows]
     demonstrations = [(row.get("demonstration") or row["answer"]) + "<|im_end|>" for row in rows]
     with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
@@ -285,7 +289,7 @@ def load_questions(
             ids = {"prompt": prompt.ids, "demonstration_ids": demonstration.ids}
             questions.append(row | ids)
 
-    # Whether there is something to ask.
+    # Check that there are questions left.
     shortest = min(len(prompt.ids) for prompt in encoded_prompts)
     fixed = len(tokenizer.encode(chat(cfg.system, ""), add_special_tokens=False).ids)
     check(
@@ -299,7 +303,7 @@ def load_questions(
         f"the shortest has {shortest}; raise --max_prompt",
     )
 
-    # What is lost is said, since it may be a mistake.
+    # Print what is lost, since it may be due to a mistake.
     summary = f"{what}: {len(questions)} questions"
     skipped = len(rows) - len(questions)
     if skipped:
@@ -315,10 +319,10 @@ def load_questions(
 
 
 def question_order(seed: int, start: int, count: int, n_questions: int) -> list[int]:
-    """Places start .. start + count of an endless walk over n_questions, as indices of questions.
+    """Question indices at places start, ..., start + count - 1 of an endless walk over n_questions.
 
-    Each epoch is a permutation of its own, by the seed and its number alone: the walk is the same
-    however steps and hosts divide it, and after a resume.
+    Each epoch has its own permutation, which depends only on the seed and the number of the epoch.
+    So the walk does not depend on how steps and hosts divide it, and a resumed run continues it.
     """
     places = np.arange(start, start + count)
     permutations = {}
@@ -332,24 +336,24 @@ def question_order(seed: int, start: int, count: int, n_questions: int) -> list[
 def model_directory(cfg: Any, *patterns: str) -> str:
     """The directory of a model's files, for --model: tiny, a directory, or a hub id.
 
-    The tiny model is made where it is missing; of a hub id the files that match the patterns are
-    downloaded. Stops, with exit code 2, where there is no such model.
+    Makes the tiny model if it is missing. For a hub id, downloads the files that match `patterns`.
+    Exits with code 2 if there is no such model.
     """
     if cfg.model == "tiny":
-        # Each process makes its own, as processes may share a disk or not.
+        # Each process makes its own model, since processes may or may not share a disk.
         directory = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
         if not os.path.isdir(directory):
             make_tiny(directory, cfg.seed)
         return directory
 
     def download():
-        # Comes with tokenizers, and is slow to import.
+        # huggingface_hub comes with tokenizers, and is slow to import.
         from huggingface_hub import snapshot_download
 
         return snapshot_download(cfg.model, allow_patterns=patterns)
 
     missing = f"model {cfg.model} is not a directory here (for a plan, of config.json alone)"
-    # Hosts may differ in whether they have such a directory.
+    # Some hosts may have such a directory, and others not.
     with cluster.together(f"model {cfg.model}"):
         if os.path.isdir(cfg.model):
             return cfg.model
@@ -357,8 +361,8 @@ def model_directory(cfg: Any, *patterns: str) -> str:
 
 
 def make_tiny(directory: str, seed: int) -> str:
-    """Write the tiny Qwen2, with random weights, as a Hugging Face directory -> the directory."""
-    # It appears under its name once it is complete.
+    """Write the tiny Qwen2, with random weights, as a Hugging Face directory. Returns its path."""
+    # The directory gets its name once it is complete.
     unfinished = f"{directory}.tmp"
     os.makedirs(unfinished, exist_ok=True)
     tiny_tokenizer().save(f"{unfinished}/tokenizer.json")
@@ -375,9 +379,9 @@ def make_tiny(directory: str, seed: int) -> str:
 
 
 def tiny_tokenizer() -> tokenizers.ByteLevelBPETokenizer:
-    """A byte-level BPE, trained on a hundred sums, with a token for each digit."""
+    """A byte-level BPE tokenizer, trained on 99 sums, with a token for each digit."""
     pre_tokenizers = tokenizers.pre_tokenizers
-    # A digit | a word with the space before it | a space | signs with the space before them
+    # A digit | a word with the space before it | a space | a sign with the space before it
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     split = pre_tokenizers.Split(words, "isolated")

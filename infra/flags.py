@@ -1,4 +1,4 @@
-"""The command line: flags from the fields of a Config, and what is wrong with them alone."""
+"""The command line: flags made from the fields of a Config, and the checks that need only flags."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from typing import get_args
 from infra import data
 from infra.log import check
 
-# Flags that are numbers: the least, what they must stay below, and their names.
+# Ranges of numeric flags: (least value, bound that values stay below, names of the flags).
 RANGES = [
     (1, 2**31, "batch npq max_prompt max_answer ppo_epochs minibatches keep"),
     (0, 2**31, "seed warmup micro_batch top_k eval_every eval_n save_every start_timeout"),
@@ -25,16 +25,18 @@ RANGES = [
     (0, 1, "b2 clip_low"),
     (1e-30, 1.0001, "top_p"),
 ]
-# NUL, line breaks and half characters are in no name and no path.
+# Names and paths have no control characters, such as NUL and line breaks, no half characters
+# (surrogates), and fewer than 1000 characters.
 NO_NAME = "[\0-\x1f\ud800-\udfff]|.{1000}"
 
 
 def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
-    """Command line -> a Config, whose fields are the flags, with their types, choices and help.
+    """Returns the Config of a command line. Its fields define the flags: types, choices and help.
 
-    tiny: what `--model tiny`, the default, starts from.
+    tiny: defaults for `--model tiny`, which is the default model. description: for --help.
     """
-    # The help of a flag is the comment beside its field. (A dataclass forgets its comments.)
+    # The help of a flag is the comment beside its field. Read it from the source, since a dataclass
+    # does not keep comments.
     source = inspect.getsource(config_class)
     help_of = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     parser = argparse.ArgumentParser(
@@ -44,10 +46,10 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    # One line and exit code 2, as for every mistake.
+    # Print one line and exit with code 2, as for every mistake.
     names = [f"--{field.name}" for field in dataclasses.fields(config_class)]
     parser.error = lambda message: check(False, f"{message}; {near(message, names)}see --help")
-    # A flag with choices has the type Literal of them.
+    # A flag with choices has the type Literal[choices].
     for field in dataclasses.fields(config_class):
         choices = get_args(field.type) or None
         parser.add_argument(
@@ -56,7 +58,7 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
             choices=choices,
             help=f"{help_of[field.name]} (default {field.default!r})",
         )
-    # Only what was given, so that the tiny model's own defaults stay apart.
+    # Only the flags that were given, since the defaults differ for the tiny model.
     flags = vars(parser.parse_args(argv))
     is_tiny = flags.get("model", "tiny") == "tiny"
     cfg = config_class(**(tiny if is_tiny else {}) | flags)
@@ -67,28 +69,28 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
 
 
 def near(message: str, names: list[str]) -> str:
-    """What a message may mean by a flag that there is not: `is it --steps? `, or nothing."""
+    """For a message about an unknown flag, the flag that may be meant: `is it --steps? `, or ""."""
     _, _, unknown = message.partition("unrecognized arguments: ")
-    # argparse lists the flag with its value.
+    # argparse lists the flag with its value, so cut the value off.
     word = unknown.partition(" ")[0].partition("=")[0]
     found = difflib.get_close_matches(f"--{word.lstrip('-')}", names, n=1)
     return f"is it {found[0]}? " if word.startswith("-") and found else ""
 
 
 def run_directory(cfg) -> str:
-    """The directory here of the run: out/gs/bucket/run for gs://bucket/run, else as `--out` says,
-    or out/<data>-<model>."""
+    """The run's directory on this disk: `--out`, or out/<data>-<model> without it. For
+    gs://bucket/run, it is out/gs/bucket/run."""
     out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/"))
     paths = [cfg.data.rstrip("/"), cfg.model.rstrip("/")]
     names = [os.path.basename(path) for path in paths]
-    # The ending of a file of questions is no part of the run's name.
+    # Drop the extension of a file of questions.
     names = [os.path.splitext(name)[0] if data.is_file(name) else name for name in names]
-    # A colon, as in a data set's part, is in no path.
+    # A data set's config follows a colon, and paths should have no colons.
     return out or "out/" + "-".join(names).replace(":", "-")
 
 
 def check_numbers(cfg) -> None:
-    """Exit 2 for a number that is out of its range."""
+    """Exit with code 2 if a number is out of its range."""
     for least, below, names in RANGES:
         for name in names.split():
             value = getattr(cfg, name)
@@ -101,7 +103,7 @@ def check_numbers(cfg) -> None:
         f"process_id = {cfg.process_id} is out of range; it must be a number >= 0 and "
         f"< {cfg.processes}",
     )
-    # Between 0, which is greedy, and this, logits overflow.
+    # 0 is greedy; a positive temperature below 1e-30 would make logits overflow.
     check(
         cfg.eval_temperature == 0 or cfg.eval_temperature >= 1e-30,
         f"eval_temperature = {cfg.eval_temperature} is out of range; 0 is greedy",
@@ -110,7 +112,7 @@ def check_numbers(cfg) -> None:
 
 
 def check_texts(cfg) -> None:
-    """Exit 2 for a text that can be no name, and a system prompt that would end the prompt."""
+    """Exit with code 2 if a text cannot be a name, or if the system prompt would end the prompt."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         # Only the system prompt may have several lines.
@@ -120,21 +122,21 @@ def check_texts(cfg) -> None:
             f"{field.name} = {str(value)[:50]!r} holds a line break, a mark of the chat or half a "
             "character, or is too long",
         )
-    # These have no default that "" could stand for.
+    # For other flags, "" means a default; these two have none.
     for name in ("model", "data"):
         is_empty = not getattr(cfg, name).strip()
         check(not is_empty, f"--{name} is given nothing; name one, or drop the flag")
 
 
 def check_together(cfg) -> None:
-    """Exit 2 for flags that do not go together."""
-    # A store that is not known here would become a directory of that name.
+    """Exit with code 2 if flags do not go together."""
+    # Any other kind of URL would become a directory of that name.
     is_bucket = re.match("gs://[^/]", cfg.out)
     check(
         is_bucket or not re.match(r"\w+:/", cfg.out),
         f"out = {cfg.out} is neither a directory nor gs://bucket/run",
     )
-    # A group of one has no mean to be better than.
+    # A group of one answer has nothing to compare with.
     check(
         cfg.npq >= 2 or cfg.steps == 0,
         f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8",
@@ -145,7 +147,7 @@ def check_together(cfg) -> None:
         f"profile = {cfg.profile} is no step of this run: the last is sft_steps + steps = "
         f"{cfg.sft_steps} + {cfg.steps} = {last_step}",
     )
-    # The loss computes the logprobs of the complete distribution.
+    # Rollouts do not use top_k and top_p: the loss computes logprobs of the complete distribution.
     check(
         cfg.eval_temperature or (cfg.top_k == 0 and cfg.top_p == 1),
         f"top_k = {cfg.top_k} and top_p = {cfg.top_p} are for sampled evaluation: add "

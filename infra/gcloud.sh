@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A TPU slice in Google Cloud and a run on it, for launch.sh, which reads this file and has set
+# A TPU slice in Google Cloud, and a run on it. launch.sh sources this file, and sets
 #
-#   $type $devices $hosts $image    the slice, by check_type
-#   $name $zones $options           what it is called, where it may be, and this launcher's options as they were given
-#   $spot $queued $create_flags     how it is made
-#   $ssh_flags                      how its workers are reached, by --ssh
+#   $type $devices $hosts $image    the slice, from check_type
+#   $name $zones $options           its name, the zones where it may be, and the launcher's options as they were given
+#   $spot $queued $create_flags     how to make it
+#   $ssh_flags                      how to reach its workers, from --ssh
 #   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# What becomes known of the slice is local to cmd_tpu.
-# ---------------------------------------------------------------- Google Cloud: types, and what gcloud says
-# sets $type, $devices, $hosts, $image and $all_zones, or tells why there is no such slice
+# Variables for what is found out about the slice are local to cmd_tpu.
+# ---------------------------------------------------------------- Google Cloud: types, and errors of gcloud
+# Set $type, $devices, $hosts, $image and $all_zones, or say why there is no such slice.
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
 check_type() {
   local size sizes='1 4 8 16 32 64 128 256' larger='' cores=1 one_host=8
@@ -25,7 +25,7 @@ check_type() {
     *) die "unknown TPU $type; types are v4-N, v5litepod-N, v5p-N and v6e-N" ;;
   esac
   case "$type" in
-    # These count cores, two to a device, and four devices to a host.
+    # The sizes of these types count cores. A device has two cores, and a host has four devices.
     v4-* | v5p-*) cores=2 one_host=4 sizes='8 16 32 64' larger=', or a multiple of 128' ;;
   esac
   [[ " $sizes " = *" $size "* ]] || [[ -n "$larger" && "$size" =~ ^[1-9][0-9]*$ && $((size % 128)) = 0 ]] ||
@@ -34,12 +34,12 @@ check_type() {
   hosts=$((devices > one_host ? devices / 4 : 1))
 }
 
-# this command with another action
+# Print this command with another action.
 again() {
   printf 'bash launch.sh %s' "$type $1"
   [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
 }
-# every call of gcloud; its stderr goes to a file, for `fault`, and with the command and its exit code to the log
+# Call gcloud. Its stderr goes to a file, for `fault`, and to the log, with the command and its exit code.
 cloud() {
   local code=0 errors="$scratch/errors"
   run gcloud "$@" --quiet 2>"$errors" </dev/null || code=$?
@@ -52,7 +52,7 @@ cloud() {
   return "$code"
 }
 vm() { cloud compute tpus tpu-vm "$1" "$name" --zone="$zone" "${@:2}"; }
-# ssh or scp, as --ssh says; gcloud's alpha alone goes through the Identity-Aware Proxy
+# Run ssh or scp with the flags of --ssh. Only `gcloud alpha` can go through the Identity-Aware Proxy.
 reach() { # ssh|scp ARGUMENTS...
   local alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=1 ;; esac
@@ -60,10 +60,10 @@ reach() { # ssh|scp ARGUMENTS...
 }
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
-# What gcloud complains of: a word; the pattern by which it is known, after those above it; what to do about it. The
-# texts are those of gcloud 528 and of the services behind it. Each 401, 403 and 404 ends with "... which is the active
-# account specified by ...", which says nothing. Where this machine is offline, gcloud advises "auth login". Too many
-# requests a minute are a 429, and no lack of quota.
+# Faults of gcloud, one per line: a word; a pattern, of which the first that matches counts; what to do about it. The
+# texts are from gcloud 528 and the services behind it. Every 401, 403 and 404 ends with "... which is the active
+# account specified by ...", which tells nothing. If this machine is offline, gcloud advises "auth login". A 429 means
+# too many requests per minute, not a lack of quota.
 faults() {
   cat <<END
 network; Max retries exceeded; is this machine online?
@@ -91,21 +91,21 @@ other; ERROR; look at it: $(again status)
 command; .*; look at it: $(again status)
 END
 }
-# what the last call of gcloud complained of, or TEXT: a word of that table, a blank, and a line to show
+# Print the fault of TEXT, or of the last call of gcloud: a word of that table, a space, and a line to show.
 fault() { # [TEXT]
   local text word pattern
   text="${1:-$(cat "$scratch/errors")}"
   while IFS=';' read -r word pattern _; do
     if tr '\n' ' ' <<<"$text" | grep -qE "${pattern# }"; then break; fi
   done < <(faults)
-  # Zones without capacity speak of reserved capacity also to those who asked for no reservation.
+  # Zones without capacity mention reservations even if none was asked for.
   if [ "$word" = reservation ]; then
     case " ${create_flags[*]-} " in *' --reserved '*) ;; *) word=capacity ;; esac
   fi
   printf '%s %s\n' "$word" "$(short_form <<<"$text")"
 }
-# of what gcloud printed, its ERROR, or else the last lines; where ssh failed, gcloud says only that, so before it come
-# the workers that could not be reached, and ssh's own last line
+# Shorten what gcloud printed to its ERROR, or else to its last lines. If ssh failed, gcloud says only that, so put the
+# workers that failed and ssh's own last line before it.
 short_form() {
   local text noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
   text="$(cat)"
@@ -123,17 +123,17 @@ short_form() {
   text="$(tr -s '\n ' ' ' <<<"$text" | cut -c 1-300)"
   printf '%s%s\n' "$ssh" "${text% }"
 }
-# says what gcloud has complained of, and what to do about it
+# Say what a fault is, and what to do about it.
 why() { # FAULT
   say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"
 }
-# may it pass by itself?
+# Succeed if the fault may pass by itself.
 may_pass() { # FAULT
   case "${1%% *}" in missing | network | busy | refused | other | command) ;; *) return 1 ;; esac
 }
 
-DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds, an hour in all
-# a call of gcloud, again after some time where that may help; 1 where it did not, with a message
+DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds between tries, an hour in all
+# Call gcloud, and again after a delay if that may help. If all tries fail, say why and return 1.
 patiently() {
   local delay fault
   for delay in $DELAYS ''; do
@@ -147,7 +147,7 @@ patiently() {
   return 1
 }
 # ---------------------------------------------------------------- Google Cloud: a slice comes and goes
-# the state of what has this name in $zone, the VM or its queued request; nothing where there is none
+# Print the state of the VM in $zone, or else, with --queued or $1, of its queued request; nothing if there is neither.
 state_now() {
   local now=''
   now="$(vm describe --format='value(state)')" || is_missing || return 1
@@ -158,24 +158,24 @@ state_now() {
 }
 is_missing() { [[ "$(fault)" = missing* ]]; }
 
-# sets $zone to where the slice is, or to nothing; a zone that cannot be asked is named
+# Set $zone to the zone of the slice, or to nothing. Name the zones that cannot be asked.
 find_slice() {
   local now fault
   for zone in ${zones//,/ }; do
-    # Asked twice: of a VM that is not found another would be made, and paid for too.
+    # Ask twice: if a VM is there but not found, a second one would be made, and paid for too.
     if now="$(state_now || { may_pass "$(fault)" && sleep 10 && state_now; })"; then
       [ -z "$now$dry_run" ] || return 0
       continue
     fi
     fault="$(fault)"
     why "$fault"
-    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # so it is in all zones
+    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # it is the same in all zones
     say "going on without $zone"
   done
   zone=''
 }
 
-# the slice in $zone, for an action that needs one
+# Find the slice, for an action that needs it.
 need_slice() {
   find_slice
   [ -n "$zone" ] || die "there is no $name in $zones; make it: $(again up)"
@@ -192,8 +192,8 @@ create() {
   fi
 }
 
-# create's work without its success: gcloud waits for half an hour, and what it asked for may come later; 1 where it
-# has failed, 2 where it may succeed at another time
+# Create the slice, or find it although gcloud failed: gcloud waits for half an hour, but the slice may come later.
+# Returns 1 if this has failed, 2 if another try may succeed.
 create_or_find() {
   local fault now
   if create; then return 0; fi
@@ -205,7 +205,7 @@ create_or_find() {
   say "gcloud gave up, but $name is ${now:-perhaps} there"
 }
 
-# deletes the VM in $zone, and its queued request, however it was made; 1 where that fails, with a message
+# Delete the VM in $zone and its queued request, however it was made. If that fails, say why and return 1.
 delete() {
   local failed=''
   say "deleting $name in $zone"
@@ -217,8 +217,8 @@ delete() {
 delete_vm() { vm delete >&2 || is_missing; }
 delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
 
-# waits until the slice in $zone is READY; 1 where that will never be, 2 where its queued request has FAILED; then it
-# is deleted
+# Wait until the slice in $zone is READY. Otherwise delete what is left of it, and return 2 if its queued request has
+# FAILED, or 1 if it was preempted or is gone.
 wait_until_ready() {
   local now before='-' polls=0 error
   [ -z "$dry_run" ] || return 0
@@ -235,7 +235,7 @@ wait_until_ready() {
         error="$(fault "ERROR: the queued request failed: ${error:-gcloud gives no reason}")"
         why "$error"
         delete || exit 1
-        # No later request has more rights.
+        # A later request would not have more rights.
         case "${error%% *}" in quota | permission | billing | api) exit 1 ;; esac
         return 2
         ;;
@@ -245,7 +245,7 @@ wait_until_ready() {
         ;;
       '') maybe_paid="${maybe_paid// $zone/}" && return 1 ;;
       STOP*) die "$name is stopped; delete it: $(again down)" ;;
-      ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # a queue has no end
+      ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # these states may last for any time
     esac
     polls=$((polls + 1))
     if [ "$polls" = 180 ]; then
@@ -255,7 +255,7 @@ wait_until_ready() {
   done
 }
 
-# a READY slice: the one that is there, or a new one in the first zone that has room
+# Get a READY slice: the existing one, or a new one in the first zone that has room.
 up() {
   local worth_waiting code pause=60 failures=0
   find_slice
@@ -281,14 +281,14 @@ up() {
     done
     [ -n "$worth_waiting" ] || exit 1
     [ "$failures" -lt 10 ] || die "$failures queued requests of $name failed; look at the errors above" 1
-    # A request that failed may fail again for the same reason.
+    # A failed request may fail again for the same reason, so wait longer.
     if [ "$failures" -gt 0 ]; then pause=$((pause < 600 ? pause * 2 : 600)); fi
     say "trying again in $pause seconds"
     sleep "$pause"
   done
 }
 
-# at the end, whatever the end is, names the zones where something may be that costs money, and after a failure the log
+# However the launcher ends, name the zones where something may still cost money, and after a failure also the log.
 at_end() { # EXIT_CODE
   local zone
   if [ "$1" != 0 ] && [ -s "$log" ]; then say "all calls of gcloud: $log"; fi
@@ -298,12 +298,12 @@ at_end() { # EXIT_CODE
   rm -rf "$scratch"
 }
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
-# a command in ~/podgrpo of worker $1, or of all; it must bear being run again, as gcloud does when ssh breaks
+# Run a command in ~/podgrpo on worker $1, or on all. It must be safe to repeat: gcloud runs it again if ssh breaks.
 workers() {
   reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
 
-# a command for workers, again while the connection or gcloud fails; 75 where the slice has gone
+# Run a command on workers, and again while the connection or gcloud fails. Returns 75 if the slice is gone.
 persistently() {
   local delay code fault now
   for delay in $DELAYS ''; do
@@ -311,7 +311,7 @@ persistently() {
     "$@" || code=$?
     if [ "$code" = 0 ]; then return 0; fi
     fault="$(fault)"
-    # gcloud ends with the command's code, and where ssh failed with 255.
+    # gcloud exits with the command's code, or with 255 if ssh failed.
     if [ "$code" != 255 ] && [ "${fault%% *}" = command ]; then break; fi
     now="$(patiently state_now)" || return 1
     if [ "$now" != READY ]; then
@@ -319,7 +319,7 @@ persistently() {
       return 75
     fi
     if [ -z "$delay" ] || ! may_pass "$fault"; then break; fi
-    # The keys of a fresh VM take minutes to arrive, not longer.
+    # The ssh keys of a new VM take minutes to arrive, but not longer.
     if [ "${fault%% *}" = refused ] && [ "$delay" -gt 160 ]; then break; fi
     say "the connection fails: ${fault#* }; trying again in $delay seconds"
     sleep "$delay"
@@ -328,14 +328,14 @@ persistently() {
   return 1
 }
 
-# this tree as git sees it, in $to_send; after a preemption the same is sent again. Each command is checked here, since
-# `send` is called in conditions, where errexit is off.
+# Pack this tree, as git sees it, into $to_send; after a preemption the same tree is sent again. Check each command
+# here: `send` is called in conditions, where errexit is off.
 pack() {
   local packed="$to_send/tree.tgz" size
   if [ -z "$dry_run" ] && [ -f "$packed" ]; then return; fi
   run mkdir -p "$to_send" || exit
-  # What git knows and is deleted is left out.
-  # shellcheck disable=SC2016 # it is for another shell
+  # Leave out files that git knows but that were deleted.
+  # shellcheck disable=SC2016 # another shell expands $f
   shell "$(printf 'cd %q && git ls-files -coz --exclude-standard | xargs -0 sh -c %q sh >%q' "$here" \
     'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
     die "$here is no git checkout; what git knows is what is sent"
@@ -352,10 +352,10 @@ pack() {
   fi
 }
 
-# prints a word for each worker on which a run is going on
+# Print a word for each worker where a run is going on.
 is_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
 
-# this tree and .env to all workers; then the install there
+# Send this tree and .env to all workers, and install there.
 send() { # FLAGS..., which may need more packages
   local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
   is_busy >"$scratch/busy" || return
@@ -365,12 +365,12 @@ send() { # FLAGS..., which may need more packages
   say "sending this tree to $hosts workers"
   persistently reach scp "${files[@]}" "$name:podgrpo/" --worker=all >&2 || return
   say 'installing there, about 2 minutes the first time'
-  # One at a time, should gcloud run it again.
+  # The lock keeps a repetition by gcloud from running at the same time.
   persistently workers all "exec 8>setup.lock; flock 8; tar -xzf tree.tgz infra/worker.sh
     bash infra/worker.sh unpack $secrets $(printf '%q ' "$@") 8>&-"
 }
 
-# starts train.py on all workers; 75 where the slice is gone
+# Start train.py on all workers. Returns 75 if the slice is gone.
 start() { # FLAGS...
   local code=0
   run_id="$$.$(date +%s)"
@@ -378,13 +378,13 @@ start() { # FLAGS...
   persistently workers all "bash infra/worker.sh start $(printf '%q ' "$run_id" "$@")" || code=$?
   case "$code" in
     0 | 75) ;;
-    # Where one does not start, those that did are of no use.
+    # If one worker does not start, stop the others: they would wait for it.
     *) workers all "bash infra/worker.sh stop $run_id" || : ;;
   esac
   return "$code"
 }
 
-# all workers' logs until all have ended -> the code of the first to fail; 75 where the slice is gone
+# Print all workers' logs until all have ended. Returns the code of the first to fail, or 75 if the slice is gone.
 follow() { # LINE of worker 0's log to begin with
   local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on: $(again logs), or stop"; exit 130' INT
@@ -402,8 +402,8 @@ follow() { # LINE of worker 0's log to begin with
   trap - INT
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
   [ -n "$worker" ] || return 0
-  case "$code" in '' | *[!0-9]*) code=1 ;; esac # it came from a VM
-  # The run on a spot VM that is about to go fails first, mostly by SIGTERM.
+  case "$code" in '' | *[!0-9]*) code=1 ;; esac # do not trust text from a VM
+  # On a spot VM that is being preempted, the run fails before the VM is gone, usually by SIGTERM.
   if [ -n "$spot" ] && [ "$code" != 2 ]; then
     sleep 60
     if now="$(patiently state_now)" && [ "$now" != READY ]; then return 75; fi
@@ -413,28 +413,28 @@ follow() { # LINE of worker 0's log to begin with
   return "$code"
 }
 
-# prints what workers say; notes in $1 how each ended, in $2 how many lines came of worker 0's log
+# Pass on the workers' output. Write to file $1 how each ended, and to file $2 how many lines of worker 0's log came.
 watch_ends() {
   local line ended="$1" lines=0
   while IFS= read -r line; do
     printf '%s\n' "$line"
     case "$line" in '[w0] exit '*) ;; '[w0] '*) lines=$((lines + 1)) && echo "$lines" >"$2" ;; esac
     case "$line" in '[w'[0-9]*'] exit '*) printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
-    if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc 0)" = 1 ]; then # the first to fail: the others only wait
+    if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc 0)" = 1 ]; then # the first to fail: the others only wait for it
       stop_rest &
     fi
   done
 }
 
-# ends what of the run has not ended by itself after 5 seconds
+# Stop the workers whose run has not ended by itself after 5 seconds.
 stop_rest() {
-  local scratch="$scratch/stop" # a call that follows the logs is going on
+  local scratch="$scratch/stop" # the call that follows the logs still uses $scratch
   mkdir -p "$scratch"
   sleep 5
   workers all "bash infra/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
-# what a run leaves behind, from worker 0 to out/$name; nothing where the worker has seen it in a bucket
+# Copy the results of a run from worker 0 to out/$name, unless the worker has found them in the run's bucket.
 fetch() {
   local out to="out/$name"
   persistently workers 0 'bash infra/worker.sh results' >"$scratch/results" || return
@@ -451,8 +451,8 @@ fetch() {
 
 RESUMES='The command that started the run resumes it from a bucket'
 WATCH_ENDS='the watch ends; the run may go on'
-# a run to its end, begun again where its VM is repaired, or was a spot VM that is made again; $1 says where the first
-# life begins
+# Run to the end. Start the run again after its VM was repaired or, with --spot, made again. A life is the run on one
+# VM; $1 says where the first life begins.
 live_and_finish() { # up|start|follow LINE FLAGS...
   local code now life="$1" line="$2"
   shift 2
@@ -495,11 +495,11 @@ one_life() { # up|again|start|follow LINE FLAGS...
   follow "$line"
 }
 # ---------------------------------------------------------------- Google Cloud: the actions
-# one of the actions below
+# Run one of the actions below.
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
-  # Where the slice is, once that is known; the zones in which something may be that costs money; which run is
-  # followed; the tree to send; all calls of gcloud.
+  # The zone of the slice, once it is known; the zones where something may cost money; the ID of the run that is
+  # followed; the packed tree; the log of all calls of gcloud.
   local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log=''
   shift
   case "$action/${1:--}" in
@@ -519,7 +519,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
   exit
 }
 
-# what train.py checks on every worker, then the job, then what the user says, which counts
+# Set `flags`: the checks of train.py on every worker, then the job, then the user's flags, which take precedence.
 flags_there() {
   flags=(--require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@")
 }
@@ -545,7 +545,7 @@ cmd_tpu_run() {
 cmd_tpu_logs() {
   local lines='' flag there="$scratch/there"
   need_slice
-  # Its flags are for the run on a new VM, should this one be preempted. They are read as data, a NUL after each.
+  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data; each ends in NUL.
   persistently workers 0 'wc -l <run.log && cat run.id run.flags' >"$there" || {
     [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
     die "no run was started there: $(again run)" 1
@@ -556,7 +556,7 @@ cmd_tpu_logs() {
   } <"$there"
   case "$lines$run_id" in *[!0-9.]*) die "run.log or run.id on worker 0 is not as it should be" 1 ;; esac
   [ ${#flags[@]} -gt 0 ] || [ -n "$dry_run" ] || die "run.flags on worker 0 has no flags" 1
-  # Of what was said before, the last 50 lines.
+  # Print the last 50 lines of the log first.
   live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${flags[@]+"${flags[@]}"}
 }
 
@@ -568,7 +568,7 @@ cmd_tpu_status() {
   case "$now" in READY | '') persistently workers all 'bash infra/worker.sh status' || exit 1 ;; esac
 }
 
-# a shell on one worker, or a command on one or all
+# Open a shell on one worker, or run a command on one worker or all.
 cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
   local worker="${1:-0}"
   need_slice
@@ -598,7 +598,7 @@ cmd_tpu_test() {
   workers 0 "bash infra/worker.sh test $(printf '%q ' "$@")"
 }
 
-# deletes what has this name in any of its zones
+# Delete the VMs and queued requests with this name, in all zones.
 cmd_tpu_down() {
   local now found='' unknown=''
   for zone in ${zones//,/ }; do

@@ -1,8 +1,8 @@
-"""The hub of models and data sets: every access to it goes through `ask`, which asks again.
+"""Access to the Hugging Face hub, always through `ask`, which retries.
 
-A service fails for a moment (503, a dropped connection) or asks for fewer requests (429), and a
-run of many hosts must not end of it, nor have all of them ask at once. What is not there, or not
-for this user (401, 403, 404), is not asked for again.
+The hub may fail for a moment (503, a dropped connection) or ask for fewer requests (429). That must
+not end a run of many hosts, and the hosts must not all send requests at once. `ask` does not retry
+if something does not exist or this user may not read it (401, 403, 404).
 """
 
 import contextlib
@@ -23,26 +23,27 @@ import jax
 
 from infra.log import exit_on, first_line, say, warn
 
-# Seconds to wait before each further try, and up to twice as many in a run of many processes. The
-# hub counts requests over windows of five minutes.
+# Seconds to wait before each retry; up to twice as many in a run of many processes. The hub counts
+# requests over windows of five minutes.
 PATIENCE = (5, 10, 20, 40, 80, 160)
-# The hub may ask to wait for longer than the patience has, but for no more seconds than this.
+# If the hub asks for a longer wait, the retry waits as long as it asks, but at most these seconds.
 LONGEST_WAIT = 600
-# The processes of a run begin to ask so many seconds apart, and the last of them after SPREAD.
+# The processes of a run send their first requests APART seconds apart, or closer together if there
+# are many: the last one sends its first request within SPREAD seconds.
 APART = 0.5
 SPREAD = 30
 
 
 class HubError(OSError):
-    """The hub has not served a request, however patiently it was asked."""
+    """The hub did not serve a request, even after all retries."""
 
 
 def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
-    """What call() returns, which asks the hub for `what`: a name, for messages.
+    """Returns the result of call(), a request to the hub. what: its name in messages.
 
-    Faults of the hub are waited for. Stops, with exit code 2 and the message `failure`, where the
-    hub refuses, or does not serve what no copy here has. Libraries that ask the hub have to be
-    imported in call(), since `reach` may set them to use their copies.
+    Retries after faults of the hub. Exits with code 2 and the message `failure` if the hub refuses,
+    or if it does not serve and there is no local copy. Libraries that access the hub must be
+    imported in call(), since `reach` may set them to use their local copies.
     """
     no_answer = reach()
     with exit_on(Exception, f"{failure}{no_answer}"), first_on_this_disk(what):
@@ -57,7 +58,7 @@ def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
                 if seconds is None:
                     tries = 1 + len(PATIENCE)
                     raise HubError(f"{reason}, after {tries} tries") from e
-            # Processes that failed together do not ask again together.
+            # Processes that failed at the same time wait for different times.
             pause = max(seconds, min(asked_seconds, LONGEST_WAIT)) + seconds * place_among_all()
             warn(f"{reason} for {what}; trying again in {pause:.0f} s")
             time.sleep(pause)
@@ -65,13 +66,14 @@ def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
 
 # ---------------------------------------------------------------- what went wrong
 def fault(error: BaseException) -> tuple[str, float] | None:
-    """-> (what the hub did, the seconds that it asks to wait), or None if no waiting mends this.
+    """Returns (what the hub did, seconds that it asks to wait), or None if a retry would not help.
 
-    Libraries raise errors of their own on those of the connection: the first that says decides.
+    Libraries raise their own errors from those of the connection, so this follows the chain of
+    causes to the first error that tells.
     """
     if is_offline():
         return None
-    # The HTTP library of huggingface_hub, whose name differs by version.
+    # The HTTP library that huggingface_hub uses; its name depends on the version.
     from huggingface_hub.utils import httpx
 
     broken = (
@@ -92,11 +94,11 @@ def fault(error: BaseException) -> tuple[str, float] | None:
                 return None
             return f"the hub answers {status} {phrase(status)}", seconds_asked(response.headers)
         if isinstance(error, broken):
-            # A certificate that is not trusted will not be trusted later.
+            # A certificate that is not trusted now will not be trusted later.
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 return None
             return f"the hub breaks off ({first_line(error)})", 0
-        # The store of large files is served by a library whose errors only their text tells apart.
+        # Large files come from a store, through a library whose errors differ only in their text.
         if "CAS Client Error" in str(error):
             return f"the hub's store breaks off ({first_line(error)})", 0
         error = error.__cause__ or error.__context__
@@ -104,19 +106,22 @@ def fault(error: BaseException) -> tuple[str, float] | None:
 
 
 def phrase(status: int) -> str:
-    """The usual words for a status of HTTP, or "" if it has none."""
+    """The standard phrase for an HTTP status, or "" if it has none."""
     with contextlib.suppress(ValueError):
         return http.HTTPStatus(status).phrase
     return ""
 
 
 def seconds_asked(headers: Mapping[str, str]) -> float:
-    """The seconds that an answer asks to wait: by Retry-After, a number or a date, or, if no
-    requests remain, by the hub's own `RateLimit: "api";r=0;t=55`. 0 if it does not ask."""
+    """The seconds that a response asks to wait, or 0 if it does not ask.
+
+    The wait is in Retry-After, as a number or a date, or in the hub's own header `RateLimit:
+    "api";r=0;t=55`, where r=0 means that no requests remain.
+    """
     text = headers.get("Retry-After", "").strip()
     if text.isdecimal():
         return int(text)
-    # A text that is no date is a TypeError in some versions of Python.
+    # For text that is not a date, some versions of Python raise TypeError.
     with contextlib.suppress(ValueError, TypeError):
         return max(0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     used_up = re.search(r"\br=0\b.*?\bt=(\d+)", headers.get("RateLimit", ""))
@@ -130,23 +135,24 @@ def place_among_all() -> float:
 
 
 def seconds_until_first(index: int, count: int) -> float:
-    """How long process `index` of `count` waits before it asks the hub for the first time."""
+    """Seconds that process `index` of `count` waits before its first request to the hub."""
     return index * min(APART, SPREAD / count)
 
 
 @contextlib.contextmanager
 def first_on_this_disk(what: str) -> Iterator[None]:
-    """Of all processes that share a disk of copies, the first one asks for `what` alone; the others
-    wait until it has ended, well or not, and then all go on at once: they find the copy.
+    """Let only the first of the processes that share a disk request `what`. The others wait until
+    it has finished or failed, and then go on together: they find the local copy.
 
-    A lock of the kernel needs no count of processes per host, holds on disks that hosts share, and
-    ends with the process that has it: nobody waits for a process that is gone.
+    This uses a file lock of the kernel. It needs no number of processes per host, works on disks
+    that hosts share, and ends with the process that holds it, so no process waits for a dead one.
     """
     from huggingface_hub import constants
 
     path = f"{constants.HF_HUB_CACHE}/.locks/podgrpo--{re.sub(r'[^A-Za-z0-9.-]', '--', what)}.lock"
     with contextlib.ExitStack() as held:
-        # A disk that cannot be written or locked has copies, or each process asks for itself.
+        # If the disk cannot be written or locked, continue without the lock: either the copies are
+        # already there, or each process sends its own request.
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             file = held.enter_context(open(path, "w"))
@@ -160,41 +166,41 @@ def first_on_this_disk(what: str) -> Iterator[None]:
 
 # ---------------------------------------------------------------- is there a hub
 def is_offline() -> bool:
-    """Whether the hub's libraries are set to use the copies that they keep, and not to ask."""
+    """Whether the hub's libraries are set to use only their local copies."""
     settings = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in settings)
 
 
 @functools.cache
 def reach() -> str:
-    """Connect to the hub, once in a process -> "", or why it cannot be reached.
+    """Connect to the hub, once per process. Returns "", or why the hub cannot be reached.
 
-    If it cannot be reached, its libraries are set to use the copies that they keep: they would ask
-    for half a minute. They read that setting when they are imported, so call this before. A hub
-    that takes the connection is there, whatever it answers.
+    If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
+    would try for half a minute. They read this setting when they are imported, so call this first.
+    The hub counts as reachable if it accepts the connection, whatever it responds.
     """
     if is_offline():
         return ""
-    # The first request of all, so that the hosts' first requests are spread in time.
+    # This is the first request of a process, so wait here to spread the hosts' first requests.
     if seconds := seconds_until_first(jax.process_index(), jax.process_count()):
         time.sleep(seconds)
-    # Other proxies than the hub's libraries, urllib has none of this kind.
+    # The hub's libraries can use SOCKS proxies, but urllib cannot, so it cannot test them.
     if any(url.startswith("socks") for url in urllib.request.getproxies().values()):
         return ""
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(url, timeout=10).close()
     except urllib.error.HTTPError:
-        # That page may be missing, but the hub has answered.
+        # This page may be missing, but the hub has responded.
         return ""
-    # URLError is what urllib raises before it has a connection, ValueError for no address.
+    # urllib raises URLError if it gets no connection, and ValueError if the URL is malformed.
     except (urllib.error.URLError, ValueError) as e:
-        # The hub's libraries have certificates of their own.
+        # The hub's libraries have their own certificates.
         if isinstance(getattr(e, "reason", None), ssl.SSLError):
             return ""
         os.environ["HF_HUB_OFFLINE"] = "1"
         return f"; the hub gives no answer ({e}), and there is no copy here"
     except (OSError, http.client.HTTPException):
-        # The connection was dropped, or nothing came in time: `ask` will ask again.
+        # The connection was dropped, or nothing came in time: `ask` will retry.
         return ""
     return ""

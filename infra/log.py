@@ -1,4 +1,4 @@
-"""What a person reads: the terminal, metrics.jsonl, samples.jsonl, and the report at the end."""
+"""Output for people: the terminal, metrics.jsonl, samples.jsonl, and the report at the end."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ import jax
 
 from infra import advice
 
-# The line of a step, made of its metrics: fixed order, greppable.
+# The line that a step prints, formatted from its metrics: in a fixed order, greppable.
 SFT_LINE = (
     "sft {step}/{total} | nll {nll:.3f} | gnorm {grad_norm:.2f} | lr {lr:.1e} | "
     "upd {time/update_s:.1f}s"
@@ -27,47 +27,47 @@ GRPO_LINE = (
 
 
 # ---------------------------------------------------------------- the terminal
-# Back to the start of the terminal's line, and erase it: a status line may stand there.
+# Go to the start of the terminal's line and erase it: there may be a status line.
 ERASE = "\r\033[K"
-# Where there is no terminal, a status is printed after so many seconds without a line.
+# Without a terminal, a status is printed after this many seconds without a line.
 QUIET_SECONDS = 30
-# What a line on stderr begins with: train.py, or the tool that runs.
+# Lines on stderr start with this name: train.py, or the tool that runs.
 PROGRAM = os.path.basename(sys.argv[0])
-# Of supervised steps, which are many and short, one in so many is printed.
+# Supervised steps are many and short, so only one in this many is printed.
 SFT_STEPS_PER_LINE = 10
 
 
 def warn(text: str) -> None:
-    """Print a line on stderr, from whichever process it comes."""
+    """Print a line on stderr, from any process."""
     erase = ERASE if sys.stderr.isatty() else ""
     print(f"{erase}{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print on stdout, from process 0."""
+    """Print on stdout, from process 0 only."""
     if jax.process_index() == 0:
         erase = ERASE if sys.stdout.isatty() else ""
         print(erase + text, end=end, flush=True)
 
 
 def show_status(text: str) -> None:
-    """Print a line that the next one replaces, on a terminal only."""
+    """Print a line that the next line replaces, on a terminal only."""
     if sys.stdout.isatty():
-        # What does not fit would go on in a second line, which nothing erases.
+        # Cut the text to the terminal's width: nothing would erase a second line.
         columns = shutil.get_terminal_size().columns
         say(text[: columns - 1], end="\r")
 
 
 def erase_status() -> None:
-    """Clear the line for what others print, at whatever moment a run ends."""
-    # Not by `say`, since JAX may not know of its processes yet.
+    """Erase the status line, so that something else can print. Works at any moment of a run."""
+    # Do not use `say`: JAX may not know its processes yet.
     if streams_are_open() and sys.stdout.isatty():
         print(ERASE, end="", flush=True)
 
 
 def progress(what: str, done: int = 0, total: int = 0) -> None:
-    """Print how far something is: on a terminal a status, else a line at each quarter of the
-    total."""
+    """Print how far something has got: a status on a terminal, otherwise a line at each quarter of
+    the total."""
     if total > 0:
         what += f" {done}/{total}"
     show_status(what)
@@ -79,37 +79,38 @@ def progress(what: str, done: int = 0, total: int = 0) -> None:
 
 
 class Terminal:
-    """What a run prints while it trains: a line for a step, and below it, on a terminal, a status.
+    """Prints a line for each step of a run, and below it, on a terminal, a status.
 
-    The status has the phase, the step, tokens a second and the time left, and the next one replaces
-    it. Where there is no terminal it is a line of its own after half a minute without a line.
+    The status shows the phase, the step, tokens per second and the time left, until the next status
+    replaces it. Without a terminal, a status is printed as a line of its own, but only after half a
+    minute without a line.
     """
 
     def __init__(self, sft_steps: int, total_steps: int, done: int):
         self.sft_steps = sft_steps
         self.total_steps = total_steps
         self.first_step = done + 1
-        # What runs now, how far it is, and how many of its questions are left.
+        # The current phase, its text in the status, and how many of its questions are left.
         self.phase = ""
         self.place = ""
         self.asked = ""
         self.left = math.inf
         self.began = time.time()
-        # Steps of one kind that have ended, supervised or GRPO: their number, the last one, and
-        # when the first and the last of them ended.
+        # Steps of the current kind, supervised or GRPO, that have ended: their number, the last
+        # step, and when the first and the last of these steps ended.
         self.ended = 0
         self.last_step = done
         self.first_end = self.last_end = time.time()
-        # Tokens a second of each phase, as it runs or when it last ran.
+        # Tokens per second of each phase, now or when the phase last ran.
         self.rates = {}
         self.printed = time.time()
-        # The metrics of the last GRPO steps, and the step after which advice was given.
+        # Metrics of the last GRPO steps, and the step after which advice was last given.
         self.recent = []
         self.advised = -math.inf
 
     def begin(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
-        """A phase of a step begins, or its next round, after `done` of `total` questions."""
-        # As the lines of steps have it.
+        """Begin a phase of a step, or its next round, after `done` of `total` questions."""
+        # Use the same words as the lines of steps.
         is_supervised = self.sft_steps and step <= self.sft_steps
         kind = "sft" if is_supervised else "step"
         self.phase = phase
@@ -120,15 +121,16 @@ class Terminal:
         self.show()
 
     def decoded(self, answers: int, tokens: int) -> None:
-        """So many answers of the rollout that runs have ended; tokens: of all that it decodes."""
-        # None yet once the prompts have run.
+        """Show progress of the current rollout. answers: number of answers that have ended. tokens:
+        tokens decoded so far, of all answers."""
+        # No token has been decoded right after prefill.
         if tokens:
             self.rates[self.phase] = tokens / (time.time() - self.began)
-        # Rows beyond the last question are decoded, too, and do not count.
+        # An evaluation also decodes rows beyond the last question, which do not count.
         self.show(f" | {min(answers, self.left)} answers")
 
     def show(self, detail: str = "") -> None:
-        # What matters most stands first, as a narrow terminal shows no more.
+        # The most important parts come first, as a narrow terminal cuts off the rest.
         text = self.place + self.time_left() + self.asked + detail
         if rate := self.rates.get(self.phase):
             text += f" | {rate:.0f} tok/s"
@@ -137,14 +139,16 @@ class Terminal:
             self.print(text)
 
     def time_left(self) -> str:
-        """At the mean pace since the first step, which compiles; "" before a second one ends, and
-        when all have."""
+        """The time left, by the mean pace since the end of the first step, which compiles.
+
+        "" before a second step has ended, and after the last step.
+        """
         if self.ended < 2 or self.last_step == self.total_steps:
             return ""
         is_supervised = self.last_step < self.sft_steps
-        # How long GRPO's steps take is not known before they run.
+        # Supervised steps do not tell how long GRPO steps will take.
         end = self.sft_steps if is_supervised else self.total_steps
-        # Evaluations and checkpoints between steps count.
+        # This includes evaluations and checkpoints between steps.
         pace = (self.last_end - self.first_end) / (self.ended - 1)
         seconds = pace * (end - self.last_step) - (time.time() - self.last_end)
         minutes, seconds = divmod(max(0, round(seconds)), 60)
@@ -153,8 +157,8 @@ class Terminal:
         return f" | ETA {hours}:{minutes:02}:{seconds:02}{goal}"
 
     def end_step(self, metrics: dict) -> None:
-        """Print the line of a step that has ended; of supervised steps the first, every tenth and
-        the last."""
+        """Print the line of a step that has ended. Among supervised steps, only the first, every
+        tenth and the last step get a line."""
         step = metrics["step"]
         is_supervised = step <= self.sft_steps
         self.ended += 1
@@ -169,11 +173,11 @@ class Terminal:
         if not is_supervised:
             self.advise(metrics)
         if step == self.sft_steps:
-            # GRPO's steps have a pace of their own.
+            # GRPO steps have their own pace.
             self.ended = 0
 
     def advise(self, metrics: dict) -> None:
-        """Say why nothing is learned, if so, and if that has not been said just now."""
+        """Print why nothing is learned, if this is so and was not printed recently."""
         self.recent = (self.recent + [metrics])[-advice.STEPS :]
         line = advice.why_nothing_is_learned(self.recent)
         if line and metrics["step"] >= self.advised + advice.STEPS_BETWEEN:
@@ -186,14 +190,14 @@ class Terminal:
 
 
 def step_line(metrics: dict, total: int) -> str:
-    """The line that a step prints."""
+    """The line of a step, from its metrics."""
     line = GRPO_LINE if "reward/mean" in metrics else SFT_LINE
     thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
     return Defined().format(line, total=total, thousands=thousands, **metrics)
 
 
 class Defined(string.Formatter):
-    """Formats a number that is not defined, as the clip fraction of no tokens, as `-`."""
+    """Formats NaN, an undefined number such as the clip fraction of no tokens, as `-`."""
 
     def format_field(self, value, spec: str) -> str:
         is_defined = not isinstance(value, float) or not math.isnan(value)
@@ -202,7 +206,7 @@ class Defined(string.Formatter):
 
 # ---------------------------------------------------------------- mistakes
 def check(condition, message: str) -> None:
-    """Stop with one line and exit code 2 unless the condition holds: for what the user can mend."""
+    """Print one line and exit with code 2 unless the condition holds. For mistakes of the user."""
     if not condition:
         warn(message.replace("\n", " "))
         raise SystemExit(2)
@@ -210,11 +214,12 @@ def check(condition, message: str) -> None:
 
 @contextlib.contextmanager
 def exit_on(errors, message: str):
-    """Stop like `check` on such errors inside, with the message and the error's first line."""
+    """On these errors in the context, exit like `check` with the message and the error's first
+    line."""
     try:
         yield
     except BaseException as e:
-        # A panic of the tokenizers, which are written in Rust, is no Exception.
+        # A panic in tokenizers, a Rust library, is not an Exception.
         if not isinstance(e, errors) and type(e).__name__ != "PanicException":
             raise
         check(False, f"{message}: {first_line(e)}")
@@ -224,17 +229,17 @@ def first_line(error: BaseException) -> str:
     """An error's type and the first line of its text."""
     try:
         text = str(error)
-    # An error of a reward function's own class may fail here.
+    # A reward function may raise an error of its own class, whose str() fails.
     except Exception:
         text = "it does not say why"
-    # Others' errors may have pages of text.
+    # Errors of libraries may have pages of text.
     text = text.strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"
 
 
 # ---------------------------------------------------------------- standard streams
 class Stream(io.FileIO):
-    """A standard stream that survives when nobody reads it any more, or its disk is full."""
+    """A standard stream that ignores errors: its reader may be gone, or its disk full."""
 
     def write(self, data):
         with contextlib.suppress(OSError):
@@ -245,23 +250,24 @@ class Stream(io.FileIO):
 def streams_are_open() -> bool:
     """Whether stdout and stderr can be printed to."""
     try:
-        # The next file to be written would get a descriptor that was closed, and what is printed.
+        # If a descriptor was closed, the next file that is opened would get it, and with it the
+        # printed text.
         for number in (1, 2):
             os.fstat(number)
         return not (sys.stdout.closed or sys.stderr.closed)
-    # AttributeError where sys.stdout is None.
+    # AttributeError if sys.stdout is None.
     except (OSError, AttributeError):
         return False
 
 
 def open_streams() -> None:
-    """Open sys.stdout and sys.stderr anew. One that was closed outside prints to nowhere."""
+    """Open sys.stdout and sys.stderr again. A stream that was closed outside prints to nowhere."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         try:
             raw = Stream(number, "w", closefd=False)
         except OSError:
             raw = io.FileIO(os.devnull, "w")
-        # A terminal may lack some letters of an answer.
+        # The terminal's encoding may lack some characters of an answer.
         text = io.TextIOWrapper(
             io.BufferedWriter(raw), errors="backslashreplace", line_buffering=True
         )
@@ -270,10 +276,10 @@ def open_streams() -> None:
 
 # ---------------------------------------------------------------- metrics.jsonl and samples.jsonl
 class JsonLines:
-    """A file of one JSON object a line, to which process 0 appends.
+    """A file of one JSON object per line, to which process 0 appends.
 
-    A line that cannot be written, on a full disk for example, is printed to stderr and counted in
-    `lost`; the run goes on.
+    If a line cannot be written, for example because the disk is full, it is printed to stderr and
+    counted in `lost`, and the run goes on.
     """
 
     def __init__(self, path: str):
@@ -292,13 +298,13 @@ class JsonLines:
 
 
 def sample(step: int, row: dict, answer: str, **scores) -> dict:
-    """A row of samples.jsonl, of a row of the data."""
+    """A row of samples.jsonl. row: the row of the data that `answer` belongs to."""
     asked = {"question": row["question"], "reference": row["answer"]}
     return {"step": step} | asked | {"answer": answer} | scores
 
 
 def json_line(row: dict) -> str:
-    # JSON has no NaN and no infinity.
+    # JSON has neither NaN nor infinity.
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in row.items()
@@ -307,8 +313,8 @@ def json_line(row: dict) -> str:
 
 
 def append_at_once(path: str, data: bytes) -> None:
-    """Append all bytes, on the disk when this returns, or none. Raises OSError."""
-    # Unbuffered, so that it is known how many bytes the disk took.
+    """Append all of the bytes or none; they are on the disk when this returns. Raises OSError."""
+    # Without a buffer, `write` returns how many bytes the disk took.
     with open(path, "ab", buffering=0) as f:
         end = f.tell()
         try:
@@ -321,13 +327,13 @@ def append_at_once(path: str, data: bytes) -> None:
 
 
 def read_jsonl(path: str) -> list[dict]:
-    """The rows of metrics.jsonl or samples.jsonl, [] where there is no file.
+    """The rows of metrics.jsonl or samples.jsonl, or [] if there is no file.
 
-    What is no row of a step is named on stderr and left out. So is half a line at the end, which
-    a killed run may leave.
+    Lines that are not the row of a step are left out, and named on stderr. Half a line at the end,
+    which a killed run may leave, is also left out.
     """
     rows = []
-    # A run that has just begun has none.
+    # A run that has just begun has no file yet.
     if not os.path.exists(path):
         return rows
     with open(path, encoding="utf-8", errors="replace") as f:
@@ -344,11 +350,12 @@ def read_jsonl(path: str) -> list[dict]:
 
 
 def start_wandb(project: str, out: str, flags: dict):
-    """A run on wandb.ai, on process 0; None where no project is named."""
+    """Start a run on wandb.ai on process 0. Returns the run; None elsewhere, or without a
+    project."""
     if not project or jax.process_index() != 0:
         return None
     with exit_on(Exception, f"--wandb {project} wants wandb and WANDB_API_KEY; mend or drop it"):
-        # Optional, and slow to import.
+        # wandb is optional, and slow to import.
         import wandb
 
         run_id = out.replace("/", "-")
@@ -357,7 +364,7 @@ def start_wandb(project: str, out: str, flags: dict):
 
 # ---------------------------------------------------------------- the ends of a run
 def print_setup(cfg, setup) -> None:
-    """What runs where, and what a step holds."""
+    """Print the devices, the model, and the size of a step."""
     processes = jax.process_count()
     device = jax.devices()[0].device_kind
     params = setup.model_cfg.n_params
@@ -377,7 +384,7 @@ def print_setup(cfg, setup) -> None:
     if not setup.held_out:
         line += " | no --eval_data, no evaluation"
     say(line)
-    # Weights are gathered over fsdp and tp, which is slow between hosts.
+    # Weights are all-gathered over fsdp, which is slow between hosts.
     inner = setup.mesh.devices[0]
     spans = len({device.process_index for device in inner.flat})
     if spans > 1:
@@ -390,13 +397,13 @@ def print_setup(cfg, setup) -> None:
 
 
 def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
-    """Before and after, from what the run wrote down, so that it is the same after a resume."""
+    """Print the first and the last evaluation, and where the results are."""
     # Process 0 has the files.
     if jax.process_index() != 0:
         return
-    # What is said is read from the files, so that a run that resumed says the same.
+    # Read everything from the files, so that a resumed run prints the same.
     metrics = read_jsonl(f"{out}/metrics.jsonl")
-    # An evaluation is a row of its own.
+    # An evaluation has a row of its own.
     solved = {row["step"]: row["eval/solved"] for row in metrics if "eval/solved" in row}
     say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {seconds / 60:.1f} minutes")
     if solved:
@@ -409,13 +416,13 @@ def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
 
 
 def print_before_and_after(out: str, first: int, last: int) -> None:
-    """The answers to a few held-out questions at two evaluations."""
+    """Print the answers to a few held-out questions at two evaluations."""
     samples = [
         row
         for row in read_jsonl(f"{out}/samples.jsonl")
         if row.get("eval") and row["step"] in (first, last)
     ]
-    # A question's answers, before and after, stand together.
+    # Print the two answers to a question together.
     for row in sorted(samples, key=lambda row: row["question"]):
         if row["step"] == first:
             say(f"\n  {row['question']}")

@@ -1,10 +1,10 @@
-"""The directory of a run: whose it is, where it resumes, and whether what is written has room.
+"""The directory of a run: which run owns it, where that run resumes, and whether the disk has room.
 
 config.json      the run's flags, with commit and versions
-metrics.jsonl    one row a step, and one for each evaluation
+metrics.jsonl    one row for each step, and one for each evaluation
 samples.jsonl    some prompts with answers and rewards
 step_NNNNNN/     a checkpoint
-compiled/        what JAX has compiled, so that a run which resumes need not compile again
+compiled/        programs that JAX has compiled, so that a resumed run need not compile again
 profile/         the trace of the step that --profile names
 final/           the trained model, as a Hugging Face directory
 """
@@ -33,7 +33,7 @@ from infra.files import CheckpointError
 from infra.log import check, exit_on, say, warn
 from infra.profiler import Profiler
 
-# Flags that may change when a run resumes: none of them changes what is computed.
+# Flags that may change when a run resumes, because they do not change what is computed.
 FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {
     "out",
     "rollout_sharding",
@@ -51,14 +51,17 @@ FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {
     "require_processes",
     "profile",
 }
-# What a run writes that another run in its place would write too.
+# Names of files that another run in the same directory would also write.
 WRITTEN = r"step_\d{6}|final|profile|(metrics|samples)\.jsonl"
 
 
 def comparable(flags: dict) -> dict:
-    """Of a run's flags those that may not differ when it resumes. Questions count per step, so that
-    it may resume on another number of processes."""
-    # Runs from before this flag sampled in `dtype`.
+    """The flags of a run that must not change when it resumes.
+
+    Instead of `batch`, questions per step are compared: a run may resume on another number of
+    processes.
+    """
+    # Runs older than the flag rollout_dtype sampled in `dtype`.
     flags = {"rollout_dtype": flags.get("dtype")} | flags
     kept = {name: v for name, v in flags.items() if name not in FREE_ON_RESUME | {"batch"}}
     questions = flags.get("batch", 0) * flags.get("require_processes", 0)
@@ -66,8 +69,8 @@ def comparable(flags: dict) -> dict:
 
 
 def write_config(out: str, flags: dict) -> None:
-    """Write config.json, by every process, since its disk may be its own; exit 2 where the run's
-    bucket does not take it."""
+    """Write config.json on every process, since each may have its own disk. Exits as in
+    `exit_without_bucket` if the run's bucket cannot take it."""
     versions = {module.__name__: module.__version__ for module in (jax, optax, np)}
     content = {"config": flags, "commit": cluster.commit(), "versions": versions}
     files.write_json(f"{out}/config.json", content)
@@ -78,7 +81,8 @@ def write_config(out: str, flags: dict) -> None:
 
 @contextlib.contextmanager
 def exit_without_bucket():
-    """Inside, exit 2 where the bucket can never be used, and 1 where it cannot be reached now."""
+    """In the context, exit with code 2 if the bucket can never be used, or with code 1 if it cannot
+    be reached now."""
     try:
         with exit_on(bucket.RefusedError, "--out cannot be used"):
             yield
@@ -88,7 +92,8 @@ def exit_without_bucket():
 
 
 def claim_out(out: str, claims: contextlib.ExitStack) -> None:
-    """Make `out`, and let no other run use it until `claims` is closed. Process 0 does that."""
+    """Make the directory `out`, and let process 0 claim it, so that no other run uses it until
+    `claims` is closed. Exits with code 2 if another run uses it."""
     fault = ""
     with exit_on(OSError, f"{out} cannot be made a directory; choose another --out"):
         os.makedirs(out, exist_ok=True)
@@ -103,33 +108,35 @@ def claim_out(out: str, claims: contextlib.ExitStack) -> None:
 
 
 def keep_compiled(out: str) -> None:
-    """Let JAX keep compiled programs in `out`/compiled, unless the user has chosen a place, as with
-    JAX_COMPILATION_CACHE_DIR. All processes read there; JAX lets only process 0 write."""
-    # The environment variable sets this field too.
+    """Let JAX keep compiled programs in `out`/compiled, unless the user has chosen a directory, for
+    example with JAX_COMPILATION_CACHE_DIR. All processes read there; JAX lets only process 0 write.
+    """
+    # The environment variable also sets this field.
     if jax.config.jax_compilation_cache_dir:
         return
     jax.config.update("jax_compilation_cache_dir", f"{out}/compiled")
-    # JAX compiled a program when the processes met, and remembers that it found no cache then.
+    # JAX has already compiled a program, when the processes connected. It found no cache then, and
+    # would not look again.
     compilation_cache.reset_cache()
 
 
 # ---------------------------------------------------------------- where a run resumes
 def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int, list, int]:
-    """`out`, once claimed -> (step, files, skipped updates in a row) of its newest complete
-    checkpoint, or (0, [], 0).
+    """Find where a run resumes in `out`, which is already claimed. Returns (step, files,
+    consecutive skipped updates) of the newest complete checkpoint, or (0, [], 0).
 
-    flags: of this run. Exits 2 for a directory that holds anything else than this run, and 0 where
-    the run has finished.
+    flags: this run's flags. Exits with code 2 if the directory holds anything but this run, and
+    with code 0 if the run has finished.
     """
     if bucket.bucket_of(out):
         with exit_without_bucket():
             bucket.fetch_rest(out, final=jax.process_index() == 0)
     refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
-    # The step that --profile names may lie before the checkpoint.
+    # The step that --profile names may be before the checkpoint.
     if 0 < flags["profile"] <= done:
         say(f"step {flags['profile']} is not traced now, as {done} steps were done before")
-    # Process 0 writes final/; the disk of another process may be its own.
+    # Ask process 0, which writes final/: other processes may have their own disks.
     has_final, final_step = all_gather_hosts([os.path.isdir(f"{out}/final"), step_of_final(out)])[0]
     if done and min(done, final_step) >= total_steps:
         send_what_is_here(out, done)
@@ -146,7 +153,8 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
 
 
 def send_what_is_here(out: str, done: int) -> None:
-    """Send what a run that has finished could not send; exit 1 where its results cannot be."""
+    """Send what a finished run could not send to its bucket. Exits with code 1 if the results still
+    cannot be sent."""
     if not bucket.bucket_of(out):
         return
     checkpoint.send_results(out)
@@ -158,21 +166,21 @@ def send_what_is_here(out: str, done: int) -> None:
 
 
 def step_of_final(out: str) -> int:
-    """The step of the final model, 0 where there is none; a run that was given more steps has an
-    older one."""
+    """The step of the final model, or 0 if there is none. A run that was given more steps has a
+    final model of an earlier step."""
     with contextlib.suppress(CheckpointError):
         return int(files.read_json(f"{out}/final/podgrpo.json")["step"])
     return 0
 
 
 def refuse_other_run(out, flags, resume):
-    """Exit 2 where `out` holds something else than this run."""
-    # A killed process may have left half of the first file.
+    """Exit with code 2 if `out` holds anything but this run."""
+    # A process that was killed before it wrote config.json may have left these.
     harmless = r"tiny-seed|claim\.json$|compiled$|.*\.tmp$"
     found = {name for name in os.listdir(out) if not re.match(harmless, name)}
     if not found:
         return
-    # Any directory may be named by mistake.
+    # The user may have named any directory by mistake.
     with exit_on(Exception, f"{out} exists and is not a run of podgrpo; choose another --out"):
         flags_there = comparable(files.read_json(f"{out}/config.json")["config"])
     changed = [
@@ -180,7 +188,7 @@ def refuse_other_run(out, flags, resume):
         for name, value in comparable(flags).items()
         if flags_there.get(name) != value
     ]
-    # A run that was refused may have left no more than its config.json.
+    # A run that was refused may have left only its config.json.
     has_begun = found != {"config.json"}
     check(
         not changed or resume == "force" or not has_begun,
@@ -190,14 +198,15 @@ def refuse_other_run(out, flags, resume):
 
 
 def newest_checkpoint(out: str, resume: str):
-    """-> (step, files, headers) of the newest checkpoint that is complete for all processes, or
-    (0, [], {}) where none ever was, since a process may have been killed in its first save.
+    """Returns (step, files, header) of the newest checkpoint that is complete for all processes.
 
-    Where one was, and none can be used, the user decides: exit 2, or `--resume force`.
+    Returns (0, [], {}) if no checkpoint was ever complete: a process may have been killed in its
+    first save. If there was one, but none can be used, exits with code 2, or puts everything aside
+    with `--resume force`.
     """
     own_steps = []
     fault = ""
-    # All processes look at the same steps, since they have to agree on one.
+    # All processes look at the same steps, since they have to agree on one of them.
     for step in steps_of_all_hosts(out):
         directory = f"{out}/step_{step:06}"
         paths, about = [], {}
@@ -207,11 +216,12 @@ def newest_checkpoint(out: str, resume: str):
         except (CheckpointError, OSError) as e:
             warn(f"step {step} cannot be used: {e}")
             fault = fault or fault_of(e, directory)
-        # All must have the same run's checkpoint, so that no two runs are mixed.
+        # All processes must have a checkpoint of the same run, so that no two runs are mixed.
         runs = all_gather_hosts(about.get("run", 0))
         if 0 < runs.min() == runs.max():
             return step, paths, about
-    # A second checkpoint is begun when all processes have the first.
+    # A run begins its second checkpoint when all processes have the first one. So if this process
+    # has two, the others have lost theirs.
     if len(own_steps) > 1 and not fault:
         index = jax.process_index()
         fault = f"process {index} has its part of steps {own_steps}, and others lack theirs"
@@ -227,19 +237,19 @@ def newest_checkpoint(out: str, resume: str):
 
 
 def steps_of_all_hosts(out):
-    """Steps of the checkpoints, complete or not, that any process finds, newest first."""
+    """Steps of the checkpoints that any process finds, complete or not, newest first."""
     steps = set(checkpoint.saved_steps(out))
     if bucket.bucket_of(out):
         with exit_without_bucket():
             steps.update(bucket.saved_steps(out))
-    # As many numbers from each process; no step is 0.
+    # Each process must pass the same number of values. Pad with 0, which is never a step.
     padded = np.array([0] * 99 + sorted(steps))[-99:]
     found = set(all_gather_hosts(padded).ravel().tolist())
     return sorted(found - {0}, reverse=True)
 
 
 def complete_checkpoint(out, step):
-    """This process's files of a checkpoint, fetched from the bucket if the run has one."""
+    """Returns checkpoint.complete_checkpoint of a step; with a bucket, fetches the files first."""
     name = f"step_{step:06}"
     if bucket.bucket_of(out):
         with exit_without_bucket():
@@ -248,7 +258,7 @@ def complete_checkpoint(out, step):
 
 
 def fault_of(error, directory):
-    """Why a checkpoint is more than one whose writing was cut short, "" if it is not."""
+    """What is wrong with a checkpoint, or "" if only its writing was cut short."""
     if not isinstance(error, checkpoint.IncompleteCheckpoint):
         return str(error)
     count = jax.process_count()
@@ -261,7 +271,8 @@ def fault_of(error, directory):
 
 
 def put_aside(out: str) -> None:
-    """Rename what a run left in `out`, each process what is on its disk."""
+    """Move what a run left in `out` to a directory old-DATE-TIME. Each process moves what is on its
+    disk."""
     now = int(all_gather_hosts(int(time.time()))[0])
     old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(now))
     os.makedirs(f"{out}/{old}", exist_ok=True)
@@ -270,18 +281,19 @@ def put_aside(out: str) -> None:
             bucket.put_aside(out, old, WRITTEN)
     for name in os.listdir(out):
         if re.fullmatch(WRITTEN, name):
-            # On a disk that several processes share, one of them is the first.
+            # If several processes share a disk, another one may have moved this already.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(f"{out}/{name}", f"{out}/{old}/{name}")
-    # No process writes before all have looked.
+    # Wait until all processes have moved their files, before any process writes new ones.
     all_gather_hosts(0)
     say(f"{out} starts over; what was there is in {old}")
 
 
 def truncate_to(out: str, done: int) -> None:
-    """Let metrics and samples end at the step of the checkpoint: what came after will come again.
-    The samples of an evaluation whose row of metrics is missing come again too."""
-    # Process 0 writes them.
+    """Remove rows after step `done` from metrics.jsonl and samples.jsonl, as the run will repeat
+    these steps. Also remove samples of an evaluation that has no row in metrics.jsonl: it will be
+    repeated, too."""
+    # Only process 0 has these files.
     if jax.process_index() != 0:
         return
     metrics = log.read_jsonl(f"{out}/metrics.jsonl")
@@ -294,14 +306,14 @@ def truncate_to(out: str, done: int) -> None:
         if row["step"] <= done and ("eval" not in row or row["step"] in evaluated)
     ]
     for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
-        # Without a checkpoint the run begins anew.
+        # Without a checkpoint, the run starts over.
         kept = rows if done else []
         with files.complete_file(f"{out}/{name}") as f:
             f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
 
 
 def has_evaluation(out: str, step: int) -> bool:
-    """Does metrics.jsonl hold an evaluation of this step? On process 0's disk, which counts."""
+    """Whether metrics.jsonl, on process 0's disk, has an evaluation of this step."""
     rows = log.read_jsonl(f"{out}/metrics.jsonl")
     has_row = any(row["step"] == step and "eval/solved" in row for row in rows)
     return bool(all_gather_hosts(has_row)[0])
@@ -309,23 +321,24 @@ def has_evaluation(out: str, step: int) -> bool:
 
 # ---------------------------------------------------------------- room for checkpoints
 def check_disk(out: str, state, done: int, total_steps: int, save_every: int, keep: int) -> None:
-    """Exit 2 unless what the run writes has room on the disk of `out`. state: a tree of shapes."""
+    """Exit with code 2 unless the disk of `out` has room for what the run will write. state: a tree
+    of shapes."""
     steps_left = total_steps - done
     if not steps_left:
         return
     size = checkpoint_bytes(state)
-    # Process 0 writes the model too, in float32 at most.
+    # Process 0 also writes the final model, in float32 at most.
     final = 0
     if jax.process_index() == 0:
         final = 4 * sum(array.size for array in jax.tree.leaves(state["params"]))
     saves = 1 + (steps_left - 1) // save_every if save_every else 1
-    # While one is written the older ones are still there. With a bucket that is the one from which
-    # the run resumed, at most.
+    # While a checkpoint is written, the older ones are still there. With a bucket, the only older
+    # one is the checkpoint that the run resumed from.
     resumed = 1 if done else 0
     at_once = min(saves + resumed, keep + 1)
     if bucket.bucket_of(out):
         at_once = min(saves, 1) + resumed
-    # The checkpoints that are there will have gone by then.
+    # Count the present checkpoints as free: at_once includes those that will still be there.
     old = sum(files.directory_bytes(path) for path in glob.glob(f"{glob.escape(out)}/step_*"))
     free = shutil.disk_usage(out).free + old
     need_gib, free_gib = worst_disk(out, (at_once * size + final) / GIB, free / GIB)
@@ -341,11 +354,11 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
 
 
 def worst_disk(out, need_gib, free_gib):
-    """-> (needed, free) GiB of the disk that has the least room, of all processes."""
+    """Returns (needed, free) GiB of the disk with the least room, among all processes' disks."""
     has_claim = os.path.exists(f"{out}/claim.json")
     of_this_host = np.array([need_gib, free_gib, has_claim], np.float32)
     need_P, free_P, has_claim_P = all_gather_hosts(of_this_host).T
-    # Process 0 has written the claim: all who find it share its disk.
+    # Process 0 has written the claim. If all processes see it, they all share one disk.
     if has_claim_P.all():
         need_P = need_P.sum(keepdims=True)
         free_P = free_P[:1]
@@ -354,12 +367,12 @@ def worst_disk(out, need_gib, free_gib):
 
 
 def checkpoint_bytes(state) -> int:
-    """Bytes of this process's part of a checkpoint: its shards of the state, each once."""
+    """Bytes of this process's part of a checkpoint: its shards of the state, each counted once."""
     total = 0
     for array in jax.tree.leaves(state):
-        # Of the devices of this process.
+        # Only the devices of this process.
         indices = array.sharding.addressable_devices_indices_map(array.shape).values()
-        # Replicas of a shard have the same index.
+        # Replicas of a shard have the same index, so they count once.
         shards = len({str(index) for index in indices})
         shard_size = math.prod(array.sharding.shard_shape(array.shape))
         total += shards * shard_size * array.dtype.itemsize
@@ -369,7 +382,7 @@ def checkpoint_bytes(state) -> int:
 # ---------------------------------------------------------------- what a run leaves behind
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Where a run leaves what it finds, what shows how far it is, and what may end it early."""
+    """What a run writes and prints to, and the signal that may end it early."""
 
     saver: checkpoint.Saver
     metrics: log.JsonLines
@@ -387,7 +400,8 @@ class Outputs:
 
 
 def open_outputs(cfg, done: int, wandb) -> Outputs:
-    """Those of a run with these flags, after `done` steps. From here on signals are watched."""
+    """Returns the Outputs of a run with these flags, after `done` steps. From here on, signals are
+    watched."""
     saver = checkpoint.Saver(cfg.out, cfg.keep, done)
     metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
     samples = log.JsonLines(f"{cfg.out}/samples.jsonl")

@@ -1,10 +1,10 @@
-"""What `launch.sh slurm` submits: the tasks of a job, and its way back into the queue.
+"""The job that `launch.sh slurm` submits: start the tasks, and requeue the job at its time limit.
 
     python infra/slurm_job.py COMMAND ARGUMENTS...
 
-srun starts a task of COMMAND for each process. Exits with the code of the first task that failed.
-Shortly before its time limit Slurm sends the job SIGUSR1; training then saves and ends with 143,
-and the job is requeued, to resume.
+srun starts COMMAND as one task per process. Exits with the code of the first task that failed.
+Shortly before the time limit, Slurm sends the job SIGUSR1. Training then saves and exits with 143,
+and the job is requeued, so that it resumes.
 """
 
 import os
@@ -18,10 +18,10 @@ NO_STEP = 128 + signal.SIGUSR1
 
 
 def run_tasks(command: list[str]) -> tuple[int, bool]:
-    """Returns the exit code of the first task that failed, 0 for none, and whether Slurm has warned
-    of the time limit."""
+    """Run the command as tasks. Returns (exit code of the first task that failed, or 0 if none did,
+    whether Slurm has warned of the time limit)."""
     env = os.environ.copy()
-    # Since Slurm 22.05 srun does not take this number from sbatch.
+    # Since Slurm 22.05, srun does not take this number over from sbatch.
     if "SLURM_CPUS_PER_TASK" in env:
         env["SRUN_CPUS_PER_TASK"] = env["SLURM_CPUS_PER_TASK"]
     warnings = []
@@ -33,16 +33,17 @@ def run_tasks(command: list[str]) -> tuple[int, bool]:
             tasks.send_signal(number)
 
     signal.signal(signal.SIGUSR1, pass_on)
-    # Slurm sends SIGTERM to the tasks too, and this process waits for their end.
+    # Slurm also sends SIGTERM to the tasks, so ignore it here and wait for the tasks to end.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    # Without the second option the other tasks would wait for the one that failed.
+    # Without --kill-on-bad-exit, the other tasks would wait for a task that failed.
     srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", *command]
     tasks = subprocess.Popen(srun, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
     failed = []
     for line in tasks.stderr:
         print(line, end="", file=sys.stderr, flush=True)
         failed += re.findall(r"^srun: error: .*: Exited with exit code (\d+)$", line)
-    # srun itself ends with the highest code, but the tasks that it ended have 143.
+    # srun exits with the highest code of all tasks, and the tasks that it ended have 143. So prefer
+    # the code of the first failed task, from the messages above.
     code = tasks.wait()
     return int(failed[0]) if failed else code, bool(warnings)
 
@@ -56,7 +57,7 @@ def main(command: list[str]) -> int:
     if is_warned and code == NO_STEP:
         print("launch.sh: the time limit came before a step was made, and would again: ", end="")
         print("give a longer --time")
-    # A signal that ended srun is a negative number.
+    # If a signal ended srun, the code is the negative signal number.
     return code if code >= 0 else 128 - code
 
 

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# What each TPU worker runs, in ~/podgrpo, when launch.sh calls it by ssh. Every action bears being run again, as
-# gcloud does where a connection breaks.
+# launch.sh runs these actions by ssh on each TPU worker, in ~/podgrpo. Every action can safely be run again: gcloud
+# runs a command again when its connection breaks.
 #
-#   bash infra/worker.sh unpack SECRETS [flags]   the tree that was sent, and .venv; SECRETS: "keep" or "forget" .env
-#   bash infra/worker.sh start ID [flags]         train.py with these flags, detached; once for each ID
-#   bash infra/worker.sh follow FIRST REST        its log until its end, then "exit CODE TIME"; FIRST: where worker 0
-#                                                 begins, REST: where the others do, both as `tail -n` has them
-#   bash infra/worker.sh status | stop [ID]       its last line | SIGTERM, and SIGKILL after 30 seconds
-#   bash infra/worker.sh test ARGUMENTS           pytest with these
-#   bash infra/worker.sh results                  where the run's results are; see tools/results.py
+#   bash infra/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
+#   bash infra/worker.sh start ID [flags]         start train.py with these flags, detached; only once for each ID
+#   bash infra/worker.sh follow FIRST REST        print its log until it ends, then "exit CODE TIME"; FIRST: where
+#                                                 worker 0 begins, REST: where the others begin, both as for `tail -n`
+#   bash infra/worker.sh status | stop [ID]       print the last line of its log | SIGTERM; SIGKILL after 30 seconds
+#   bash infra/worker.sh test ARGUMENTS           run pytest with these arguments
+#   bash infra/worker.sh results                  print where the run's results are; see tools/results.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# A run holds run.lock from before it starts until it has ended. The lock of a probe is shared, and `start` waits for
-# it, so that no probe is taken for a run.
+# A run holds run.lock from before its start until its end. A probe takes a shared lock for a moment, and `start` waits
+# for it, so that no probe is mistaken for a run.
 is_free() { flock -n -s run.lock true; }
 
 unpack() {
   if [ "$1" = keep ]; then chmod 600 .env; else rm -f .env; fi
-  # What was sent before and is no more goes.
+  # Remove the files that were sent before, as the new tree may not have them.
   if [ -f .sent ]; then xargs -0 rm -f <.sent; fi
   tar -xzf tree.tgz
   cp run.sent .sent
@@ -28,17 +28,17 @@ unpack() {
 start() {
   local id="$1" lock=/tmp/libtpu_lockfile sudo='sudo -n'
   shift
-  # gcloud may run this call again while the first one is still at work.
+  # gcloud may repeat this call while the first one is still running.
   exec 8>start.lock
   flock 8
-  if [ "$(cat run.id 2>/dev/null)" = "$id" ]; then return; fi # the same call again
-  flock setup.lock bash launch.sh setup tpu "$@" 8>&- # these flags may need more than there is
-  exec 9>run.lock # whoever follows finds it held, until the run has ended
+  if [ "$(cat run.id 2>/dev/null)" = "$id" ]; then return; fi # this call is a repetition
+  flock setup.lock bash launch.sh setup tpu "$@" 8>&- # these flags may need more packages
+  exec 9>run.lock # `train` inherits this lock, and holds it until the run has ended
   if ! flock -w 10 9; then
     echo 'launch.sh: a run is going on here' >&2
     return 1
   fi
-  # A killed process leaves libtpu's lock behind, and the next run would wait for it.
+  # A killed process leaves libtpu's lock file behind, and the next run would wait for it.
   if [ "$(id -u)" = 0 ]; then sudo=''; fi
   if [ -z "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ]; then $sudo rm -f "$lock"; fi
   rm -f run.exit
@@ -49,20 +49,20 @@ start() {
   echo $! >run.pid
 }
 
-# what `start` leaves running: train.py, and how it ended
+# Run train.py, and write down how it ended. `start` leaves this running.
 train() {
   local code=0
-  trap : TERM # it is for train.py, and this shell waits for its end
+  trap : TERM # SIGTERM is for train.py; this shell waits until that has ended
   PODGRPO_COMMIT="$(cat run.commit)" bash launch.sh task "$@" >run.log 2>&1 9>&- || code=$?
   echo "$code $(date +%s.%N)" >run.exit
 }
 
 follow() {
-  local from="$2" pid=999999999 # of no process: the log is printed as it is
+  local from="$2" pid=999999999 # no process has this id, so tail prints the log and ends
   if [ "$me" = 0 ]; then from="$1"; fi
   if ! is_free; then pid="$(cat run.pid)"; fi
   tail -n "$from" --pid="$pid" -F run.log 2>/dev/null
-  # Where there is no run.exit, it was killed with the shell that would have written it.
+  # If there is no run.exit, train.py was killed together with the shell that writes it.
   echo "exit $(cat run.exit 2>/dev/null || echo 137 9999999999)"
 }
 
@@ -73,7 +73,7 @@ status() {
 
 stop() {
   local second
-  # A run of another ID is not meant.
+  # Leave a run with another ID alone.
   if [ -n "${1:-}" ] && [ "$1" != "$(cat run.id)" ]; then return; fi
   for second in {0..40}; do
     if is_free; then return; fi
@@ -87,7 +87,7 @@ stop() {
   return 1
 }
 
-# this worker's number in its slice
+# This worker's number in its slice.
 host="${GCE_METADATA_HOST:-metadata.google.internal}"
 me="$(curl -sf -H 'Metadata-Flavor: Google' "http://$host/computeMetadata/v1/instance/attributes/agent-worker-number")"
 label() { while IFS= read -r line || [ -n "$line" ]; do printf '[w%s] %s\n' "$me" "$line"; done; }
@@ -99,7 +99,7 @@ case "$action" in
   follow) follow "$@" 2>&1 | label ;;
   status) status 2>&1 | label ;;
   stop) stop "$@" 2>&1 | label ;;
-  # What these say is for a log, or for launch.sh.
+  # The output of these has no label: it is for a log, or for launch.sh.
   train) train "$@" ;;
   test)
     .venv/bin/python -m pip install -q 'pytest>=9,<10'
@@ -107,4 +107,4 @@ case "$action" in
     ;;
   results) JAX_PLATFORMS=cpu .venv/bin/python tools/results.py ;;
 esac
-exit # bash reads no further: this file may have been replaced by now
+exit # bash must read no further: this file may have been replaced by now

@@ -1,4 +1,4 @@
-"""Questions and answers (infra/data.py): data sets, prompts, rewards."""
+"""Questions and answers (infra/data.py): data sets, prompts, and the rewards of train.py."""
 
 import contextlib
 import fractions
@@ -31,7 +31,7 @@ from infra import answers, data, hf, log, rewards
 
 # ---------------------------------------------------------------- the rewards of train.py
 # fmt: off
-FORMATTED = {  # an answer: does it end with its one <answer>number</answer>?
+FORMATTED = {  # answer: 1 if it has a single <answer>number</answer>, at its end
     "1+1 <answer>2</answer>\n": 1,
     "2": 0,
     "<answer>2": 0,
@@ -95,13 +95,13 @@ def test_the_tiny_model_has_the_chat_template(tiny_directory):
 
 
 def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directory, tmp_path):
-    """tokenizer.json may carry such settings, which are of other uses than training."""
+    """tokenizer.json may have settings for truncation and padding, which are not for training."""
     data = tmp_path / "rows.jsonl"
     questions = [{"question": f"What is {i} + 1?", "answer": i + 1} for i in range(99)]
     data.write_text("\n".join(map(json.dumps, questions)))
 
     def prompts(directory, out):
-        # without steps no update is compiled
+        # Without steps, no update is compiled.
         flags = ["--steps 0 --data", data, "--eval_data", data, "--model", directory, "--out", out]
         with restored_signals(), contextlib.ExitStack() as claims:
             _, setup, *_ = train.set_up(train.parse(arguments(flags)), claims)
@@ -154,7 +154,7 @@ def test_each_epoch_is_a_permutation_of_its_own():
     for epoch in epochs:
         assert sorted(epoch) == list(range(10))
     assert epochs[0] != epochs[1]
-    # one walk, however hosts and steps divide it
+    # The walk does not depend on how hosts and steps divide it.
     assert data.question_order(3, 0, 30, 10) == sum(epochs, [])
     assert data.question_order(4, 0, 10, 10) != epochs[0]
 
@@ -168,7 +168,7 @@ def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path)
 
 def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
     closed = "http://127.0.0.1:9"
-    # Not offline from the start, as the other tests are.
+    # Unlike the other tests, this one is not offline from the start.
     env = {"HF_ENDPOINT": closed, "HF_HUB_OFFLINE": "0"}
     text = run_train("--data gsm8k --out", tmp_path / "run", code=2, **env)
     (line,) = (line for line in text.splitlines() if not line.startswith("rollout: "))
@@ -230,7 +230,7 @@ def test_a_line_of_metrics_that_is_no_row_is_reported_and_left_out(tmp_path, cap
 # ---------------------------------------------------------------- GSM8K
 @pytest.mark.slow
 def test_a_run_on_gsm8k_with_the_published_tokenizer(tmp_path):
-    """From a random model to files that transformers loads, with the vocabulary of Qwen2.5."""
+    """Train a random model with the vocabulary of Qwen2.5, and load the result in transformers."""
     source = tmp_path / "source"
     out = tmp_path / "run"
     config = data.TINY_MODEL | dict(vocab_size=151936, hidden_size=64, eos_token_id=151645)
@@ -239,7 +239,7 @@ def test_a_run_on_gsm8k_with_the_published_tokenizer(tmp_path):
     hf.write_random(source, config, seed=3)
     text = run_train(
         "--steps 2 --sft_steps 1 --batch 2 --npq 4 --max_answer 48 --max_prompt 96 --eval_n 16",
-        # With a bonus answers are computed that all score 0.
+        # With an entropy bonus, answers are trained on even though all of them score 0.
         "--lr 1e-3 --micro_batch 1 --entropy_bonus 1e-6",
         *["--model", source, "--data", shared("gsm8k/train.jsonl")],
         *["--eval_data", shared("gsm8k/test.jsonl"), "--out", out],
@@ -254,7 +254,7 @@ def test_a_run_on_gsm8k_with_the_published_tokenizer(tmp_path):
     assert metrics[1]["logprob_gap/max"] < 1e-4
     assert np.isfinite([row["loss"] for row in metrics]).all(), metrics
 
-    # the rest needs what reads a checkpoint besides us
+    # The rest needs another program that can read a checkpoint.
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Models and data sets of the hub (infra/hub.py), on a hub of our own that fails on demand."""
+"""Models and data sets from the hub (infra/hub.py), with a stand-in for the hub that fails on
+demand."""
 
 import collections
 import email.utils
@@ -21,8 +22,8 @@ from conftest import ROOT, arguments, run, run_to_end, until
 
 from infra import hub
 
-# A start of a run, in a process of its own for each line of stdin, as the hub's libraries keep
-# what they have read. Waits are noted, and cut short.
+# For each line of stdin, this program forks one process per start of a run, since the hub's
+# libraries keep what they have read. Waits are recorded and cut short.
 STARTS = """
 import json, os, sys, time, types
 sys.path.insert(0, sys.argv[1])
@@ -71,16 +72,16 @@ ROWS = {
     for split, n in (("train", 7), ("test", 3))
 }
 COMMIT = "c0" * 20
-# The question for a model that begins each download.
+# Each download of the model begins with this request.
 INFO = "GET /api/models/tiny/model/revision/main"
 
 
 def none(*_):
-    """No fault, of any request."""
+    """No request has a fault."""
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Serves a model tiny/model and a data set tiny/rows as the hub does, and fails as told."""
+    """Serves a model tiny/model and a data set tiny/rows like the hub, with injected faults."""
 
     daemon_threads = True
 
@@ -98,10 +99,10 @@ class Hub(http.server.ThreadingHTTPServer):
         self.reset()
 
     def reset(self, fault_of=none):
-        """fault_of: the fault of a request, by its line and how often it has been asked before."""
+        """fault_of(request line, number of earlier requests with this line): the fault, or None."""
         self.fault_of = fault_of
         self.asked = []
-        # An event that requests for models wait for.
+        # If set, requests for models wait for this event.
         self.hold = None
 
     @property
@@ -215,7 +216,7 @@ class Starts:
         self.home = directory / "home"
         self.env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(self.home), "HF_HUB_OFFLINE": "0"}
         env = os.environ | self.env | {"JAX_PLATFORMS": "cpu"}
-        # What a machine may have set would lead away from this hub, or from an empty home.
+        # These variables of the machine could lead to another hub, or to copies outside `home`.
         for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN", "http_proxy", "HTTP_PROXY"):
             env.pop(name, None)
         self.process = subprocess.Popen(
@@ -237,7 +238,8 @@ class Starts:
         return starts
 
     def end(self, starts):
-        """-> what the starts have, as {"code", "files", "rows", "weights", "waits", "log"}"""
+        """Wait for the starts. Returns {"code", "files", "rows", "weights", "waits", "log"} of
+        each."""
         assert self.process.stdout.readline() == "done\n"
         results = []
         for start in starts:
@@ -250,7 +252,7 @@ class Starts:
         return result
 
     def check(self, result):
-        """A start has all rows, and all files of the model, byte for byte."""
+        """Assert that a start got all rows, and all files of the model, byte for byte."""
         assert result["code"] == 0, result
         assert result["rows"] == [ROWS["train"], ROWS["test"]], result
         assert result["files"] == result["weights"]
@@ -272,7 +274,7 @@ def starts(tiny_directory, tmp_path_factory):
 
 # ---------------------------------------------------------------- what is waited for
 def test_what_the_hub_asks_to_wait_is_waited_and_said(starts):
-    """Of the first question for a model, which the hub's libraries ask once."""
+    """The fault is in the first request for a model, which the hub's libraries do not retry."""
     busy = (429, {"Retry-After": "9"})
     faults = {(INFO, 0): busy, (INFO, 1): (503, {})}
     starts.hub.reset(lambda *request: faults.get(request))
@@ -330,7 +332,7 @@ def test_a_start_without_a_hub_uses_its_copies_at_once(starts, tmp_path):
     closed = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(starts.home)}
     command = (sys.executable, "-c", program)
     assert "loaded True 7" in run(*command, ROOT, HF_HUB_OFFLINE="0", **closed)
-    # Without a copy it ends, and names the cause.
+    # Without a copy, the start ends and names the cause.
     text = run(*command, ROOT, code=2, HF_HUB_OFFLINE="0", **closed | {"HF_HOME": str(tmp_path)})
     assert re.search("model tiny/model .* nor had from the hub; the hub gives no .*refused", text)
     assert len(text.strip().splitlines()) == 1, text
@@ -376,7 +378,7 @@ def test_which_errors_are_faults_of_the_hub(error, reason, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     found = hub.fault(error)
     assert re.search(reason, found[0]) if reason else found is None, found
-    # Copies alone are looked for: nothing to wait for.
+    # Offline, only copies are looked for, so there is nothing to wait for.
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         with mock.patch.dict(os.environ, {name: "1"}):
             assert hub.fault(error) is None
@@ -422,7 +424,7 @@ def test_of_processes_that_share_a_disk_one_asks_and_the_others_find_the_copy(st
     results = starts.end(running)
     for result in results:
         starts.check(result)
-        # Shorter ones are those of locks that the hub's libraries take.
+        # Shorter waits are for locks of the hub's libraries.
         assert max(result["waits"], default=0) < 1
     counts = collections.Counter(starts.hub.asked)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
@@ -433,7 +435,7 @@ def test_of_processes_that_share_a_disk_one_asks_and_the_others_find_the_copy(st
 
 
 def run_two(starts, tmp_path, monkeypatch, code=0):
-    """What a run of two processes prints, which share a disk without copies."""
+    """Run two processes that share a disk without copies. Returns what they print."""
     for name, value in starts.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -468,7 +470,7 @@ def test_all_processes_end_if_one_gets_no_data(starts, tmp_path, monkeypatch):
 FAULTS = {
     "429 with Retry-After": (lambda request: 1, (429, {"Retry-After": "1"})),
     "503 twice": (lambda request: 2, (503, {})),
-    # The hub's libraries ask up to six times by themselves, of a file's head seven times.
+    # The hub's libraries try up to six times themselves, and seven times for HEAD of a file.
     "503 for longer": (lambda request: 7 if request.startswith("HEAD") else 6, (503, {})),
     "a dropped connection": (lambda request: 1, "drop"),
     "half an answer": (lambda request: 1, "half"),

@@ -1,4 +1,4 @@
-"""The trace of one step, --profile: what is in it, who writes it, and that it disturbs no run."""
+"""--profile, the trace of one step: what it holds, who writes it, and that it changes no run."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ TRACED_STEP = 2
 
 @pytest.fixture
 def traced(tmp_path_factory):
-    """The directory of a run of which one step was traced. Not to be changed."""
+    """The directory of a run with one traced step. Tests share it and must not change it."""
 
     def make(directory):
         text = run_train(FLAGS, f"--profile {TRACED_STEP} --out", directory / "run")
@@ -34,12 +34,12 @@ def traced(tmp_path_factory):
 
 
 def traces(out):
-    """The traces in a run's directory: one directory each, named after its time."""
+    """The traces in a run's directory. Each is a directory named after its time."""
     return sorted((out / "profile/plugins/profile").iterdir())
 
 
 def events_of(trace):
-    """The names of what has a duration in a trace, each as often as it is there."""
+    """Names of the events in a trace that have a duration, with repetitions."""
     (path,) = trace.glob("*.trace.json.gz")
     with gzip.open(path) as f:
         events = json.load(f)["traceEvents"]
@@ -47,7 +47,7 @@ def events_of(trace):
 
 
 def functions_of(trace):
-    """The functions of train.py in a trace, each as often as it was called."""
+    """Names of train.py's functions in a trace, one for each call."""
     names = [name for name in events_of(trace) if name.startswith("$train.py")]
     return [name.rpartition(" ")[2] for name in names]
 
@@ -56,14 +56,14 @@ def test_a_trace_holds_the_work_of_its_step_alone(traced):
     said = (traced.parent / "log").read_text()
     assert re.findall(r"^step (\d) is traced: .*/run/profile$", said, re.M) == ["2"], said
     (trace,) = traces(traced)
-    # xprof opens this file.
+    # xprof reads this file.
     (path,) = trace.glob("*.xplane.pb")
     assert path.stat().st_size > 1e5
     # Jitted programs, from the rollout to the update.
     names = events_of(trace)
     for program in ("prefill", "decode", "gradients", "apply"):
         assert f"PjitFunction({program})" in names, sorted(set(names))
-    # One step has one of each, and the first step has compiled them.
+    # The first step has compiled everything, and the traced step calls each function once.
     assert not [name for name in names if "compile_or_get_cached" in name]
     functions = functions_of(trace)
     for function in ("sample_answers", "group_advantages", "make_batches", "update"):
@@ -80,7 +80,7 @@ def test_a_trace_changes_no_number(traced, tmp_path):
 
 
 def test_a_step_that_was_done_before_is_named(traced, tmp_path):
-    """Naming another step makes no other run."""
+    """With another step to trace, it is still the same run."""
     out = tmp_path / "run"
     shutil.copytree(traced, out)
     text = run_train(FLAGS, "--profile 1 --out", out)
@@ -92,14 +92,14 @@ def test_a_step_that_was_done_before_is_named(traced, tmp_path):
 def test_a_run_that_resumes_may_trace_another_step_or_none(traced, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(traced, out)
-    # Another number of steps is another run.
+    # A different number of steps makes it another run.
     text = run_train(FLAGS, "--steps 4 --resume force --profile 4 --out", out)
     assert f"resuming {out} after step 3" in text, text
     assert f"step 4 is traced: {out}/profile\n" in text and "not traced" not in text, text
     old, new = traces(out)
     assert old.name == traces(traced)[0].name
     assert functions_of(new).count("sample_answers") == 1
-    # Dropping the flag makes no other run.
+    # Without the flag, it is still the same run.
     assert f"{out} is finished" in run_train(FLAGS, "--steps 4 --out", out)
 
 
@@ -114,7 +114,7 @@ def test_a_trace_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path, capsy
     printed = capsys.readouterr()
     assert printed.err.startswith("train.py: step 3 has no trace, the run goes on: "), printed
     assert printed.err.count("\n") == 1 and "is traced" not in printed.out, printed
-    # A profiler that does not even start, as where another one is running.
+    # The profiler may not even start, for example because another one is running.
     with mock.patch.object(jax.profiler, "start_trace", side_effect=RuntimeError("busy")):
         profiler.begin_step(3)
     profiler.end_step()
@@ -132,7 +132,7 @@ def test_no_other_process_traces(tmp_path):
 
 @pytest.mark.slow
 def test_of_several_processes_one_writes_a_trace(tmp_path):
-    """Each has a disk of its own, as on a pod."""
+    """Each process has its own disk, as on a pod."""
     flags = arguments([FLAGS, "--profile 2 --out run --processes 2"])
     runs = []
     for i in range(2):

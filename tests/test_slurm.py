@@ -15,12 +15,12 @@ BANNER = "Welcome to site 7\n"
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """launch.sh in a directory of its own, beside stand-ins for Slurm's commands."""
+    """A directory with a copy of launch.sh, and with stand-ins for Slurm's commands in bin/."""
     for name in ("launch.sh", "requirements.txt"):
         write(tmp_path / name, (ROOT / name).read_text())
     for path in ROOT.glob("infra/*.sh"):
         write(tmp_path / "infra" / path.name, path.read_text())
-    # A .venv in which all is installed, as launch.sh notes.
+    # Make launch.sh believe that everything is installed in .venv.
     write(tmp_path / ".venv/bin/python", "#!/bin/sh\nexit 0\n", 0o755)
     run("bash", "-c", 'echo "$(cksum <requirements.txt) " >.venv/installed', cwd=tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
@@ -35,7 +35,7 @@ def stand_in(site, name, program):
 
 
 def start(site, *command):
-    """A command in a session of its own, in which a stand-in writes `up` once it runs."""
+    """Start a command in its own session. The stand-in that it calls writes `up` once it runs."""
     with open(site / "out.log", "w") as log:
         return subprocess.Popen(command, cwd=site, stdout=log, stderr=log, start_new_session=True)
 
@@ -102,7 +102,7 @@ def test_a_job_that_is_not_taken_ends_the_launcher(site):
 
 
 # ---------------------------------------------------------------- the job, from inside
-# srun, which runs until it gets SIGUSR1 or SIGTERM, and says on stderr how its tasks have ended.
+# A stand-in for srun that runs until SIGUSR1 or SIGTERM, and prints how its tasks ended on stderr.
 SRUN = """
 trap 'echo "{said}" >&2; exit {code}' USR1 TERM
 touch up
@@ -116,8 +116,8 @@ FIRST_IS_2 = (
 
 
 def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
-    """Once, with its number; not when training has ended by itself, has failed, or was cancelled,
-    nor when it had not begun, as no later job would get further."""
+    """The job is requeued once, by its number. It is not requeued if training finished, failed or
+    was cancelled, nor if it has made no step, as no later job would get further."""
     stand_in(site, "scontrol", 'echo "$*" >>requeued')
     cases = [
         ("saved", 143, signal.SIGUSR1, 143, True),
@@ -131,7 +131,7 @@ def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
         for name in ("up", "requeued"):
             (site / name).unlink(missing_ok=True)
         stand_in(site, "srun", SRUN.format(said=said, code=code))
-        # Slurm sends SIGTERM to all, and the warning to slurm_job.py alone.
+        # Slurm sends SIGTERM to all processes, but the warning only to slurm_job.py.
         to_all = number == signal.SIGTERM
         found, text = end(site, start_job(site), number, to_all)
         assert (found, said in text) == (wanted, True), text
@@ -143,7 +143,7 @@ def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
 
 
 def test_a_job_tells_its_tasks_how_many_cpus_are_theirs(site, monkeypatch):
-    """Since Slurm 22.05 srun takes that number from a variable of its own."""
+    """Since Slurm 22.05, srun takes that number from its own variable."""
     stand_in(site, "srun", 'echo "cpus ${SRUN_CPUS_PER_TASK-none}: $*"')
     tail = ": --export=ALL --kill-on-bad-exit=1 train --lr 1\n"
     assert end(site, start_job(site)) == (0, f"cpus none{tail}")
@@ -152,7 +152,7 @@ def test_a_job_tells_its_tasks_how_many_cpus_are_theirs(site, monkeypatch):
 
 
 def test_a_job_ends_with_the_code_of_the_first_task_that_failed(site):
-    """srun has the highest, that of a task which was ended as the first one failed."""
+    """srun exits with the highest code: the code of a task that was ended when the first failed."""
     stand_in(site, "srun", f'echo "{FIRST_IS_2}" >&2; exit 143')
     code, text = end(site, start_job(site))
     assert code == 2 and FIRST_IS_2 in text, text
@@ -161,7 +161,7 @@ def test_a_job_ends_with_the_code_of_the_first_task_that_failed(site):
 
 
 # ---------------------------------------------------------------- a task
-# train.py, which saves for a while when it is asked to end.
+# A stand-in for train.py that takes a while to save when it is asked to end.
 SAVES = """#!/bin/bash
 trap 'touch saving; /bin/sleep 2; touch saved; exit 143' TERM
 touch up
@@ -170,7 +170,7 @@ while :; do /bin/sleep 0.1; done
 
 
 def test_a_task_ends_as_train_py_does_once_that_has_saved(site, monkeypatch):
-    """One of several tasks, which Slurm signals with the shell that started it."""
+    """Slurm signals a task and also the shell that started it. Here it is one of two tasks."""
     write(site / ".venv/bin/python", SAVES, 0o755)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     code, text = end(site, launch(site, "task", "--lr", "1"), signal.SIGTERM, to_all=True)
@@ -178,7 +178,7 @@ def test_a_task_ends_as_train_py_does_once_that_has_saved(site, monkeypatch):
 
 
 def test_a_signal_to_the_launcher_reaches_train_py(site):
-    """A job script of one's own may have `bash launch.sh cpu` as its task, and signal only that."""
+    """A user's own job script may run `bash launch.sh cpu` as a task, and signal only launch.sh."""
     write(site / ".venv/bin/python", SAVES, 0o755)
     code, text = end(site, launch(site, "cpu", "--lr", "1"), signal.SIGTERM)
     assert code == 143 and (site / "saved").exists(), text

@@ -1,10 +1,10 @@
-"""What the run on this machine left behind; `launch.sh TYPE fetch` calls it on worker 0.
+"""Find the results of the run on this machine. `launch.sh TYPE fetch` calls this on worker 0.
 
     python tools/results.py
 
-Reads the run's flags from run.flags, a NUL after each. Links what is worth keeping into
-results/NAME, and prints NAME. If the run is in a bucket, prints gs://... once the bucket is seen to
-have its results, and else exits with 1.
+Reads the run's flags from run.flags, where each flag ends in NUL. Links the results that are worth
+keeping into results/NAME, and prints NAME. If the run has a bucket, checks that the bucket has the
+results, and prints gs://..., or exits with code 1.
 """
 
 import os
@@ -21,7 +21,7 @@ KEPT = ("final", "profile", "config.json", "*.jsonl")
 
 
 def link_results(out: Path) -> str:
-    """Link what is worth keeping of the directory `out` into results/NAME; returns NAME."""
+    """Link the files of `out` that are worth keeping into results/NAME. Returns NAME."""
     shutil.rmtree("results", ignore_errors=True)
     links = Path("results") / out.name
     links.mkdir(parents=True)
@@ -39,7 +39,7 @@ def main() -> None:
     if not bucket.bucket_of(out):
         print(link_results(Path(out).resolve()))
         return
-    # The worker that sent the results has the rights to look for them.
+    # This worker sent the results, so it also has the rights to look for them.
     try:
         bucket.check_results(out)
     except bucket.BucketError as e:
