@@ -133,7 +133,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
         self.close_connection = True
-        # Nothing more to be flushed.
+        # The server flushes wfile afterwards, so give it a file that can be flushed.
         self.wfile = io.BytesIO()
 
     def serve(self):

@@ -49,7 +49,8 @@ def start_job(site):
 
 
 def end(site, process, number=None, to_all=False):
-    """Send a signal to the command, or to its session, once it runs -> (exit code, output)."""
+    """Once the command runs, send a signal to it, or to its whole session. Returns (exit code,
+    output)."""
     if number:
         assert until((site / "up").exists, [process], seconds=60)
         (os.killpg if to_all else os.kill)(process.pid, number)
@@ -58,7 +59,7 @@ def end(site, process, number=None, to_all=False):
 
 
 # ---------------------------------------------------------------- the job, from outside
-# The log that a site's --output names, which the job writes in the end.
+# A job that writes its log, wherever the site's --output puts it, only at the end.
 SBATCH = """
 printf "{banner}%s\\n" "{printed}"
 sleep 3
@@ -66,7 +67,7 @@ echo "step 1/1" >>"{log}"
 sleep 1
 exit {code}
 """
-# The job waits when squeue is asked first and second.
+# The job is still waiting the first two times that squeue is asked.
 SQUEUE = """
 echo >>asked
 case "$(wc -l <asked)" in 1 | 2) echo "PENDING (Priority)" ;; *) echo "RUNNING (None)" ;; esac
@@ -77,7 +78,7 @@ case "$(wc -l <asked)" in 1 | 2) echo "PENDING (Priority)" ;; *) echo "RUNNING (
     "banner, printed, log", [("", "7", "slurm-%j.log"), (BANNER, "7;east", "%j/x.log")]
 )
 def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
-    """The site prints lines of its own before the job's number, and Slurm knows its --output."""
+    """Sites may print a banner before the job's number, and only Slurm knows where the log is."""
     path = site / log.replace("%j", "7")
     path.parent.mkdir(exist_ok=True)
     program = SBATCH.format(banner=banner, printed=printed, log=path, code=3)
