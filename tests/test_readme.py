@@ -119,13 +119,16 @@ def test_the_model_of_final_is_asked_as_in_training(tmp_path, monkeypatch, capsy
     flags = "--steps 0 --sft_steps 1 --batch 1 --npq 2 --minibatches 1 --eval_data none"
     run_train(f"{flags} --out {tmp_path}/out/arith-tiny")
     page = text_of(ROOT / "assets/resume.md")
-    (program,) = re.findall("^```python$(.*?)^```$", page, re.M | re.S)
+    with_transformers, with_engine = re.findall("^```python$(.*?)^```$", page, re.M | re.S)
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec(program, names)
+    exec(with_transformers, names)
     prompt = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
     assert prompt == data.chat("", "What is 159 + 855?")
-    assert capsys.readouterr().out.strip()
+    answer = capsys.readouterr().out.strip().removesuffix("<|im_end|>")
+    assert answer
+    exec(with_engine, names)
+    assert capsys.readouterr().out.splitlines()[-1] == answer.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- commands that are run
