@@ -17,6 +17,10 @@ SAVED = 128 + signal.SIGTERM
 NO_STEP = 128 + signal.SIGUSR1
 
 
+def say(text: str) -> None:
+    print(f"launch.sh: {text}", file=sys.stderr, flush=True)
+
+
 def run_tasks(command: list[str]) -> tuple[int, bool]:
     """Run the command as tasks. Returns (exit code of the first task that failed, or 0 if none did,
     whether Slurm has warned of the time limit)."""
@@ -52,11 +56,10 @@ def main(command: list[str]) -> int:
     job = os.environ["SLURM_JOB_ID"]
     code, is_warned = run_tasks(command)
     if is_warned and code == SAVED:
-        print(f"launch.sh: the time limit is near: requeueing job {job}, which will resume")
+        say(f"the time limit is near: requeueing job {job}, which will resume")
         subprocess.run(["scontrol", "requeue", job], check=False)
     if is_warned and code == NO_STEP:
-        print("launch.sh: the time limit came before a step was made, and would again: ", end="")
-        print("give a longer --time")
+        say("the job made no step before its time limit, nor would it the next time: raise --time")
     # If a signal ended srun, the code is the negative signal number.
     return code if code >= 0 else 128 - code
 

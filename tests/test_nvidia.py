@@ -49,7 +49,8 @@ def test_cuda_is_what_the_driver_and_the_gpus_take(cloud, tmp_path):
     text = cloud.launch("--dry-run slurm", CUDA="12", **anywhere)
     assert "jax\\[cuda12\\]" in text, text
     job = shlex.split(text.splitlines()[-1])[-1]
-    assert job.startswith("exec env JAX_PLATFORMS=cuda\\,cpu bash "), job
+    python = f"{cloud.clone}/.venv/bin/python"
+    assert job.startswith(f"exec env JAX_PLATFORMS=cuda\\,cpu {python} "), job
 
 
 def test_a_driver_that_is_too_old_is_told_with_what_is_needed(cloud, tmp_path):

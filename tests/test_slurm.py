@@ -140,7 +140,7 @@ def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
         if requeued:
             assert (site / "requeued").read_text() == "requeue 7\n"
             assert "launch.sh: the time limit is near: requeueing job 7, which will resume" in text
-        assert ("give a longer --time" in text) == (wanted == 138), text
+        assert ("raise --time" in text) == (wanted == 138), text
 
 
 def test_a_job_tells_its_tasks_how_many_cpus_are_theirs(site, monkeypatch):
