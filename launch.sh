@@ -253,7 +253,7 @@ cmd_slurm() {
     sleep 0.2
   done
   id="${id%%;*}"
-  out="$(scontrol show job "$id" | sed -n 's/^ *StdOut=//p')"
+  out="$(scontrol show job "$id" | sed -n 's/^ *StdOut=//p')" || out="slurm-$id.log"
   out="${out//%j/$id}"
   touch "$out"
   say "job $id; its log: $out; end it: scancel $id"

@@ -13,7 +13,7 @@ DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 TOKEN = re.compile(
     rf"""
     (?P<number>
-        # Of a power of ten the exponent is short: 10^999999999 would fill the memory.
+        # Exponents of powers of ten are short: 10^999999999 would fill the memory.
         (?P<sign>(?<![\w)\]}}%])[-+])?
         (?:
             (?P<whole>\d+)\s+(?P<part>\d+)\s?/\s?(?P<parts>\d+)

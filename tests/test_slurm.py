@@ -95,6 +95,18 @@ def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
     assert f"launch.sh: job 7 ended with 3; how: sacct -j 7, and {path}\n" in text, text
 
 
+def test_a_job_is_followed_if_scontrol_fails(site):
+    """The log is then the one that launch.sh asks for."""
+    stand_in(
+        site, "sbatch", SBATCH.format(banner="", printed="7", log=site / "slurm-7.log", code=0)
+    )
+    stand_in(site, "scontrol", "exit 1")
+    stand_in(site, "squeue", "exit 1")
+    code, text = end(site, launch(site, "slurm"))
+    assert code == 0 and "\nstep 1/1\n" in text, text
+    assert "launch.sh: job 7; its log: slurm-7.log; end it: scancel 7\n" in text, text
+
+
 def test_a_job_that_is_not_taken_ends_the_launcher(site):
     stand_in(site, "sbatch", 'echo "no such partition" >&2; exit 1')
     assert end(site, launch(site, "slurm")) == (1, "no such partition\n")
