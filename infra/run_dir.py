@@ -332,14 +332,15 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     if jax.process_index() == 0:
         final = 4 * sum(array.size for array in jax.tree.leaves(state["params"]))
     saves = 1 + (steps_left - 1) // save_every if save_every else 1
-    # While a checkpoint is written, the older ones are still there. With a bucket, the only older
-    # one is the checkpoint that the run resumed from.
-    resumed = 1 if done else 0
-    at_once = min(saves + resumed, keep + 1)
+    present = glob.glob(f"{glob.escape(out)}/step_*")
+    # While a checkpoint is written, the older ones are still there: those that are here, and later
+    # `keep` of them.
+    at_once = max(len(present) + 1, min(len(present) + saves, keep + 1))
     if bucket.bucket_of(out):
-        at_once = min(saves, 1) + resumed
+        # The only older one is the checkpoint that the run resumed from.
+        at_once = 2 if done else 1
     # Count the present checkpoints as free: at_once includes those that will still be there.
-    old = sum(files.directory_bytes(path) for path in glob.glob(f"{glob.escape(out)}/step_*"))
+    old = sum(files.directory_bytes(path) for path in present)
     free = shutil.disk_usage(out).free + old
     need_gib, free_gib = worst_disk(out, (at_once * size + final) / GIB, free / GIB)
     what = f"{at_once} checkpoints at once, of {size / GIB:.2f} GiB a process, and final"

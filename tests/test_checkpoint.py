@@ -95,6 +95,20 @@ def test_a_disk_that_is_too_small_is_refused_before_weights_load(
     assert wanted in text and "which has 0.50; try --keep 1, --save_every 0" in text, text
 
 
+@pytest.mark.parametrize(
+    "here, steps_left, keep, at_once", [(2, 1, 2, 3), (1, 1, 2, 2), (0, 9, 2, 3), (3, 5, 1, 4)]
+)
+def test_checkpoints_that_are_here_need_room_beside_the_next_one(
+    here, steps_left, keep, at_once, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
+    for step in range(here):
+        (tmp_path / f"step_{step:06}").mkdir()
+    state = {"params": {"norm_D": np.zeros(1)}}
+    run_dir.check_disk(str(tmp_path), state, here, here + steps_left, save_every=1, keep=keep)
+    assert f"{at_once} checkpoints at once and final/ take {at_once}.00" in capsys.readouterr().out
+
+
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
