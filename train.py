@@ -37,7 +37,7 @@ from infra.answers import final_number
 from infra.attention import ATTENTION, segment_attention
 from infra.cluster import all_gather_hosts
 from infra.layouts import LAYOUTS
-from infra.log import check, exit_on, say
+from infra.log import check, exit_on, say, warn
 from infra.rollout import answer_tokens
 from infra.sampling import Sampling
 from infra.state import abstract_state, initial_state, is_vector, memory_of, reference
@@ -580,6 +580,36 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     return state | {"params": model.nest(params), "opt": opt}, parts, norm
 
 
+# The run ends after this many consecutive updates that are not finite.
+MAX_SKIPPED = 10
+
+
+def count_skipped(step: int, norms: list, skipped: int) -> int:
+    """Returns the number of consecutive skipped updates at the end of a step, and prints how many
+    updates of this step were skipped. norms: gradient norms of the step's updates, NaN if skipped.
+    skipped: the number before the step."""
+    # An applied update resets the count.
+    for norm in norms:
+        skipped = 0 if np.isfinite(norm) else skipped + 1
+    count = int(np.sum(~np.isfinite(norms)))
+    if count:
+        say(f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
+            "finite")
+    return skipped
+
+
+def end_if_diverged(step: int, skipped: int, saver: checkpoint.Saver) -> None:
+    """Exit with code 1 if the run has skipped MAX_SKIPPED consecutive updates."""
+    if skipped < MAX_SKIPPED:
+        return
+    saver.finish()
+    last = f"{saver.out}/step_{saver.newest:06}" if saver.newest else "none"
+    warn(f"{skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is "
+         f"not finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, "
+         "--dtype float32")
+    raise SystemExit(1)
+
+
 # infra/memory.py compiles these before anything runs, to find the largest micro-batch that fits.
 UPDATE = memory.UpdatePrograms(gradients, apply, optimizer, token_fields)
 
@@ -863,10 +893,10 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
             "throughput/train/valid_tokens_per_s": counts["valid"] / (t_end - t_start),
         }
         outputs.terminal.end_step(metrics)
-        skipped = checkpoint.count_skipped(step, norms, skipped)
+        skipped = count_skipped(step, norms, skipped)
         outputs.saver.remember(step, state, skipped)
         outputs.write(metrics)
-        checkpoint.end_if_diverged(step, skipped, outputs.saver)
+        end_if_diverged(step, skipped, outputs.saver)
         cluster.check_for_stop(outputs.stop_signal)
         if is_evaluated_after(step, cfg, setup):
             evaluate(state["params"], step, cfg, setup, outputs)

@@ -32,8 +32,6 @@ SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # {name of a dtype in NumPy: its name in safetensors}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
 NO_CHECKSUM = b"0" * 8
-# The run ends after this many consecutive updates that are not finite.
-MAX_SKIPPED = 10
 
 
 class IncompleteCheckpoint(CheckpointError):
@@ -366,36 +364,6 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
             f"{saver.save_before_exit()} with --micro_batch {half} or {memory.ADVICE}"
         )
         raise SystemExit(1) from None
-
-
-def count_skipped(step: int, norms: list, skipped: int) -> int:
-    """Returns the number of consecutive skipped updates at the end of a step, and prints how many
-    updates of this step were skipped. norms: gradient norms of the step's updates, NaN if skipped.
-    skipped: the number before the step."""
-    # An applied update resets the count.
-    for norm in norms:
-        skipped = 0 if np.isfinite(norm) else skipped + 1
-    count = int(np.sum(~np.isfinite(norms)))
-    if count:
-        say(
-            f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
-            "finite"
-        )
-    return skipped
-
-
-def end_if_diverged(step: int, skipped: int, saver: Saver) -> None:
-    """Exit with code 1 if the run has skipped MAX_SKIPPED consecutive updates."""
-    if skipped < MAX_SKIPPED:
-        return
-    saver.finish()
-    last = f"{saver.out}/step_{saver.newest:06}" if saver.newest else "none"
-    warn(
-        f"{skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is "
-        f"not finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, "
-        "--dtype float32"
-    )
-    raise SystemExit(1)
 
 
 def available_memory() -> int:

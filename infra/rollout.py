@@ -54,8 +54,10 @@ class Engine:
         """
         model_cfg = hf.read_config(directory)
         tokenizer, end_of_turn = data.load_tokenizer(directory)
+        # An answer ends with the turn, whatever the model's config says.
         stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
         model_cfg = replace(model_cfg, stop_ids=stop_ids)
+        # The mesh shards the weights over all devices, as in training by default.
         devices = np.array(jax.local_devices())
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
@@ -107,6 +109,7 @@ class Engine:
     def answer(self, questions: list[str], system: str = "", temperature: float = 0) -> list[str]:
         """Answers to questions as texts: greedy, or sampled at a temperature."""
         texts = [data.chat(system, question) for question in questions]
+        # The template has all special tokens that a prompt needs.
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         prompts = [prompt.ids for prompt in encoded]
         # Repeat the last prompt until the rows divide over the devices.
@@ -123,6 +126,7 @@ def make_engine(
 
     flags: the trainer's Config. Exits with code 2 if --rollout_sharding tp is impossible.
     """
+    # Choose the layout for answers of full length: shorter ones take less.
     work = work_of_step(flags, host_count(mesh), longest_prompt)
     layout = layouts.choose_layout(flags.rollout_sharding, model_cfg, mesh, flags.dtype, work)
     return Engine(

@@ -22,7 +22,7 @@ from conftest import SMALL, arguments, read_jsonl, restored_signals
 from numpy.testing import assert_allclose
 
 import train
-from infra import checkpoint, chips, data, layouts, memory
+from infra import chips, data, layouts, memory
 from test_kernel import mesh
 from tools import plan
 
@@ -394,11 +394,11 @@ def test_only_updates_skipped_in_a_row_end_a_run():
     nine = [np.nan] * 9
     skipped = 0
     for step, norms in enumerate([[*nine, 1.0], [1.0, *nine]], 1):
-        skipped = checkpoint.count_skipped(step, norms, skipped)
-        checkpoint.end_if_diverged(step, skipped, saver)
-    skipped = checkpoint.count_skipped(3, [np.nan], skipped)
+        skipped = train.count_skipped(step, norms, skipped)
+        train.end_if_diverged(step, skipped, saver)
+    skipped = train.count_skipped(3, [np.nan], skipped)
     with pytest.raises(SystemExit):
-        checkpoint.end_if_diverged(3, skipped, saver)
+        train.end_if_diverged(3, skipped, saver)
 
 
 def spoil_advantages(monkeypatch, bad_steps, terminated_in=None):

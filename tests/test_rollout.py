@@ -88,11 +88,15 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
     transformers = pytest.importorskip("transformers")
     questions = ["What is 2 + 3?", "What is 159 + 855?", "Why?"]
     engine = rollout.Engine.of_directory(tiny_directory, max_answer=24)
-    texts = [data.chat("Be brief.", question) for question in questions]
-    prompts = [engine.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    prompts = []
+    for question in questions:
+        text = data.chat("Be brief.", question)
+        prompt = engine.tokenizer.encode(text, add_special_tokens=False)
+        prompts.append(prompt.ids)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tiny_directory, dtype="float32")
-    wanted = greedy_answers(theirs, prompts, 24, eos_token_id=list(engine.model_cfg.stop_ids))
-    wanted = [engine.tokenizer.decode(tokens) for tokens in wanted]
+    stop_ids = list(engine.model_cfg.stop_ids)
+    answers = greedy_answers(theirs, prompts, 24, eos_token_id=stop_ids)
+    wanted = [engine.tokenizer.decode(tokens) for tokens in answers]
     assert engine.answer(questions, "Be brief.") == wanted
     assert len(set(wanted)) == 3 and all(wanted)
     assert engine.answer(questions, "Be brief.", temperature=1) != wanted
