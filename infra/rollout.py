@@ -120,23 +120,23 @@ class Engine:
 
 
 def make_engine(
-    flags, model_cfg: ModelConfig, mesh: Mesh, tokenizer, longest_prompt: int, resting: int
+    cfg, model_cfg: ModelConfig, mesh: Mesh, tokenizer, longest_prompt: int, resting: int
 ) -> Engine:
     """The engine of a run, without weights: its layout fits beside `resting` bytes of a device.
 
-    flags: the trainer's Config. Exits with code 2 if --rollout_sharding tp is impossible.
+    cfg: the trainer's Config. Exits with code 2 if --rollout_sharding tp is impossible.
     """
     # Choose the layout for answers of full length: shorter ones take less.
-    work = work_of_step(flags, host_count(mesh), longest_prompt)
-    layout = layouts.choose_layout(flags.rollout_sharding, model_cfg, mesh, flags.dtype, work)
+    work = work_of_step(cfg, host_count(mesh), longest_prompt)
+    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     return Engine(
         model_cfg,
         tokenizer,
         layout,
-        flags.dtype,
-        flags.rollout_dtype,
-        flags.max_answer,
-        rows_by_group(model_cfg, layout, flags.dtype, work, resting),
+        cfg.dtype,
+        cfg.rollout_dtype,
+        cfg.max_answer,
+        rows_by_group(model_cfg, layout, cfg.dtype, work, resting),
     )
 
 
@@ -149,7 +149,7 @@ def answer_tokens(out: dict) -> list[list[int]]:
 # ---------------------------------------------------------------- generate
 def generate(
     weights: dict,
-    cfg: ModelConfig,
+    model_cfg: ModelConfig,
     layout: Layout,
     prompts: list,
     key: jax.Array,
@@ -161,7 +161,7 @@ def generate(
     stage: int = 128,
     progress: Callable = lambda done, tokens: None,
 ) -> dict:
-    """Sample an answer to each prompt, until one of cfg.stop_ids or for max_answer tokens.
+    """Sample an answer to each prompt, until one of model_cfg.stop_ids or for max_answer tokens.
 
     weights: from `layouts.to_rollout`. prompts: this process's lists of token ids, equally many on
     each process; every `group` consecutive ones are equal. key: a row's tokens depend on the key
@@ -177,7 +177,7 @@ def generate(
     B = len(prompts_BP)
     answers = empty_answers(B, max_answer)
     steps = min(stage, max_answer)
-    static = dict(cfg=cfg, layout=layout, steps=steps, sampling=sampling)
+    static = dict(model_cfg=model_cfg, layout=layout, steps=steps, sampling=sampling)
     waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
     # A step reads fewer bytes with quantised weights, so dropping rows saves a larger share.
     quantised = isinstance(model.head(weights), model.Quantised)
@@ -185,7 +185,7 @@ def generate(
         # Free the cache of the last wave before the next one is made.
         wave = state = None
         slots = slots_for(steps, max_answer)
-        wave = prefill_wave(weights, cfg, layout, prompts_BP, length_B, row_ids, group, slots)
+        wave = prefill_wave(weights, model_cfg, layout, prompts_BP, length_B, row_ids, group, slots)
         progress(*totals(answers))
 
         for t in range(0, max_answer, stage):
@@ -193,7 +193,7 @@ def generate(
             if t > 0:
                 # Grow the cache, and drop rows that have ended.
                 slots = slots_for(until, max_answer)
-                wave = resize_wave(wave, slots, cfg, layout, quantised)
+                wave = resize_wave(wave, slots, model_cfg, layout, quantised)
             rows = rows_of(wave, length_B, layout)
             state, new = decode(weights, wave.state, rows, key, t, until, **static)
             new = jax.device_get(new)
@@ -222,21 +222,21 @@ def pad_prompts(prompts: list) -> tuple:
     return tokens_BP, all_gather_hosts(lengths).ravel()
 
 
-def work_of_step(flags, hosts: int, longest_prompt: int) -> Work:
+def work_of_step(cfg, hosts: int, longest_prompt: int) -> Work:
     """The Work of a step's rollout, if all answers have their full length."""
-    sequences = flags.batch * flags.npq * hosts
-    quantised = flags.rollout_dtype == "int8"
+    sequences = cfg.batch * cfg.npq * hosts
+    quantised = cfg.rollout_dtype == "int8"
     prompt_slots = padded_length(longest_prompt)
-    return Work(sequences, flags.npq, prompt_slots, flags.max_answer, quantised)
+    return Work(sequences, cfg.npq, prompt_slots, cfg.max_answer, quantised)
 
 
-def rows_by_group(cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int) -> dict:
+def rows_by_group(model_cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int) -> dict:
     """{rows that share a prompt: rows that a device decodes at once next to `resting` bytes}.
 
     A prompt has one row in evaluations, and a group of rows in training.
     """
     groups = (1, work.group)
-    return {n: layouts.rows_that_fit(cfg, layout, dtype, work, resting, n) for n in groups}
+    return {n: layouts.rows_that_fit(model_cfg, layout, dtype, work, resting, n) for n in groups}
 
 
 def padded_length(n: int) -> int:
@@ -283,7 +283,14 @@ def totals(answers: dict) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- prefill
 def prefill_wave(
-    weights, cfg: ModelConfig, layout: Layout, prompts_BP, length_B, row_ids, group: int, slots: int
+    weights,
+    model_cfg: ModelConfig,
+    layout: Layout,
+    prompts_BP,
+    length_B,
+    row_ids,
+    group: int,
+    slots: int,
 ) -> Wave:
     """Make the wave of these rows and prefill its prompts. Each `group` rows share a prompt."""
     # One prompt for each group of rows.
@@ -292,7 +299,7 @@ def prefill_wave(
     width = prompts_BP.shape[1]
     sizes = dict(B=row_ids.size, n_prompts=prompt_ids.size, width=width, slots=slots)
     dtype = weights["norm_D"].dtype
-    state = layouts.empty_state(**sizes, dtype=dtype, cfg=cfg, layout=layout)
+    state = layouts.empty_state(**sizes, dtype=dtype, cfg=model_cfg, layout=layout)
     # Run a device's prompts in equal parts, so that one compiled program serves them all.
     most = max(1, PREFILL_TOKENS // width)
     parts = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
@@ -302,14 +309,14 @@ def prefill_wave(
         prompts = layouts.shard_rows(prompts_BP[ids_B], layout)
         lengths = layouts.shard_rows(length_B[ids_B], layout)
         state = prefill(
-            weights, state, prompts, lengths, first, group=group, cfg=cfg, layout=layout
+            weights, state, prompts, lengths, first, group=group, model_cfg=model_cfg, layout=layout
         )
     # Wait, so that the caller's `progress` comes only after the prompts have run.
     jax.block_until_ready(state)
     return Wave(row_ids, is_live=row_ids >= 0, group=group, slots=slots, state=state)
 
 
-@partial(jax.jit, static_argnames=("cfg", "layout", "group"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model_cfg", "layout", "group"), donate_argnames="state")
 def prefill(
     weights,
     state: State,
@@ -317,7 +324,7 @@ def prefill(
     length_P,
     first,
     *,
-    cfg: ModelConfig,
+    model_cfg: ModelConfig,
     layout: Layout,
     group: int,
 ) -> State:
@@ -333,7 +340,7 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(width), prompts_PT.shape)
     attend = partial(kv_cache.prefill_attention, first=first, layout=layout)
     hidden_PD, prompts = model.cached_forward(
-        weights, cfg, layout, prompts_PT, positions, length_P - 1, attend, state.prompts
+        weights, model_cfg, layout, prompts_PT, positions, length_P - 1, attend, state.prompts
     )
 
     # This needs a shard_map, because rows are counted within each device.
@@ -347,7 +354,9 @@ def prefill(
 
 
 # ---------------------------------------------------------------- decode
-@partial(jax.jit, donate_argnames="state", static_argnames=("cfg", "layout", "steps", "sampling"))
+@partial(
+    jax.jit, donate_argnames="state", static_argnames=("model_cfg", "layout", "steps", "sampling")
+)
 def decode(
     weights,
     state: State,
@@ -356,7 +365,7 @@ def decode(
     t,
     until,
     *,
-    cfg: ModelConfig,
+    model_cfg: ModelConfig,
     layout: Layout,
     steps: int,
     sampling: Sampling,
@@ -368,7 +377,7 @@ def decode(
     """
     B = len(rows.id_B)
     slots = state.answers[0].keys.shape[3]
-    stop_ids = jnp.array(cfg.stop_ids, jnp.int32)
+    stop_ids = jnp.array(model_cfg.stop_ids, jnp.int32)
     say(f"tracing decode: {B} rows, {slots} slots, temperature {sampling.temperature}")
 
     # Decode token t + i. Rows that have ended produce no token.
@@ -383,7 +392,7 @@ def decode(
             "logprobs_BT": out["logprobs_BT"].at[:, i].set(jnp.where(live_B, logprob_B, 0.0)),
             "live_B": live_B & ~jnp.isin(token_B, stop_ids),
         }
-        state = run_token(weights, state, rows, token_B, t + i, cfg, layout)
+        state = run_token(weights, state, rows, token_B, t + i, model_cfg, layout)
         return i + 1, state, out
 
     def is_unfinished(carry):
@@ -423,19 +432,19 @@ def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sam
     return sample(z_BV, jax.vmap(uniform)(rows.id_B))
 
 
-def run_token(weights, state: State, rows: Rows, token_B, t, cfg, layout) -> State:
+def run_token(weights, state: State, rows: Rows, token_B, t, model_cfg, layout) -> State:
     """Run token t of each answer, and write its keys and values to slot t of the answers' cache."""
     attend = partial(kv_cache.decode_attention, slot=t, length_B=rows.length_B, layout=layout)
     # The prompt comes before the answer.
     position_B = rows.length_B + t
     new_tokens = token_B[:, None], position_B[:, None], jnp.zeros_like(token_B)
     cache = zip(state.prompts, state.answers, strict=True)
-    hidden_BD, cache = model.cached_forward(weights, cfg, layout, *new_tokens, attend, cache)
+    hidden_BD, cache = model.cached_forward(weights, model_cfg, layout, *new_tokens, attend, cache)
     prompts, answers = zip(*cache, strict=True)
     return State(prompts, answers, hidden_BD)
 
 
-def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
+def lower_decode(model_cfg: ModelConfig, layout: Layout, dtype, work: Work):
     """Lower `decode` for the last stage of a rollout, with all of its rows.
 
     The result can be compiled for devices that are not attached.
@@ -448,12 +457,12 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
     def abstract_in_state(a):
         return abstract(a.shape, a.dtype, layouts.spec_in_state(a, layout))
 
-    weights = layouts.abstract_weights(cfg, layout, dtype, work.quantised)
+    weights = layouts.abstract_weights(model_cfg, layout, dtype, work.quantised)
     B = work.answers
     _, group = work.of_device(layout)
     slots = slots_for(work.answer_slots, work.answer_slots)
     sizes = dict(B=B, n_prompts=B // group, width=work.prompt_slots, slots=slots)
-    make_state = partial(layouts.empty_state, **sizes, cfg=cfg, layout=layout, dtype=dtype)
+    make_state = partial(layouts.empty_state, **sizes, cfg=model_cfg, layout=layout, dtype=dtype)
     state = jax.tree.map(abstract_in_state, jax.eval_shape(make_state))
     by_rows = P(layout.rows)
     rows = Rows(
@@ -462,5 +471,5 @@ def lower_decode(cfg: ModelConfig, layout: Layout, dtype, work: Work):
         live_B=abstract((B,), bool, by_rows),
     )
     key = jax.eval_shape(jax.random.key, 0)
-    static = dict(cfg=cfg, layout=layout, steps=128, sampling=Sampling())
+    static = dict(model_cfg=model_cfg, layout=layout, steps=128, sampling=Sampling())
     return decode.lower(weights, state, rows, key, 0, 1, **static)
