@@ -32,6 +32,8 @@ import model
 # isort: off
 from infra import checkpoint, cluster, data, files, flags, hf, log, memory, packing
 from infra import rewards, rollout, run_dir
+from infra.flags import Fraction, Natural, NonNegative, Positive, Probability, Process, Processes
+from infra.flags import Steps, Temperature
 # isort: on
 from infra.answers import final_number
 from infra.attention import ATTENTION, segment_attention
@@ -53,68 +55,68 @@ SYSTEM = "Think step by step, then give the final number as <answer>number</answ
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # The comment beside a flag is its help; a number has its range in infra/flags.py.
+    # The comment beside a flag is its help, and the type of a number has its range.
     # what to train, on what
-    model: str = "tiny"  # tiny (made in code) | a Hugging Face directory | a hub id, of a Qwen2
+    model: str = "tiny"  # tiny (made in code) | a Hugging Face directory | a hub id; a Qwen2
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config] | directory | .jsonl .json .csv .parquet
-    columns: str = ""  # question=...,answer=... of data and eval_data; "" = by their usual names
+    columns: str = ""  # question=...,answer=... of data and eval_data; "" = find by usual names
     eval_data: str = ""  # held-out questions, as data; "" = the held-out part of data | none
-    system: str = SYSTEM  # the system prompt, for Qwen's tokenizer
+    system: str = SYSTEM  # system prompt, for Qwen's tokenizer
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
-    seed: int = 1  # of the order of questions, of sampling, and of the tiny model's weights
-    steps: int = 200  # GRPO steps
-    sft_steps: int = 0  # before GRPO, supervised steps on a row's `demonstration`, else `answer`
+    seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
+    steps: Steps = 200  # GRPO steps
+    sft_steps: Steps = 0  # supervised steps before GRPO, on a row's `demonstration` or `answer`
     # the rollout; lengths are in tokens
-    batch: int = 8  # questions per host per step
-    npq: int = 8  # answers per question: the group of GRPO
-    max_prompt: int = 512  # longer prompts, template included, are skipped
-    max_answer: int = 512  # longer answers are truncated, and a truncated answer scores 0
-    temperature: float = 1.0  # of sampling; the loss divides its logits by the same number
-    rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # weight layout during the rollout
+    batch: Positive = 8  # questions per host per step
+    npq: Positive = 8  # answers per question: the group of GRPO
+    max_prompt: Positive = 512  # skip questions whose prompt, with the template, is longer
+    max_answer: Positive = 512  # truncate longer answers; a truncated answer scores 0
+    temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
+    rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
     rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype, as in evaluations
     # the update
-    lr: float = 1e-6  # learning rate of GRPO
-    sft_lr: float = 1e-5  # learning rate of the supervised steps
-    warmup: int = 5  # steps of linear warm-up, at the start of either phase
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # of lr after warm-up, towards 0
+    lr: NonNegative = 1e-6  # learning rate of GRPO
+    sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
+    warmup: Natural = 5  # steps of linear warm-up at the start of either phase
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # how lr falls after warm-up
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
-    b2: float = 0.99  # second-moment decay of adamw, momentum decay of lion
-    weight_decay: float = 0.0  # of matrices, per unit of learning rate
-    grad_clip: float = 1.0  # largest global norm of the gradient; 0 = no clipping
-    clip_low: float = 0.2  # the probability ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.28  # the upper bound of clip_low's range, as in DAPO
-    beta: float = 0.0  # weight of the KL to the policy as GRPO starts; 0 = no such copy is kept
-    is_cap: float = 2.0  # cap of the importance weight trainer/sampler; 0 = no such weight
-    entropy_bonus: float = 0.0  # weight of the policy's entropy in the loss of GRPO; 0 = none
+    b2: Fraction = 0.99  # second-moment decay of adamw, momentum decay of lion
+    weight_decay: NonNegative = 0.0  # for matrices, per unit of learning rate
+    grad_clip: NonNegative = 1.0  # largest global norm of the gradient; 0 = no clipping
+    clip_low: Fraction = 0.2  # clip the probability ratio to [1 - clip_low, 1 + clip_high]
+    clip_high: NonNegative = 0.28  # see clip_low; larger than it, as in DAPO
+    beta: NonNegative = 0.0  # weight of the KL to the policy as GRPO starts; 0 = keep no reference
+    is_cap: NonNegative = 2.0  # cap of the importance weight trainer/sampler; 0 = no weight
+    entropy_bonus: NonNegative = 0.0  # weight of the policy's entropy in the GRPO loss; 0 = none
     advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-others' mean
     loss_agg: Literal["token", "sequence", "constant"] = "token"  # mean | of means | sum/max_answer
-    ppo_epochs: int = 1  # times a step's answers are trained on
-    minibatches: int = 1  # updates per epoch
-    micro_batch: int = 0  # rows per device in one forward/backward; 0 = the largest that fits
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = float32 on CPU only
+    ppo_epochs: Positive = 1  # passes over a step's answers
+    minibatches: Positive = 1  # updates per pass
+    micro_batch: Natural = 0  # rows per device in one forward/backward; 0 = the largest that fits
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute; auto = float32 on CPU only
     loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas: TPUs, bfloat16
     attention: Literal["auto", *ATTENTION] = "auto"  # auto = splash on TPUs, cudnn on GPUs
-    remat: Literal[tuple(REMAT)] = "full"  # computed again: all | all but matrix products | nothing
-    offload: Literal["none", "optimizer", "params"] = "none"  # to the host's memory; params: both
+    remat: Literal[tuple(REMAT)] = "full"  # recompute all | all but matrix products | nothing
+    offload: Literal["none", "optimizer", "params"] = "none"  # keep in host memory; params: both
     # the devices
     mesh: str = "auto"  # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
-    require_processes: int = 0  # stop unless so many JAX processes run; 0 = any number
-    require_devices: int = 0  # stop unless they have so many devices together; 0 = any number
+    require_processes: Natural = 0  # stop unless this many JAX processes run; 0 = any number
+    require_devices: Natural = 0  # stop unless they have this many devices in all; 0 = any number
     coordinator: str = ""  # host:port of process 0; "" = from Slurm or the TPU slice, or alone
-    processes: int = 1  # JAX processes of the run, where there is a coordinator
-    process_id: int = 0  # which of them this is: 0, 1, ...
-    start_timeout: int = 20  # seconds to wait for the other processes; launch.sh sets 900
+    processes: Processes = 1  # JAX processes of the run, if there is a coordinator
+    process_id: Process = 0  # which of these processes this is: 0, 1, ...
+    start_timeout: Natural = 20  # seconds to wait for the other processes; launch.sh sets 900
     # evaluation, and what the run leaves behind
-    eval_every: int = 50  # GRPO steps between evaluations; 0 = only before and after
-    eval_n: int = 0  # held-out questions to evaluate; 0 = all
-    eval_temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # of sampled evaluation: the k most likely tokens; 0 = all
-    top_p: float = 1.0  # of sampled evaluation: the most likely tokens with this total probability
-    save_every: int = 50  # steps between checkpoints; there is always one at the end; 0 = only that
-    keep: int = 2  # newest checkpoints kept
+    eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after
+    eval_n: Natural = 0  # held-out questions to evaluate; 0 = all
+    eval_temperature: NonNegative = 0.0  # 0 = greedy
+    top_k: Natural = 0  # sampled evaluation: sample from the k most likely tokens; 0 = all
+    top_p: Probability = 1.0  # sampled evaluation: from the most likely, of this total probability
+    save_every: Natural = 50  # steps between checkpoints; the end always has one; 0 = only that one
+    keep: Positive = 2  # newest checkpoints to keep
     resume: Literal["auto", "force"] = "auto"  # force = go on with other flags, or start over
     wandb: str = ""  # project on wandb.ai; "" = none
-    profile: int = 0  # step to trace into out/profile; supervised steps count too; 0 = none
+    profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
 
 
 # Defaults for `--model tiny`: the same job, but small enough for two CPU cores.

@@ -6,25 +6,22 @@ import difflib
 import inspect
 import os
 import re
-from typing import get_args
+from typing import Annotated, Literal, get_args, get_origin
 
 from infra import data
 from infra.log import check
 
-# Ranges of numeric flags: (least value, bound that values stay below, names of the flags).
-RANGES = [
-    (1, 2**31, "batch npq max_prompt max_answer ppo_epochs minibatches keep"),
-    (0, 2**31, "seed warmup micro_batch top_k eval_every eval_n save_every start_timeout"),
-    (0, 2**31, "require_processes require_devices profile"),
-    (0, 10**6, "steps sft_steps"),
-    (1, 10**4, "processes"),
-    (0, 10**4, "process_id"),
-    (0, 1e38, "lr sft_lr weight_decay grad_clip clip_high beta is_cap entropy_bonus"),
-    (0, 1e38, "eval_temperature"),
-    (1e-30, 1e38, "temperature"),
-    (0, 1, "b2 clip_low"),
-    (1e-30, 1.0001, "top_p"),
-]
+# Types of numeric flags, with the least value and the bound that values stay below.
+Natural = Annotated[int, 0, 2**31]
+Positive = Annotated[int, 1, 2**31]
+# The names of checkpoints have six digits.
+Steps = Annotated[int, 0, 10**6]
+Processes = Annotated[int, 1, 10**4]
+Process = Annotated[int, 0, 10**4]
+NonNegative = Annotated[float, 0, 1e38]
+Temperature = Annotated[float, 1e-30, 1e38]
+Fraction = Annotated[float, 0, 1]
+Probability = Annotated[float, 1e-30, 1.0001]
 # Names and paths have no control characters, such as NUL and line breaks, no half characters
 # (surrogates), and fewer than 1000 characters.
 NO_NAME = "[\0-\x1f\ud800-\udfff]|.{1000}"
@@ -49,13 +46,12 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     # Print one line and exit with code 2, as for every mistake.
     names = [f"--{field.name}" for field in dataclasses.fields(config_class)]
     parser.error = lambda message: check(False, f"{message}; {near(message, names)}see --help")
-    # A flag with choices has the type Literal[choices].
     for field in dataclasses.fields(config_class):
-        choices = get_args(field.type) or None
+        number = range_of(field)
         parser.add_argument(
             f"--{field.name}",
-            type=str if choices else field.type,
-            choices=choices,
+            type=number[0] if number else str,
+            choices=choices_of(field),
             help=f"{help_of[field.name]} (default {field.default!r})",
         )
     # Only the flags that were given, since the defaults differ for the tiny model.
@@ -66,6 +62,16 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     check_texts(cfg)
     check_together(cfg)
     return dataclasses.replace(cfg, out=run_directory(cfg))
+
+
+def range_of(field: dataclasses.Field) -> tuple | None:
+    """(int or float, least value, bound that values stay below) of a flag; None for texts."""
+    return get_args(field.type) if get_origin(field.type) is Annotated else None
+
+
+def choices_of(field: dataclasses.Field) -> tuple | None:
+    """The values that a flag may have; None if any text or number may be given."""
+    return get_args(field.type) if get_origin(field.type) is Literal else None
 
 
 def near(message: str, names: list[str]) -> str:
@@ -91,12 +97,14 @@ def run_directory(cfg) -> str:
 
 def check_numbers(cfg) -> None:
     """Exit with code 2 if a number is out of its range."""
-    for least, below, names in RANGES:
-        for name in names.split():
-            value = getattr(cfg, name)
+    for field in dataclasses.fields(cfg):
+        if range_of(field):
+            _, least, below = range_of(field)
+            value = getattr(cfg, field.name)
             check(
                 least <= value < below,
-                f"{name} = {value} is out of range; it must be a number >= {least} and < {below}",
+                f"{field.name} = {value} is out of range; it must be a number >= {least} and "
+                f"< {below}",
             )
     check(
         cfg.process_id < cfg.processes,

@@ -14,7 +14,7 @@ from conftest import ROOT, arguments, refused, restored_signals, run, run_to_end
 
 import train
 from infra import cluster, run_dir
-from infra.flags import RANGES
+from infra.flags import range_of
 from model import ModelConfig
 
 # The shortest run that trains.
@@ -218,9 +218,14 @@ def test_a_run_from_before_rollout_dtype_resumes():
     assert run_dir.comparable(old) != run_dir.comparable(new | {"rollout_dtype": "int8"})
 
 
-def test_every_number_has_one_range():
-    ranged = [name for _, _, names in RANGES for name in names.split()]
-    assert sorted(ranged) == sorted(name for name, kind in FLAGS.items() if kind in (int, float))
+def test_every_number_has_a_range():
+    """The range is part of the flag's type; a default lies in it and has the type of a number."""
+    for field in dataclasses.fields(train.Config):
+        if isinstance(field.default, str):
+            assert range_of(field) is None, field.name
+        else:
+            kind, least, below = range_of(field)
+            assert type(field.default) is kind and least <= field.default < below, field.name
 
 
 # ---------------------------------------------------------------- standard streams

@@ -13,7 +13,6 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,8 +57,8 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
     # A value has the type of the flag's default.
     with exit_on(ValueError, f"sweep = {sweep}"):
         settings = [{name: type(getattr(cfg, name))(value)} for value in values.split(",")]
-    # The type of a flag with choices is a Literal of them.
-    choices = get_args(train.Config.__annotations__[name])
+    (field,) = [field for field in dataclasses.fields(cfg) if field.name == name]
+    choices = flags.choices_of(field)
     for setting in settings:
         flags.check_numbers(dataclasses.replace(cfg, **setting))
         value = setting[name]
