@@ -751,8 +751,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     tokenizer, end_of_turn = data.load_tokenizer(model_dir)
     largest_id = max(tokenizer.get_vocab().values())
     check_sizes(cfg, model_cfg, mesh, largest_id + 1)
-    stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
-    model_cfg = dataclasses.replace(model_cfg, stop_ids=stop_ids)
+    model_cfg = rollout.with_stop_id(model_cfg, end_of_turn)
 
     # The data: questions to ask, examples to imitate, held-out questions.
     questions = data.load_questions(cfg.data, False, tokenizer, cfg)

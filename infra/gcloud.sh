@@ -96,19 +96,18 @@ fault() { # [TEXT]
   local text word pattern
   text="${1:-$(cat "$scratch/errors")}"
   while IFS=';' read -r word pattern _; do
-    if tr '\n' ' ' <<<"$text" | grep -qE "${pattern# }"; then break; fi
+    if [[ "$text" =~ ${pattern# } ]]; then break; fi
   done < <(faults)
   # Zones without capacity mention reservations even if none was asked for.
   if [ "$word" = reservation ]; then
     case " ${create_flags[*]-} " in *' --reserved '*) ;; *) word=capacity ;; esac
   fi
-  printf '%s %s\n' "$word" "$(short_form <<<"$text")"
+  printf '%s %s\n' "$word" "$(short_form "$text")"
 }
 # Shorten what gcloud printed to its ERROR, or else to its last lines. If ssh failed, gcloud says only that, so put the
 # workers that failed and ssh's own last line before it.
-short_form() {
-  local text noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
-  text="$(cat)"
+short_form() { # TEXT
+  local text="$1" noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
   case "$text" in
     *'exited with return code'*)
       line="$(grep -vE "$noise|^ERROR" <<<"$text" | tail -n 1 | cut -c 1-200)"

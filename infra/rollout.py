@@ -44,6 +44,7 @@ class Engine:
     max_answer: int  # most tokens of an answer
     # {answers that share a prompt: answers that a device decodes at once}; without an entry, all
     rows_at_once: dict[int, int] = field(default_factory=dict)
+    # What `layouts.to_rollout` returns; None before `load` and after `unload`.
     weights: dict | None = None
 
     @classmethod
@@ -55,8 +56,7 @@ class Engine:
         model_cfg = hf.read_config(directory)
         tokenizer, end_of_turn = data.load_tokenizer(directory)
         # An answer ends with the turn, whatever the model's config says.
-        stop_ids = tuple(sorted({*model_cfg.stop_ids, end_of_turn}))
-        model_cfg = replace(model_cfg, stop_ids=stop_ids)
+        model_cfg = with_stop_id(model_cfg, end_of_turn)
         # The mesh shards the weights over all devices, as in training by default.
         devices = np.array(jax.local_devices())
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
@@ -138,6 +138,13 @@ def make_engine(
         cfg.max_answer,
         rows_by_group(model_cfg, layout, cfg.dtype, work, resting),
     )
+
+
+def with_stop_id(model_cfg: ModelConfig, token: int) -> ModelConfig:
+    """The config with one more token that ends an answer."""
+    # The config is a static argument of jitted functions: sort, so that equal sets are equal.
+    stop_ids = tuple(sorted({*model_cfg.stop_ids, token}))
+    return replace(model_cfg, stop_ids=stop_ids)
 
 
 def answer_tokens(out: dict) -> list[list[int]]:
