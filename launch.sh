@@ -45,10 +45,10 @@ die() { say "$1" && exit "${2:-2}"; }
 shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n' "$1" >&3; fi; }
 # Run a command, or print it under --dry-run, quoted for a shell.
 run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3; fi; }
-# shellcheck source=infra/gcloud.sh
-. "$here/infra/gcloud.sh" # the actions of a TPU type
-# shellcheck source=infra/cuda.sh
-. "$here/infra/cuda.sh" # which CUDA to install
+# shellcheck source=infra/cloud/gcloud.sh
+. "$here/infra/cloud/gcloud.sh" # the actions of a TPU type
+# shellcheck source=infra/cloud/cuda.sh
+. "$here/infra/cloud/cuda.sh" # which CUDA to install
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
@@ -234,7 +234,7 @@ cmd_slurm() {
   local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   [ "$platforms" = cpu ] || extra="$(cuda)"
   setup "$extra" "$@"
-  set -- "$venv/bin/python" "$here/infra/slurm_job.py" bash "$here/launch.sh" task "${job[@]}" "$@"
+  set -- "$venv/bin/python" "$here/infra/cloud/slurm_job.py" bash "$here/launch.sh" task "${job[@]}" "$@"
   set -- --wrap "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")"
   # Two minutes before the time limit, Slurm sends SIGUSR1 to the batch script alone (B), which is slurm_job.py.
   set -- --requeue --signal=B:USR1@120 ${options[@]+"${options[@]}"} "$@"

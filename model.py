@@ -339,7 +339,8 @@ class How:
     """Options of the training forward."""
 
     dtype: str  # compute dtype
-    attend: Callable  # (q_BNTH, k_BKTH, v_BKTH, segments_BT) -> [B, N, T, H]: infra/attention.py
+    # (q_BNTH, k_BKTH, v_BKTH, segments_BT) -> [B, N, T, H], from infra/update/attention.py
+    attend: Callable
     remat: str = "full"  # a key of REMAT
 
 
@@ -509,8 +510,9 @@ def cached_forward(
 
     Returns (hidden states [B, D] after the last norm of the token at index last_B of each row,
     caches). attend(q, k, v, layer number, cache) -> ([B, N, T, H], cache) comes from
-    infra/kv_cache.py; it also writes the keys and values of the new tokens to the cache. caches:
-    one for each stack of layers in weights["layers"]. layout: from infra/layouts.py.
+    infra/rollout/kv_cache.py; it also writes the keys and values of the new tokens to the cache.
+    caches: one for each stack of layers in weights["layers"]. layout: from
+    infra/rollout/layouts.py.
     """
     rope = rope_tables(positions_BT, cfg)
 

@@ -30,19 +30,25 @@ import kernel
 import model
 
 # isort: off
-from infra import checkpoint, cluster, data, files, flags, hf, log, memory, packing
-from infra import rewards, rollout, run_dir
-from infra.flags import Fraction, Natural, NonNegative, Positive, Probability, Process, Processes
-from infra.flags import Steps, Temperature
+from infra.data import hf, rewards
+from infra.data.answers import final_number
+from infra.data.chat import load_tokenizer
+from infra.data.hub import model_directory
+from infra.data.questions import is_file, load_questions, question_order
+from infra.host import files
+from infra.host.console import check, exit_on, open_streams, say, warn
+from infra.host.processes import all_gather_processes, check_for_stop, commit, connect, end_at_once
+from infra.host.processes import give_cpu_devices_threads, host_count, leave
+from infra.rollout.engine import Engine, answer_tokens, make_engine, with_stop_id
+from infra.rollout.layouts import LAYOUTS
+from infra.rollout.sampling import Sampling
+from infra.run import checkpoint, flags, log, run_dir
+from infra.run.flags import Fraction, Natural, NonNegative, Positive, Probability, Process
+from infra.run.flags import Processes, Steps, Temperature
+from infra.update import fit, packing
+from infra.update.attention import ATTENTION, segment_attention
+from infra.update.state import abstract_state, initial_state, is_vector, memory_of, reference
 # isort: on
-from infra.answers import final_number
-from infra.attention import ATTENTION, segment_attention
-from infra.cluster import all_gather_hosts
-from infra.layouts import LAYOUTS
-from infra.log import check, exit_on, say, warn
-from infra.rollout import answer_tokens
-from infra.sampling import Sampling
-from infra.state import abstract_state, initial_state, is_vector, memory_of, reference
 from model import DEVICE, REMAT
 
 # Start reading at the bottom: `train` is the algorithm.
@@ -138,7 +144,7 @@ def parse(argv: list[str]) -> Config:
 
 def eval_data(cfg: Config) -> str:
     """The data set of held-out questions, or "none". A single file has no held-out part."""
-    return cfg.eval_data or ("none" if data.is_file(cfg.data) else cfg.data)
+    return cfg.eval_data or ("none" if is_file(cfg.data) else cfg.data)
 
 
 # ---------------------------------------------------------------- rewards: made to be edited
@@ -205,7 +211,7 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
 
 def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer_size: int) -> None:
     """Check all sizes against each other in one place, before weights load. Exits with code 2."""
-    processes = cluster.host_count(mesh)
+    processes = host_count(mesh)
     local_devices = mesh.size // processes
     dp, fsdp, tp = mesh.devices.shape
     kind = (mesh.devices.flat[0].platform, cfg.dtype)
@@ -269,7 +275,7 @@ class Setup:
     model_dir: str  # Hugging Face directory of the model that the run starts from
     model_cfg: model.ModelConfig
     mesh: Mesh
-    engine: rollout.Engine  # samples answers
+    engine: Engine  # samples answers
     questions: list[dict]  # rows of the data; `prompt` is the prompt's token ids
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
     held_out: list[dict]  # rows of the evaluation data
@@ -290,11 +296,11 @@ class Start:
 # ---------------------------------------------------------------- rollout and advantages
 def sample_answers(rows, group, key, sampling, setup, outputs):
     """Sample an answer to each of this host's rows; every `group` consecutive rows are the same.
-    Returns (the output of rollout.generate, the answers' texts)."""
+    Returns (the output of engine.generate, the answers' texts)."""
 
     def between_stages(answers, tokens):
         # A rollout takes long, so a signal may end the run here.
-        cluster.check_for_stop(outputs.stop_signal)
+        check_for_stop(outputs.stop_signal)
         outputs.terminal.decoded(answers, tokens)
 
     # Prompts are token ids: they were encoded when the data was loaded.
@@ -612,8 +618,9 @@ def end_if_diverged(step: int, skipped: int, saver: checkpoint.Saver) -> None:
     raise SystemExit(1)
 
 
-# infra/memory.py compiles these before anything runs, to find the largest micro-batch that fits.
-UPDATE = memory.UpdatePrograms(gradients, apply, optimizer, token_fields)
+# infra/update/fit.py compiles these before anything runs: it finds the largest micro-batch that
+# fits.
+UPDATE = fit.UpdatePrograms(gradients, apply, optimizer, token_fields)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -655,7 +662,7 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
                 log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
                 for i in range(min(3, n, per_host))]
     setup.engine.unload()
-    fraction = float(all_gather_hosts(solved).sum()) / n
+    fraction = float(all_gather_processes(solved).sum()) / n
     # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
     outputs.samples.append(*samples)
     outputs.write({"step": step, "eval/solved": fraction})
@@ -682,7 +689,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
             not solved and final_number(text) is None
             for solved, text in zip(scores[:, 0], texts, strict=True)]
     table = np.column_stack(list(per_answer.values()))
-    table = all_gather_hosts(table).reshape(-1, len(per_answer))
+    table = all_gather_processes(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
     column = dict(zip(per_answer, table.T, strict=True))
     # A group whose rewards are all equal teaches nothing.
@@ -692,7 +699,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
         "reward/std": float(reward_GQ.std()),
         "len/answer_max": float(column["len/answer"].max()),
         "group/zero_variance": float(has_no_variance_G.mean()),
-        "reward/faults": int(all_gather_hosts(rewards.report(faults)).sum()),
+        "reward/faults": int(all_gather_processes(rewards.report(faults)).sum()),
     }
 
 
@@ -724,7 +731,7 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
         largest = float(max(part["max"][name] for part in parts))
         metrics[f"{name}/max"] = largest if counts["trained"] else math.nan
     flops = cfg.ppo_epochs * counts["flops"]
-    return metrics | memory.device_metrics(setup.mesh, flops, seconds)
+    return metrics | fit.device_metrics(setup.mesh, flops, seconds)
 
 
 # ---------------------------------------------------------------- set up: from flags to arrays
@@ -733,7 +740,7 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     """Returns (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
     # Connect the processes, claim the directory, and find the devices.
     rewards.check_functions(SOLVED, REWARDS)
-    cluster.connect(cfg)
+    connect(cfg)
     run_dir.claim_out(cfg.out, claims)
     mesh = make_mesh(cfg.mesh, jax.devices())
     # config.json needs the number of processes: a resume compares questions per step, which are
@@ -746,33 +753,33 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
     run_dir.keep_compiled(cfg.out)
 
     # The model's config and tokenizer, but not its weights yet.
-    model_dir = data.model_directory(cfg, "*.json", "*.txt", "*.jinja")
+    model_dir = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     model_cfg = hf.read_config(model_dir)
-    tokenizer, end_of_turn = data.load_tokenizer(model_dir)
+    tokenizer, end_of_turn = load_tokenizer(model_dir)
     largest_id = max(tokenizer.get_vocab().values())
     check_sizes(cfg, model_cfg, mesh, largest_id + 1)
-    model_cfg = rollout.with_stop_id(model_cfg, end_of_turn)
+    model_cfg = with_stop_id(model_cfg, end_of_turn)
 
     # The data: questions to ask, examples to imitate, held-out questions.
-    questions = data.load_questions(cfg.data, False, tokenizer, cfg)
+    questions = load_questions(cfg.data, False, tokenizer, cfg)
     examples = [row for row in questions if len(row["demonstration_ids"]) <= cfg.max_answer]
     held_out = []
     if eval_data(cfg) != "none":
-        held_out = data.load_questions(eval_data(cfg), True, tokenizer, cfg)
+        held_out = load_questions(eval_data(cfg), True, tokenizer, cfg)
     check_data(cfg, questions, examples)
 
     # Find out what fits in host memory, on disk and on the devices, given the longest prompt.
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
     row_width = packing.row_width(longest_prompt + cfg.max_answer, mesh)
-    memory.check_host_memory(cfg, row_width)
+    fit.check_host_memory(cfg, row_width)
     state = abstract_state(cfg, model_cfg, mesh, optimizer)
     run_dir.check_disk(cfg.out, state, done, total_steps, cfg.save_every, cfg.keep)
-    resting = memory.device_bytes(state)
-    engine = rollout.make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
-    weights = hf.ModelFiles(data.model_directory(cfg, "*.safetensors"), model_cfg)
+    resting = fit.device_bytes(state)
+    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
+    weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
     wandb = log.start_wandb(cfg.wandb, cfg.out, config)
     run_dir.write_config(cfg.out, config)
-    micro_batch = memory.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)
+    micro_batch = fit.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)
 
     setup = Setup(
         model_dir, model_cfg, mesh, engine, questions, examples, held_out, row_width, micro_batch)
@@ -811,7 +818,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         t_start = time.time()
         supervised = step <= cfg.sft_steps
         metrics = {"step": step}
-        cluster.check_for_stop(outputs.stop_signal)
+        check_for_stop(outputs.stop_signal)
 
         # ------------------------------------------------ questions: each host has its own
         if supervised:
@@ -819,7 +826,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         else:
             pool, per_host, past_steps = setup.questions, cfg.batch, step - 1 - cfg.sft_steps
         first = (past_steps * hosts + host) * per_host
-        order = data.question_order(cfg.seed, first, per_host, len(pool))
+        order = question_order(cfg.seed, first, per_host, len(pool))
         # The answers to one question are consecutive: they are its group.
         rows = [pool[i] for i in order for _ in range(sequences // per_host)]
         prompts = [row["prompt"] for row in rows]
@@ -898,7 +905,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
         outputs.saver.remember(step, state, skipped)
         outputs.write(metrics)
         end_if_diverged(step, skipped, outputs.saver)
-        cluster.check_for_stop(outputs.stop_signal)
+        check_for_stop(outputs.stop_signal)
         if is_evaluated_after(step, cfg, setup):
             evaluate(state["params"], step, cfg, setup, outputs)
         if step == total_steps or (cfg.save_every and step % cfg.save_every == 0):
@@ -907,7 +914,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
     outputs.saver.finish()
     if total_steps:
         # Users of the model will need its system prompt.
-        about = {"step": total_steps, "commit": cluster.commit(), "system": cfg.system}
+        about = {"step": total_steps, "commit": commit(), "system": cfg.system}
         params = state["params"]
         hf.write_final(cfg.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
     log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)
@@ -916,7 +923,7 @@ def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> 
 
 @exit_on(files.CheckpointError, "these files cannot be used")
 def main(argv: list[str]) -> None:
-    cluster.give_cpu_devices_threads()
+    give_cpu_devices_threads()
     cfg = parse(argv)
     # No other run may use `out` until this block ends.
     with contextlib.ExitStack() as claims:
@@ -926,13 +933,13 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, cluster.end_at_once)
-    signal.signal(signal.SIGUSR1, cluster.end_at_once)
-    log.open_streams()
+    signal.signal(signal.SIGINT, end_at_once)
+    signal.signal(signal.SIGUSR1, end_at_once)
+    open_streams()
     try:
         main(sys.argv[1:])
     except BaseException as e:
-        cluster.leave(e)
+        leave(e)
     finally:
         # Nothing is left to save, and Slurm's warning would kill the interpreter while it exits.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -7,14 +7,14 @@ import sys
 import time
 from types import SimpleNamespace
 
-from infra import cluster
+from infra.host.processes import find_processes
 
 if "--fail" in sys.argv:
     # Task 1 fails, and task 0 is ended with it.
     if os.environ["SLURM_PROCID"] == "0":
         time.sleep(60)
     sys.exit(5)
-found = cluster.find_processes(SimpleNamespace(coordinator=""))
+found = find_processes(SimpleNamespace(coordinator=""))
 step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
 # A variable for the CPUs would be there also where srun did not hear of them.
 text = subprocess.check_output(["scontrol", "show", "step", step], text=True)

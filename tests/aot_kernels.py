@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import kernel
-from infra import chips
+from infra.host import chips
 
 HIDDEN = 2048
 

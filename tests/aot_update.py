@@ -11,7 +11,8 @@ import sys
 from collections import Counter
 
 import train
-from infra import chips, memory, packing
+from infra.host import chips
+from infra.update import fit, packing
 from tools.hlo import array_sizes
 from tools.sizes import model_of_size
 
@@ -54,12 +55,12 @@ def main(device_type: str, attention: str, micro_batches: str) -> None:
     texts = []
 
     def compile(lowered, mesh):
-        return memory.compiled_gib(lowered, mesh, lambda c: texts.append(c.as_text()))
+        return fit.compiled_gib(lowered, mesh, lambda c: texts.append(c.as_text()))
 
     gib = {}
     for n in map(int, micro_batches.split(",")):
         update = n, width, cfg, model_cfg, mesh, train.UPDATE
-        gib[n], _ = memory.update_gib(*update, compile=compile)
+        gib[n], _ = fit.update_gib(*update, compile=compile)
     # The last two programs are the gradients and the optimizer step of the last micro-batch.
     print(json.dumps({"gib": gib, **facts(texts[-2], model_cfg.V)}))
 

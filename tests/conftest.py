@@ -43,12 +43,16 @@ from safetensors.numpy import load_file, save_file
 
 import model
 import train
-from infra import attention, data, hf, layouts, log, rollout
-from infra.sampling import Sampling
+from infra.data import hf
+from infra.data.tiny import make_tiny
+from infra.host import console
+from infra.rollout import engine, layouts
+from infra.rollout.sampling import Sampling
+from infra.update import attention
 
 ROOT = Path(__file__).resolve().parent.parent
 # Messages printed during tests name train.py as their program, as in a run.
-log.PROGRAM = "train.py"
+console.PROGRAM = "train.py"
 
 
 # ---------------------------------------------------------------- pytest
@@ -111,7 +115,7 @@ def spoiled_copy(directory, copy, name, change):
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory):
     """The tiny model with its tokenizer, as a Hugging Face directory. Tests must not change it."""
-    return Path(data.make_tiny(tmp_path_factory.mktemp("tiny") / "model", 1))
+    return Path(make_tiny(tmp_path_factory.mktemp("tiny") / "model", 1))
 
 
 # ---------------------------------------------------------------- numbers
@@ -256,7 +260,7 @@ def generate(
         assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
     key = jax.random.key(seed)
     sampling = sampling or Sampling()
-    return rollout.generate(
+    return engine.generate(
         weights, cfg, layout, prompts, key, sampling, max_answer=max_answer, **options
     )
 

@@ -1,12 +1,12 @@
-"""The advice to a run that learns nothing (infra/advice.py), and undefined numbers in the line of
-a step."""
+"""The advice to a run that learns nothing (infra/run/advice.py), and undefined numbers in the
+line of a step."""
 
 import math
 
 import pytest
 from conftest import run_train
 
-from infra import advice, log
+from infra.run import advice, log
 
 # The metrics of a step in which every answer is wrong and no group has a variance.
 STEP = {

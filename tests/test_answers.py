@@ -1,4 +1,4 @@
-"""The final number of an answer (infra/answers.py): which answers are equal, and which have no
+"""The final number of an answer (infra/data/answers.py): which answers are equal, and which have no
 number."""
 
 import fractions
@@ -8,7 +8,7 @@ import pytest
 from conftest import read_jsonl, shared
 
 import train
-from infra import answers
+from infra.data import answers
 
 # fmt: off
 FINAL_NUMBERS = {  # {number: texts whose final number this is}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from infra import attention
+from infra.update import attention
 
 T = 96
 # The lengths of the sequences of each row: several, one, some with padding (segment 0), none.

@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT, arguments, read_jsonl, run, without_times
 from safetensors.numpy import load_file
 
-from infra import bucket as buckets
-from infra import checkpoint
+from infra.run import bucket as buckets
+from infra.run import checkpoint
 
 FLAGS = (
     "--model tiny --data arith --eval_data none --max_prompt 80 --max_answer 8 --batch 1 --npq 4 "
@@ -23,7 +23,7 @@ IMPATIENT = """
 import runpy, sys
 del sys.argv[0]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-from infra import bucket
+from infra.run import bucket
 bucket.PATIENCE = (0.1, 0.2)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -156,7 +156,7 @@ def test_all_processes_end_alike_where_process_0_cannot_send(process, tmp_path, 
     fail(tmp_path / "gs/bucket/run", "storage", times=99)
     # This process is one of two, and only process 0 has a fault.
     monkeypatch.setattr(checkpoint.jax, "process_index", lambda: process)
-    monkeypatch.setattr(checkpoint, "all_gather_hosts", lambda value: np.array([True, False]))
+    monkeypatch.setattr(checkpoint, "all_gather_processes", lambda value: np.array([True, False]))
     with pytest.raises(SystemExit) as end:
         checkpoint.send_results(RUN)
     assert end.value.code == 1 and len(waits) == (0 if process else len(buckets.PATIENCE))

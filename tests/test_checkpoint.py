@@ -35,8 +35,9 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra import checkpoint, files, log, run_dir
-from infra.state import abstract_state
+from infra.host import files
+from infra.run import checkpoint, log, run_dir
+from infra.update.state import abstract_state
 
 ONE_FILE = "shards-00000-of-00001.safetensors"
 
@@ -284,7 +285,7 @@ def process(index, other_has):
 
     with (
         mock.patch.multiple(jax, process_index=lambda: index, process_count=lambda: 4),
-        mock.patch.object(run_dir, "all_gather_hosts", with_other),
+        mock.patch.object(run_dir, "all_gather_processes", with_other),
     ):
         yield
 

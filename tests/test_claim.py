@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, lives, read_jsonl, running, until
 
-from infra import claim
-from infra.bucket import BucketError
+from infra.run import claim
+from infra.run.bucket import BucketError
 
 HOLD = """
 import sys, time
-from infra.claim import claimed
+from infra.run.claim import claimed
 with claimed(sys.argv[1]):
     print("claimed", flush=True)
     time.sleep(999)
@@ -163,7 +163,7 @@ def test_a_lock_whose_claim_is_not_written_yet_counts(tmp_path):
 
 FORK = """
 import os, sys, time
-from infra.claim import claimed
+from infra.run.claim import claimed
 with claimed(sys.argv[1]):
     # By the child: its lock is closed by the time that fork returns in it.
     if not os.fork():

@@ -13,8 +13,10 @@ import pytest
 from conftest import ROOT, arguments, refused, restored_signals, run, run_to_end, run_train
 
 import train
-from infra import cluster, run_dir
-from infra.flags import range_of
+from infra.host import processes
+from infra.host.processes import bypass_proxies
+from infra.run import run_dir
+from infra.run.flags import range_of
 from model import ModelConfig
 
 # The shortest run that trains.
@@ -196,11 +198,11 @@ def read_of_cfg(path):
 
 
 def test_every_flag_is_read_and_only_flags_are(record_property):
-    """train.py and infra/*.py read every flag from `cfg`, and nothing that is not a flag. Files in
+    """train.py and infra/ read every flag from `cfg`, and nothing that is not a flag. Files in
     which `cfg` is a ModelConfig do not count."""
     of_models = {field.name for field in dataclasses.fields(ModelConfig)} | set(dir(ModelConfig))
     read = set()
-    for path in [ROOT / "train.py", *ROOT.glob("infra/*.py")]:
+    for path in [ROOT / "train.py", *ROOT.glob("infra/*/*.py")]:
         read_here = read_of_cfg(path)
         if not read_here <= of_models:
             assert read_here <= FLAGS.keys(), f"{path} reads no flag: {read_here - FLAGS.keys()}"
@@ -323,7 +325,7 @@ def test_processes_with_other_flags_or_commits_are_refused(
     try:
         monkeypatch.setenv("PODGRPO_COMMIT", commit)
         # Use the uncached function: its cache would outlive the test.
-        monkeypatch.setattr(cluster, "commit", cluster.commit.__wrapped__)
+        monkeypatch.setattr(processes, "commit", processes.commit.__wrapped__)
         assert wanted in refused(process_flags(1, 2, job), f"--lr={lr}", *flags)
         text, _ = process_0.communicate(timeout=300)
     finally:
@@ -351,7 +353,7 @@ def test_hosts_are_added_to_those_that_no_proxy_serves(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "a,b")
     for _ in range(2):
-        cluster.bypass_proxies({"c", "b"})
+        bypass_proxies({"c", "b"})
         for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
             assert os.environ[name] == "a,b,c"
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from infra.chips import Chip
+from infra.host.chips import Chip
 from tools import clock, hlo, step_time
 
 # Rates per second that are no multiples of each other, so that they cannot be confused.

@@ -1,11 +1,13 @@
-"""The files and columns of data sets, as on the Hugging Face hub (infra/columns.py)."""
+"""The files and columns of data sets, as on the Hugging Face hub (infra/data/columns.py)."""
 
 import json
 
 import datasets
 import pytest
 
-from infra import columns, data
+from infra.data import columns
+from infra.data.chat import chat, render
+from infra.data.questions import load_rows
 
 ASK = "What is 1 + 1?"
 VERL_GSM8K = {
@@ -38,11 +40,11 @@ def test_sets_of_the_hub_are_read_from_every_kind_of_file(name, kind, tmp_path, 
         (tmp_path / "rows.json").write_text(json.dumps([row] * 3))
     else:
         getattr(table, f"to_{kind}")(path)
-    rows = data.load_rows(path, False)
+    rows = load_rows(path, False)
     assert [(row["question"], row["answer"]) for row in rows] == [(ASK, answer)] * 3
     # The chosen columns are printed unless they have the usual names.
     assert ("question = " in capsys.readouterr().out) == (name != "gsm8k")
-    assert data.render(columns.messages_of(rows[0], "Think.")) == data.chat("Think.", ASK)
+    assert render(columns.messages_of(rows[0], "Think.")) == chat("Think.", ASK)
 
 
 def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
@@ -55,20 +57,20 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     answered = [*turns, {"role": "assistant", "content": "2"}]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": answered}))
-    (row,) = data.load_rows(str(path), False)
+    (row,) = load_rows(str(path), False)
     assert (row["question"], row["answer"]) == (ASK, "2")
     assert columns.messages_of(row, "Think.") == turns
     # The prompt ends with the last question, without its answer.
     end = f"Hi<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
-    assert data.render(turns).endswith(end)
+    assert render(turns).endswith(end)
 
 
 def test_columns_of_other_names_are_named(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"ask": ASK, "meta": {"value": 2}, "answer": "none"}))
-    (row,) = data.load_rows(str(path), False, "question=ask,answer=meta.value")
+    (row,) = load_rows(str(path), False, "question=ask,answer=meta.value")
     assert (row["question"], row["answer"]) == (ASK, "2")
     for wrong in ("ask", "query=ask", "question="):
         with pytest.raises(SystemExit):
-            data.load_rows(str(path), False, wrong)
+            load_rows(str(path), False, wrong)
         assert "is not of the form question=...,answer=..." in capsys.readouterr().err

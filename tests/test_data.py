@@ -1,4 +1,5 @@
-"""Questions and answers (infra/data.py): data sets, prompts, and the rewards of train.py."""
+"""Questions and answers (infra/data/questions.py): data sets, prompts, and the rewards of
+train.py."""
 
 import contextlib
 import fractions
@@ -27,7 +28,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra import answers, data, hf, log, rewards
+from infra.data import answers, hf, rewards
+from infra.data.chat import chat, load_tokenizer
+from infra.data.questions import check_row, load_questions, load_rows, question_order
+from infra.data.tiny import TINY_MODEL, arith, worked_sum
+from infra.host.console import first_line
+from infra.run import log
 
 # ---------------------------------------------------------------- the rewards of train.py
 # fmt: off
@@ -78,7 +84,7 @@ def test_prompts_equal_the_published_chat_template():
             tokenize=False,
             add_generation_prompt=True,
         )
-        assert data.chat(system, question) == text
+        assert chat(system, question) == text
         ids = ours.encode(text, add_special_tokens=False).ids
         assert ids == theirs.encode(text, add_special_tokens=False)
     assert ours.encode("hello").ids == [14990]
@@ -89,7 +95,7 @@ def test_the_tiny_model_has_the_chat_template(tiny_directory):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_directory)
     asked = [{"role": "system", "content": "  Be brief."}, {"role": "user", "content": "2 + 2?\n"}]
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert prompt == data.chat("  Be brief.", "2 + 2?\n")
+    assert prompt == chat("  Be brief.", "2 + 2?\n")
     answered = [*asked, {"role": "assistant", "content": "4"}]
     assert tokenizer.apply_chat_template(answered, tokenize=False) == f"{prompt}4<|im_end|>\n"
 
@@ -124,15 +130,15 @@ def addends(row):
 
 
 def test_arithmetic_answers_are_right_and_most_demonstrations_wrong(record_property):
-    seen = data.arith(False)
-    held_out = data.arith(True)
+    seen = arith(False)
+    held_out = arith(True)
     assert len(seen) == 20000
     assert len(held_out) == 2000
     assert not {*map(addends, seen)} & {*map(addends, held_out)}
     for row in seen + held_out:
         assert answers.final_number(row["answer"]) == sum(addends(row)), row
     worked = "9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>"
-    assert data.worked_sum(159, 855) == worked
+    assert worked_sum(159, 855) == worked
     demonstrated = [answers.final_number(row["demonstration"]) for row in seen]
     wrong = np.mean([d != sum(addends(row)) for d, row in zip(demonstrated, seen, strict=True)])
     assert 0.5 < wrong < 0.75
@@ -146,24 +152,24 @@ def test_a_data_set_with_splits_is_read_by_split(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
     for split, n in sizes.items():
         wanted = [{"question": f"{split} {i}?", "answer": str(i)} for i in range(n)]
-        assert data.load_rows(str(tmp_path), split == "test") == wanted
+        assert load_rows(str(tmp_path), split == "test") == wanted
 
 
 def test_each_epoch_is_a_permutation_of_its_own():
-    epochs = [data.question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
+    epochs = [question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(10))
     assert epochs[0] != epochs[1]
     # The walk does not depend on how hosts and steps divide it.
-    assert data.question_order(3, 0, 30, 10) == sum(epochs, [])
-    assert data.question_order(4, 0, 10, 10) != epochs[0]
+    assert question_order(3, 0, 30, 10) == sum(epochs, [])
+    assert question_order(4, 0, 10, 10) != epochs[0]
 
 
 def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path):
     for reply in ConnectionError("Couldn't reach it"), ValueError("no such data"):
         with mock.patch("datasets.load_dataset", side_effect=reply):
             text = refused("--data a/b --out", tmp_path / "run")
-        assert f"a/b cannot be loaded: {log.first_line(reply)}" in text
+        assert f"a/b cannot be loaded: {first_line(reply)}" in text
 
 
 def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
@@ -179,12 +185,12 @@ def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
 def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes('\ufeff{"question": "1 + 1?", "answer": 2}\n'.encode())
-    assert data.load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]
+    assert load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]
 
 
 def test_a_number_as_answer_is_read_as_that_number():
     for number in (7, -0.5, 1e-05, 2e20):
-        row = data.check_row({"question": "How much?", "answer": number})
+        row = check_row({"question": "How much?", "answer": number})
         assert answers.final_number(row["answer"]) == fractions.Fraction(str(number)), row
 
 
@@ -192,9 +198,9 @@ def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directo
     written = {"question": "1 + 1?", "answer": 2, "unit": "kg", "tests": [1, None], "note": None}
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(written))
-    tokenizer, _ = data.load_tokenizer(tiny_directory)
-    (row,) = data.load_questions(str(path), False, tokenizer, train.Config(system=""))
-    ids = {"prompt": data.chat("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
+    tokenizer, _ = load_tokenizer(tiny_directory)
+    (row,) = load_questions(str(path), False, tokenizer, train.Config(system=""))
+    ids = {"prompt": chat("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
     ids = {name: tokenizer.encode(text).ids for name, text in ids.items()}
     assert row == written | {"answer": "2"} | ids
 
@@ -233,7 +239,7 @@ def test_a_run_on_gsm8k_with_the_published_tokenizer(tmp_path):
     """Train a random model with the vocabulary of Qwen2.5, and load the result in transformers."""
     source = tmp_path / "source"
     out = tmp_path / "run"
-    config = data.TINY_MODEL | dict(vocab_size=151936, hidden_size=64, eos_token_id=151645)
+    config = TINY_MODEL | dict(vocab_size=151936, hidden_size=64, eos_token_id=151645)
     source.mkdir()
     shutil.copy(shared("qwen2.5/tokenizer.json"), source)
     hf.write_random(source, config, seed=3)

@@ -17,7 +17,11 @@ from numpy.testing import assert_array_equal
 
 import model
 import train
-from infra import data, files, hf
+from infra.data import hf
+from infra.data.chat import load_tokenizer
+from infra.data.questions import load_questions, load_rows
+from infra.data.tiny import TINY_MODEL
+from infra.host import files
 
 ODD_NUMBERS = [0, -1, 1, 7, 2**31, 2**64, 10**99, 1.5, -0.0, math.nan, math.inf]
 ODD_TEXTS = ["", "x", "1", "128", "\ud800", "<|im_end|>", "default", "F16", "a" * 9999]
@@ -111,7 +115,7 @@ QUESTIONS = [
 
 @pytest.fixture
 def source(tiny_directory, tmp_path):
-    small = data.TINY_MODEL | dict(vocab_size=24, hidden_size=16, intermediate_size=8)
+    small = TINY_MODEL | dict(vocab_size=24, hidden_size=16, intermediate_size=8)
     hf.write_random(tmp_path, small, 0)
     shutil.copy(tiny_directory / "tokenizer.json", tmp_path)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
@@ -154,10 +158,10 @@ def read_config(source):
 
 
 def read_tokenizer(source):
-    tokenizer, _ = data.load_tokenizer(source.directory)
+    tokenizer, _ = load_tokenizer(source.directory)
     largest_id = max(tokenizer.get_vocab().values())
     path = str(source.directory / "rows.jsonl")
-    for row in data.load_questions(path, False, tokenizer, train.Config(system="")):
+    for row in load_questions(path, False, tokenizer, train.Config(system="")):
         assert max(row["prompt"] + row["demonstration_ids"]) <= largest_id
 
 
@@ -170,7 +174,7 @@ def read_weights(source):
 
 def read_questions(source):
     path = source.directory / "rows.jsonl"
-    found = data.load_rows(str(path), False)
+    found = load_rows(str(path), False)
     lines = [line for line in path.read_text().split("\n") if line.strip()]
     wanted = []
     for line, found_row in zip(lines, found, strict=True):

@@ -1,4 +1,4 @@
-"""Models and data sets from the hub (infra/hub.py), with a stand-in for the hub that fails on
+"""Models and data sets from the hub (infra/data/hub.py), with a stand-in for the hub that fails on
 demand."""
 
 import collections
@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 from conftest import ROOT, arguments, run, run_to_end, until
 
-from infra import hub
+from infra.data import hub
 
 # For each line of stdin, this program forks one process per start of a run, since the hub's
 # libraries keep what they have read. Waits are recorded and cut short.
@@ -28,8 +28,9 @@ STARTS = """
 import json, os, sys, time, types
 sys.path.insert(0, sys.argv[1])
 import datasets, huggingface_hub
-from infra import data, hub, log
-log.PROGRAM = "train.py"
+from infra.data import hub, questions
+from infra.host import console
+console.PROGRAM = "train.py"
 # The server beside the hub, which may know the columns already, has another name to be resolved.
 datasets.config.USE_PARQUET_EXPORT = False
 really_sleep = time.sleep
@@ -49,9 +50,9 @@ for line in sys.stdin:
         sys.stderr = sys.stdout = open(start["log"], "w")
         try:
             cfg = types.SimpleNamespace(model=start["model"])
-            result["files"] = data.model_directory(cfg, "*.json")
-            result["rows"] = [data.load_rows(start["data"], held_out) for held_out in (0, 1)]
-            result["weights"] = data.model_directory(cfg, "*.safetensors")
+            result["files"] = hub.model_directory(cfg, "*.json")
+            result["rows"] = [questions.load_rows(start["data"], held_out) for held_out in (0, 1)]
+            result["weights"] = hub.model_directory(cfg, "*.safetensors")
         except SystemExit as e:
             result["code"] = e.code
         except BaseException:
@@ -322,12 +323,14 @@ def test_a_start_without_a_hub_uses_its_copies_at_once(starts, tmp_path):
     starts.hub.reset()
     starts.check(starts.one())
     program = (
-        "import sys, time, types; sys.path.insert(0, sys.argv[1]); from infra import data\n"
+        "import sys, time, types\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from infra.data import hub, questions\n"
         "def never(seconds): sys.exit(f'waited {seconds} s')\n"
         "time.sleep = never\n"
         "cfg = types.SimpleNamespace(model='tiny/model')\n"
-        "found = data.model_directory(cfg, '*.json'), data.model_directory(cfg, '*.safetensors')\n"
-        "print('loaded', found[0] == found[1], len(data.load_rows('tiny/rows', False)))\n"
+        "found = hub.model_directory(cfg, '*.json'), hub.model_directory(cfg, '*.safetensors')\n"
+        "print('loaded', found[0] == found[1], len(questions.load_rows('tiny/rows', False)))\n"
     )
     closed = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(starts.home)}
     command = (sys.executable, "-c", program)

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from numpy.testing import assert_allclose, assert_array_equal
 
-from infra import decode_kernel, kv_cache
-from infra.kv_cache import Cache
+from infra.rollout import decode_kernel, kv_cache
+from infra.rollout.kv_cache import Cache
 from test_kernel import without_races
 
 # Unwritten memory is NaN, reads out of bounds raise, and races between two cores are detected.

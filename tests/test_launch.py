@@ -21,7 +21,7 @@ cloud = pods.cloud
 # ---------------------------------------------------------------- dry runs, and mistakes
 def test_launcher_is_bash_3_2():
     """The launcher uses nothing newer than bash 3.2, the bash of macOS."""
-    scripts = [ROOT / "launch.sh", ROOT / "infra/gcloud.sh", ROOT / "infra/cuda.sh"]
+    scripts = [ROOT / "launch.sh", ROOT / "infra/cloud/gcloud.sh", ROOT / "infra/cloud/cuda.sh"]
     source = "".join(script.read_text() for script in scripts)
     newer = ["mapfile", "readarray", "declare -A", ",,}", "^^}", "wait -n", "&>>", "|&", "coproc"]
     found = [word for word in newer if word in source]
@@ -31,7 +31,9 @@ def test_launcher_is_bash_3_2():
 def test_shellcheck_finds_nothing():
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    scripts = "launch.sh infra/worker.sh .ci/run .ci/slurm .ci/slurm_job tests/worker_python.sh"
+    scripts = (
+        "launch.sh infra/cloud/worker.sh .ci/run .ci/slurm .ci/slurm_job tests/worker_python.sh"
+    )
     run("shellcheck", "-x", *scripts.split(), cwd=ROOT)
 
 
@@ -293,7 +295,7 @@ def test_patience_has_an_end_which_is_told(cloud):
 def test_the_page_on_pods_prepares_a_project_as_the_launcher_advises():
     """assets/pods.md enables both APIs, and gives the workers' account access to the bucket."""
     page = (ROOT / "assets/pods.md").read_text()
-    launcher = (ROOT / "infra/gcloud.sh").read_text()
+    launcher = (ROOT / "infra/cloud/gcloud.sh").read_text()
     enable = "gcloud services enable tpu.googleapis.com compute.googleapis.com"
     assert enable in page and enable in launcher
     (binding,) = re.findall("gcloud storage buckets add-iam-policy-binding (.*?)#", page, re.S)

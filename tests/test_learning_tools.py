@@ -11,7 +11,7 @@ from conftest import arguments
 from numpy.testing import assert_allclose
 
 import train
-from infra.answers import final_number
+from infra.data.answers import final_number
 from tools import ablations, compare_trl, runs, word_problems
 
 TOOLS = [word_problems, compare_trl, ablations]

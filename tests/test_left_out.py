@@ -13,7 +13,7 @@ from test_update import PLAIN, SMALL, setup_of, state_of, update_case
 
 import model
 import train
-from infra import packing
+from infra.update import packing
 from test_kernel import mesh, relative
 
 AGGREGATIONS = ("token", "sequence", "constant")
@@ -234,9 +234,9 @@ def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
         told.append(value)
         return np.asarray(value)[None]
 
-    monkeypatch.setattr(packing, "all_gather_hosts", tell)
+    monkeypatch.setattr(packing, "all_gather_processes", tell)
     others = pack(np.arange(16) % 2 == 0)
-    monkeypatch.setattr(packing, "all_gather_hosts", lambda own: np.array([told.pop(0), own]))
+    monkeypatch.setattr(packing, "all_gather_processes", lambda own: np.array([told.pop(0), own]))
     none = pack(np.zeros(16, bool))
     assert len(others.micro_batches[0]) > 2
     assert none.micro_batches == [[{} for _ in batch] for batch in others.micro_batches]

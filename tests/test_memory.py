@@ -22,7 +22,11 @@ from conftest import SMALL, arguments, read_jsonl, restored_signals
 from numpy.testing import assert_allclose
 
 import train
-from infra import chips, data, layouts, memory
+from infra.data import questions
+from infra.data.tiny import arith
+from infra.host import chips
+from infra.rollout import layouts
+from infra.update import fit
 from test_kernel import mesh
 from tools import plan
 
@@ -51,8 +55,8 @@ def search(gib, most, limit=30.1, first=82, estimated=True):
         fits = gib(n) <= limit
         return (gib(n) if fits or estimated else 99.0), fits
 
-    guess = memory.Guess(first, 7.0, row_gib)
-    return memory.largest_that_fits(need, limit, most, guess)[0], asked
+    guess = fit.Guess(first, 7.0, row_gib)
+    return fit.largest_that_fits(need, limit, most, guess)[0], asked
 
 
 def test_micro_batch_is_found_by_few_compilations():
@@ -80,7 +84,7 @@ def test_micro_batch_is_found_by_few_compilations():
 def fresh_answers(tmp_path, monkeypatch):
     """Forget earlier compilations, of this process and of earlier runs."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    update_gib = memory.update_gib
+    update_gib = fit.update_gib
     update_gib.cache_clear()
 
     # --micro_batch changes no program. Leave it out of the cache's key, so that each program is
@@ -90,7 +94,7 @@ def fresh_answers(tmp_path, monkeypatch):
         return update_gib(micro_batch, width, cfg, model_cfg, mesh, programs, **use)
 
     update_gib_without_flag.cache_clear = update_gib.cache_clear
-    monkeypatch.setattr(memory, "update_gib", update_gib_without_flag)
+    monkeypatch.setattr(fit, "update_gib", update_gib_without_flag)
     yield
     update_gib.cache_clear()
 
@@ -100,13 +104,13 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 
     def choose(micro_batch=0):
         asked = dataclasses.replace(cfg, micro_batch=micro_batch)
-        return memory.choose_micro_batch(asked, SMALL, mesh(), 32, train.UPDATE)
+        return fit.choose_micro_batch(asked, SMALL, mesh(), 32, train.UPDATE)
 
     def needed(micro_batch):
-        return memory.update_gib(micro_batch, 32, cfg, SMALL, mesh(), train.UPDATE)
+        return fit.update_gib(micro_batch, 32, cfg, SMALL, mesh(), train.UPDATE)
 
     def with_memory(gib):
-        memory.update_gib.cache_clear()
+        fit.update_gib.cache_clear()
         monkeypatch.setattr(chips, "device_memory", lambda device: gib)
 
     one = needed(1)[0]
@@ -120,7 +124,7 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
     fitting = [n for n in (1, 2, 3) if needed(n)[1]]
     assert found == max(fitting) < 3
     # The result is in the user's cache, so the next run need not search.
-    with mock.patch.object(memory, "update_gib", side_effect=AssertionError("compiled again")):
+    with mock.patch.object(fit, "update_gib", side_effect=AssertionError("compiled again")):
         assert choose() == found
     assert choose(found) == found
     with pytest.raises(SystemExit):
@@ -138,27 +142,27 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypatch):
     """With several micro-batches per minibatch, a device holds the sum of their gradients beside
     the gradients of the one that runs."""
-    programs = memory.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
+    programs = fit.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
     programs.gradients.lower.return_value = "gradients"
     programs.apply.lower.return_value = "apply"
     gib_of = {"gradients": 1.0, "apply": 0.0}
-    monkeypatch.setattr(memory, "compiled_gib", lambda lowered, *_: (gib_of[lowered], True))
+    monkeypatch.setattr(fit, "compiled_gib", lambda lowered, *_: (gib_of[lowered], True))
     cfg = train.resolve(train.Config(batch=2, npq=4, minibatches=2), mesh())
     of_gradients = 4 * SMALL.n_params / 2**30
 
     two, three, four, eight = (
-        memory.update_gib(n, 32, cfg, SMALL, mesh(), programs)[0] for n in (2, 3, 4, 8)
+        fit.update_gib(n, 32, cfg, SMALL, mesh(), programs)[0] for n in (2, 3, 4, 8)
     )
     assert two == three and four == eight
     assert_allclose(three - four, of_gradients, rtol=1e-6)
 
     def guess(batch):
         larger = dataclasses.replace(cfg, batch=batch)
-        return memory.guess_by_sizes(larger, SMALL, mesh(), 32, train.UPDATE, limit=1.0)
+        return fit.guess_by_sizes(larger, SMALL, mesh(), 32, train.UPDATE, limit=1.0)
 
     # The guess also counts this sum if a minibatch does not fit in one micro-batch.
     filling, several = guess(2), guess(2**18)
-    assert memory.rows_to_fill(cfg, mesh()) == 4 < several.rows < filling.rows < 2**19
+    assert fit.rows_to_fill(cfg, mesh()) == 4 < several.rows < filling.rows < 2**19
     assert_allclose(several.rest_gib - filling.rest_gib, of_gradients, rtol=1e-6)
 
 
@@ -278,7 +282,7 @@ def test_what_was_compiled_is_remembered_by_its_text(tmp_path, monkeypatch):
     kept = sorted((tmp_path / ".cache/podgrpo/compiled").iterdir())
     # The three programs are the gradients, the optimizer step and the decode loop.
     assert len(kept) == 3
-    memory.update_gib.cache_clear()
+    fit.update_gib.cache_clear()
     second = printed_plan_of_home(words)
     assert second.count("  remembered: ") == 3, second
 
@@ -286,10 +290,10 @@ def test_what_was_compiled_is_remembered_by_its_text(tmp_path, monkeypatch):
         return [line for line in text.splitlines() if not line.startswith(("  rem", "tracing"))]
 
     assert results(first) == results(second)
-    memory.update_gib.cache_clear()
+    fit.update_gib.cache_clear()
     assert printed_plan_of_home("--micro_batch 8 --max_answer 40").count("  remembered: ") == 1
     kept[0].write_text("{")
-    memory.update_gib.cache_clear()
+    fit.update_gib.cache_clear()
     assert printed_plan_of_home(words).count("  remembered: ") == 2
 
 
@@ -317,7 +321,7 @@ MISTAKES = {  # {arguments: what the message must say}
 def test_mistakes_in_a_plan_are_refused_before_it_compiles(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     compiled = AssertionError("something was compiled")
-    monkeypatch.setattr(memory, "compiled_gib", mock.Mock(side_effect=compiled))
+    monkeypatch.setattr(fit, "compiled_gib", mock.Mock(side_effect=compiled))
     held = len(jax.live_arrays())
     no_type = ([""], "is not one of")
     for words, wanted in [*MISTAKES.items(), no_type]:
@@ -338,7 +342,7 @@ RUN_FLAGS = (
 )
 
 
-every_question = data.arith
+every_question = arith
 
 
 @cache
@@ -354,7 +358,7 @@ def train_here(tmp_path, monkeypatch):
     # One device and few questions save time: compiling for all devices takes longer, and encoding
     # 20,000 questions takes seconds.
     monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
-    monkeypatch.setattr(data, "arith", few_questions)
+    monkeypatch.setattr(questions, "arith", few_questions)
     with restored_signals():
         yield lambda *flags: train.main(arguments(flags))
 

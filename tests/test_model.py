@@ -39,7 +39,10 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 import model
-from infra import attention, data, files, hf
+from infra.data import hf
+from infra.data.tiny import TINY_MODEL
+from infra.host import files
+from infra.update import attention
 from test_kernel import mesh, relative
 
 
@@ -321,7 +324,7 @@ def test_load_streams(tmp_path, record_property):
     bytes of the shard are read."""
     on = mesh(1, 8, 1)
     larger = dict(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
-    config = data.TINY_MODEL | larger | {"tie_word_embeddings": False}
+    config = TINY_MODEL | larger | {"tie_word_embeddings": False}
     hf.write_random(tmp_path, config, seed=0)
     at_once, cfg = load(tmp_path)
     checkpoint = WatchedCheckpoint(tmp_path, cfg)

@@ -17,7 +17,8 @@ import pytest
 from conftest import run_train
 from pods import write
 
-from infra import cluster, nvidia
+from infra.host import nvidia, processes
+from infra.host.processes import slurm_processes
 
 # pytest finds the fixture under this name.
 cloud = pods.cloud
@@ -204,7 +205,7 @@ def test_a_cudnn_that_jax_was_not_compiled_for_is_refused(monkeypatch, capsys):
 def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
     """The tasks of a node take all its GPUs: one task takes all of them, or each task takes one. A
     stand-in for scontrol names the nodes."""
-    monkeypatch.setattr(cluster.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
+    monkeypatch.setattr(processes.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
     for tasks, visible, local_gpu in [(1, "0,1,2,3", None), (4, "0,1,2,3", 3), (4, "2", None)]:
         found = of_task(monkeypatch, tasks, visible)
         assert found.local_gpu == local_gpu, (tasks, visible)
@@ -213,11 +214,11 @@ def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
     assert "2 tasks share the 4 GPUs of a node; give --ntasks-per-node 4, one a GPU, or 1" in text
     # Slurm does not set CUDA_VISIBLE_DEVICES on every site.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert cluster.slurm_processes().local_gpu == 1
+    assert slurm_processes().local_gpu == 1
 
 
 def test_an_uneven_number_of_tasks_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(cluster.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
+    monkeypatch.setattr(processes.subprocess, "check_output", lambda *_, **__: "n1\nn2\n")
     for tasks, layout in [(1.5, "2,1"), (2, "3,1")]:
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", layout)
         text = told(capsys, lambda tasks=tasks: of_task(monkeypatch, tasks, "0"))
@@ -235,4 +236,4 @@ def of_task(monkeypatch, tasks, visible):
     monkeypatch.setenv("SLURM_PROCID", str(int(2 * tasks) - 1))
     monkeypatch.setenv("SLURM_LOCALID", str(int(tasks) - 1))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    return cluster.slurm_processes()
+    return slurm_processes()

@@ -323,7 +323,7 @@ def test_the_same_start_twice_at_once_is_one_run(cloud):
     cloud.launch("v6e-1 setup --name vm")
     write(cloud.stub / "idle", "")
     pod = cloud.stub / "vm/w0/podgrpo"
-    command = "--command=cd podgrpo; bash infra/worker.sh start 7.7 --lr 1"
+    command = "--command=cd podgrpo; bash infra/cloud/worker.sh start 7.7 --lr 1"
     ssh = ["compute", "tpus", "tpu-vm", "ssh", "vm", "--zone=us-east5-b", command]
     with open(pod / "setup.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -12,7 +12,7 @@ import jax
 import pytest
 from conftest import ROOT, arguments, made_once, read_jsonl, run_train, same_run
 
-from infra.profiler import Profiler
+from infra.run.profiler import Profiler
 
 # The entropy bonus moves the weights in every step.
 FLAGS = (

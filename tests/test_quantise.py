@@ -27,9 +27,9 @@ from scipy import special
 
 import model
 import train
-from infra import layouts, quantise, rollout
-from infra.log import read_jsonl
-from infra.sampling import Sampling
+from infra.rollout import engine, layouts, quantise
+from infra.rollout.sampling import Sampling
+from infra.run.log import read_jsonl
 from test_kernel import mesh
 
 # The axes of each matrix, as stacked over layers, that its product sums over.
@@ -185,7 +185,7 @@ def test_bytes_that_a_step_reads_count_a_matrix_as_a_byte():
 
 # ---------------------------------------------------------------- rollouts
 def sampled(weights, cfg, layout, prompts, seed):
-    return rollout.generate(
+    return engine.generate(
         weights, cfg, layout, prompts, jax.random.key(seed), Sampling(), max_answer=12
     )
 
@@ -223,8 +223,8 @@ def test_activations_and_the_cache_stay_in_the_compute_dtype(dtype, monkeypatch)
     cfg = CONFIGS["tied"]
     layout, _ = layouts.rollout_layout("replicated", cfg, mesh(), dtype, INT8)
     weights = layouts.to_rollout(place(random_weights(cfg), mesh()), layout, dtype, True)
-    decode = mock.Mock(wraps=rollout.decode)
-    monkeypatch.setattr(rollout, "decode", decode)
+    decode = mock.Mock(wraps=engine.decode)
+    monkeypatch.setattr(engine, "decode", decode)
     sampled(weights, cfg, layout, random_prompts(cfg, (3, 4)), 0)
     (_, state, *_), _ = decode.call_args
     assert {a.dtype for a in jax.tree.leaves(state)} == {jnp.dtype(dtype)}

@@ -15,7 +15,8 @@ from conftest import ROOT, TINY_FLAGS, calm_run, read_jsonl, run, run_train
 from pods import clone_of_this_tree, write
 
 import train
-from infra import chips, data
+from infra.data.chat import chat
+from infra.host import chips
 from tools import bench_loss, bench_rollout, plan, what_fits
 
 FLAGS = train.Config.__annotations__
@@ -124,7 +125,7 @@ def test_the_model_of_final_is_asked_as_in_training(tmp_path, monkeypatch, capsy
     names = {}
     exec(with_transformers, names)
     prompt = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
-    assert prompt == data.chat("", "What is 159 + 855?")
+    assert prompt == chat("", "What is 159 + 855?")
     answer = capsys.readouterr().out.strip().removesuffix("<|im_end|>")
     assert answer
     exec(with_engine, names)
@@ -322,7 +323,7 @@ def test_line_counts():
 def test_messages_are_those_of_the_code():
     """The fixed words of each message under Troubleshooting occur in order in one string of the
     source."""
-    paths = [ROOT / "train.py", ROOT / "launch.sh", *ROOT.glob("infra/*.*")]
+    paths = [ROOT / "train.py", ROOT / "launch.sh", *ROOT.glob("infra/*/*.*")]
     # Join strings that continue on the next line of the source.
     source = re.sub(r'"\n +f?"', "", "\n".join(map(text_of, paths)))
     (section,) = re.findall(r"^## Troubleshooting\n(.*?)^## ", text_of(README), re.M | re.S)

@@ -40,8 +40,13 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra import checkpoint, cluster, data, rollout
-from infra.sampling import Sampling
+from infra.data.chat import chat
+from infra.data.tiny import arith
+from infra.host import processes
+from infra.host.processes import Stop, check_for_stop, watch_signals
+from infra.rollout import engine
+from infra.rollout.sampling import Sampling
+from infra.run import checkpoint
 
 # ---------------------------------------------------------------- one short run with one resume
 # People chart these metrics, so their names stay.
@@ -280,7 +285,7 @@ def test_a_killed_run_is_the_undisturbed_one(tmp_path, tmp_path_factory, record_
         return lives(tmp_path_factory, steps)
 
     out = check_kills(tmp_path, flags, 3, 1, 1, record_property)
-    prompts = [data.chat("", row["question"]) for row in data.arith(True)[:8]]
+    prompts = [chat("", row["question"]) for row in arith(True)[:8]]
     check_transformers(out / "final", prompts)
 
 
@@ -307,7 +312,7 @@ def test_many_kills(processes, kills, tmp_path, tmp_path_factory, record_propert
 def main_stopped_in_evaluation(number, flags):
     """Run train.main, and send a signal while it samples in an evaluation: SIGTERM in the first, or
     SIGUSR1, Slurm's warning of the time limit, in the second."""
-    real_generate = rollout.generate
+    real_generate = engine.generate
     evaluations_begun = 0
 
     def generate_or_stop(*args, group, **options):
@@ -318,7 +323,7 @@ def main_stopped_in_evaluation(number, flags):
             signal.raise_signal([signal.SIGTERM, signal.SIGUSR1][number - 1])
         return real_generate(*args, group=group, **options)
 
-    with mock.patch.object(rollout, "generate", generate_or_stop), pytest.raises(SystemExit) as end:
+    with mock.patch.object(engine, "generate", generate_or_stop), pytest.raises(SystemExit) as end:
         train.main(flags)
     assert end.value.code == 143
 
@@ -380,18 +385,18 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
         def log_message(self, *_):
             pass
 
-    monkeypatch.setattr(cluster, "SECONDS_BETWEEN_TRIES", 0.1)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_TRIES", 0.1)
     with restored_signals(), http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        stop_signal = cluster.watch_signals()
+        stop_signal = watch_signals()
         until(lambda: stop_signal.number, seconds=60)
         server.shutdown()
         assert stop_signal.number == signal.SIGTERM
         # The VM's shutdown then sends SIGTERM, which must not end the save.
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(cluster.Stop):
-            cluster.check_for_stop(stop_signal)
+        with pytest.raises(Stop):
+            check_for_stop(stop_signal)
     assert set(asked) == {("/computeMetadata/v1/instance/preempted?wait_for_change=true", "Google")}
 
 
@@ -399,11 +404,11 @@ def test_the_warning_of_a_time_limit_is_a_sigterm():
     """SIGUSR1, Slurm's warning of the time limit, stops a run like SIGTERM. A second SIGUSR1 or the
     SIGTERM that follows must not end the save."""
     with restored_signals():
-        stop_signal = cluster.watch_signals()
+        stop_signal = watch_signals()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             signal.raise_signal(number)
-            with pytest.raises(cluster.Stop) as stop:
-                cluster.check_for_stop(stop_signal)
+            with pytest.raises(Stop) as stop:
+                check_for_stop(stop_signal)
             wanted = signal.SIGTERM if number == signal.SIGTERM else signal.SIGUSR1
             assert stop.value.args == (wanted,)
 
@@ -416,7 +421,7 @@ def test_a_time_limit_without_a_new_step_has_another_code(steps_made, code, monk
     monkeypatch.setattr(saver, "write", lambda *_: True)
     saver.remember(7 + steps_made, {}, 0)
     with pytest.raises(SystemExit) as end, checkpoint.saved_if_cut_short(saver, 1):
-        raise cluster.Stop(signal.SIGUSR1)
+        raise Stop(signal.SIGUSR1)
     assert end.value.code == code
 
 

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave, and the arguments that they get (infra/rewards.py)."""
+"""Reward functions that misbehave, and the arguments that they get (infra/data/rewards.py)."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, run
 from numpy.testing import assert_array_equal
 
 import train
-from infra import rewards
+from infra.data import rewards
 
 
 # ---------------------------------------------------------------- reward functions that misbehave
@@ -167,7 +167,7 @@ def test_rewards_that_would_end_the_run_are_faults(monkeypatch):
 
 STREAMS = """
 import functools, os, sys
-from infra import rewards
+from infra.data import rewards
 
 def closes(row, answer):
     if answer == "1":
@@ -196,7 +196,7 @@ def test_streams_that_a_reward_closes_are_no_other_file(tmp_path):
 
 CATCH_ALL = """
 import time
-from infra import rewards
+from infra.data import rewards
 
 def catches_all(row, answer):
     while True:

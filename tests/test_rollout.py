@@ -27,7 +27,12 @@ from test_model import by_tier, hf_model
 from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
-from infra import attention, chips, data, hf, layouts, rollout, waves
+from infra.data import hf
+from infra.data.chat import chat
+from infra.host import chips
+from infra.rollout import engine, layouts, waves
+from infra.rollout.engine import Engine
+from infra.update import attention
 from test_kernel import mesh
 from tools import bench_rollout
 
@@ -87,10 +92,10 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
     """The greedy answers of transformers, to three questions on eight devices."""
     transformers = pytest.importorskip("transformers")
     questions = ["What is 2 + 3?", "What is 159 + 855?", "Why?"]
-    engine = rollout.Engine.of_directory(tiny_directory, max_answer=24)
+    engine = Engine.of_directory(tiny_directory, max_answer=24)
     prompts = []
     for question in questions:
-        text = data.chat("Be brief.", question)
+        text = chat("Be brief.", question)
         prompt = engine.tokenizer.encode(text, add_special_tokens=False)
         prompts.append(prompt.ids)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tiny_directory, dtype="float32")
@@ -257,7 +262,7 @@ def test_greedy_answers_equal_on_meshes():
 def test_decode_works_in_place_and_ends(monkeypatch):
     """decode consumes the cache that goes in, and writes no more slots once all rows have ended."""
     cfg = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V)))
-    decode = rollout.decode
+    decode = engine.decode
     taken, left = [], []
 
     def watched(weights, state, *args, **options):
@@ -266,7 +271,7 @@ def test_decode_works_in_place_and_ends(monkeypatch):
         left.append(new_state)
         return new_state, out
 
-    monkeypatch.setattr(rollout, "decode", watched)
+    monkeypatch.setattr(engine, "decode", watched)
     params = random_params(cfg, mesh())
     out = generate(params, cfg, random_prompts(cfg, (4, 4)), 24, at_once=1, stage=9)
     assert len(taken) == 10
@@ -310,7 +315,7 @@ def test_decode_moves_no_cache_between_devices(kind):
     layout were constrained outside of a shard_map."""
     work = layouts.Work(64, group=8, prompt_slots=2048, answer_slots=2048)
     layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32", work)
-    program = rollout.lower_decode(TIED, layout, jnp.dtype("float32"), work).compile()
+    program = engine.lower_decode(TIED, layout, jnp.dtype("float32"), work).compile()
     _, cache = layouts.bytes_of_step(TIED, layout, jnp.dtype("float32"), work)
     assert largest_collective(program) < cache / 10
     assert program.memory_analysis().temp_size_in_bytes < cache, "the cache is copied"
@@ -431,4 +436,4 @@ def test_batch_shrinks_where_that_saves_a_tenth():
 def test_padded_lengths_are_powers_of_two_and_three_quarters_of_them():
     table = {1: 1, 2: 2, 3: 3, 5: 6, 24: 24, 25: 32, 100: 128, 513: 768}
     for n, size in table.items():
-        assert rollout.padded_length(n) == size, n
+        assert engine.padded_length(n) == size, n

@@ -1,5 +1,5 @@
-"""infra/sampling.py: draws compared with softmax, truncation, and the logprobs that rollouts
-report."""
+"""infra/rollout/sampling.py: draws compared with softmax, truncation, and the logprobs that
+rollouts report."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from scipy import special, stats
 
 import kernel
 import model
-from infra.sampling import Sampling, sample_token, truncate
+from infra.rollout.sampling import Sampling, sample_token, truncate
 from test_kernel import mesh
 
 

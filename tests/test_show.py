@@ -18,7 +18,9 @@ import pytest
 from conftest import ROOT, read_jsonl
 from numpy.testing import assert_allclose
 
-from infra import cluster, log
+from infra.host.console import ERASE, say, warn
+from infra.host.processes import leave
+from infra.run import log
 from tools import plot, samples
 
 needs_matplotlib = pytest.mark.skipif(
@@ -58,7 +60,7 @@ def as_seen(written):
     stay = []
     replaced = []
     for line in written.decode().replace("\r\n", "\n").split("\n"):
-        *before, last = line.split(log.ERASE)
+        *before, last = line.split(ERASE)
         replaced += [text.rstrip("\r") for text in before if text]
         stay.append(last)
     return stay, replaced
@@ -87,7 +89,7 @@ def play(sft_steps, total_steps, done=0):
         show.begin("update", step)
         show.end_step(metrics_of(rng, step, sft_steps))
     show.begin("evaluating", total_steps, 256, 1000)
-    log.say("the end")
+    say("the end")
 
 
 def steps_of(lines):
@@ -160,10 +162,10 @@ def test_what_interrupts_a_status_erases_it(monkeypatch):
         monkeypatch.setattr(sys, "stderr", file)
         show = log.Terminal(0, 5, 0)
         show.begin("rollout", 1)
-        log.warn("mind this")
+        warn("mind this")
         show.begin("update", 1)
         with pytest.raises(SystemExit):
-            cluster.leave(SystemExit(143))
+            leave(SystemExit(143))
         monkeypatch.undo()
     stay, replaced = as_seen(written)
     assert stay == ["train.py: mind this", ""]
@@ -171,7 +173,7 @@ def test_what_interrupts_a_status_erases_it(monkeypatch):
 
 
 class Clock:
-    """A stand-in for the module time in infra/log.py."""
+    """A stand-in for the module time in infra/run/log.py."""
 
     def __init__(self):
         self.now = 1e9

@@ -18,8 +18,8 @@ def site(tmp_path, monkeypatch):
     """A directory with a copy of launch.sh, and with stand-ins for Slurm's commands in bin/."""
     for name in ("launch.sh", "requirements.txt"):
         write(tmp_path / name, (ROOT / name).read_text())
-    for path in ROOT.glob("infra/*.sh"):
-        write(tmp_path / "infra" / path.name, path.read_text())
+    for path in ROOT.glob("infra/cloud/*.sh"):
+        write(tmp_path / "infra/cloud" / path.name, path.read_text())
     # Make launch.sh believe that everything is installed in .venv.
     write(tmp_path / ".venv/bin/python", "#!/bin/sh\nexit 0\n", 0o755)
     run("bash", "-c", 'echo "$(cksum <requirements.txt) " >.venv/installed', cwd=tmp_path)
@@ -45,7 +45,7 @@ def launch(site, *words):
 
 
 def start_job(site):
-    return start(site, sys.executable, ROOT / "infra/slurm_job.py", "train", "--lr", "1")
+    return start(site, sys.executable, ROOT / "infra/cloud/slurm_job.py", "train", "--lr", "1")
 
 
 def end(site, process, number=None, to_all=False):

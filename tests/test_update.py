@@ -18,7 +18,7 @@ from scipy import special
 
 import model
 import train
-from infra import packing, state
+from infra.update import packing, state
 from test_kernel import mesh, numpy_loss, relative
 
 ONE = (1, 1, 1)

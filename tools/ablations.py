@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from infra.log import check, say
+from infra.host.console import check, say
 from tools import runs
 
 # The flags that each variant changes. The default has advantage grpo, loss_agg token and

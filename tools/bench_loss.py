@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernel
-from infra import chips
+from infra.host import chips
 
 # A device has batch * time tokens. A block size of 0 means kernel.py's choice for the device.
 FLAGS = dict(

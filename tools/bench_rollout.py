@@ -22,9 +22,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import model
-from infra import chips, hf, layouts, rollout
-from infra.layouts import Layout, Work
-from infra.sampling import Sampling
+from infra.data import hf
+from infra.host import chips
+from infra.rollout import engine, layouts
+from infra.rollout.layouts import Layout, Work
+from infra.rollout.sampling import Sampling
 from model import ModelConfig
 from tools import clock, hlo
 from tools.sizes import SIZES, model_of_size
@@ -47,7 +49,7 @@ FLAGS = dict(
 def check_loop(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> str:
     """Compile the last stage of decoding, and describe the traffic, memory and time of a step."""
     chip = chips.chip(layout.mesh.devices.flat[0])
-    program = rollout.lower_decode(cfg, layout, dtype, work).compile()
+    program = engine.lower_decode(cfg, layout, dtype, work).compile()
     text = program.as_text()
     traffic = hlo.loop_traffic(text, cfg.L)
 
@@ -94,7 +96,7 @@ def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tu
     for _ in range(3):
         # `generate` reports progress after the prefill and after each stage.
         times = [time.perf_counter()]
-        rollout.generate(
+        engine.generate(
             weights,
             cfg,
             layout,

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from infra.chips import HOP_SECONDS, Chip
+from infra.host.chips import HOP_SECONDS, Chip
 from tools.hlo import Instruction, Program, array_sizes, is_collective, stated_costs
 
 # Parts of an operation's name that describe the structure of the program, not its computation.

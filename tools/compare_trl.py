@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 import train
-from infra import data, hf, rewards
-from infra.log import check, say
+from infra.data import hf, rewards
+from infra.data.chat import chat, load_tokenizer
+from infra.data.questions import load_questions, question_order
+from infra.host.console import check, say
 from tools import runs
 
 # With these flags both trainers compute the same loss. Advantages are r - mean, because TRL divides
@@ -140,11 +142,11 @@ def train_with_trl(cfg: train.Config) -> None:
     import transformers
     import trl
 
-    tokenizer, end_of_turn = data.load_tokenizer(cfg.model)
+    tokenizer, end_of_turn = load_tokenizer(cfg.model)
     stop_ids = {*hf.read_config(cfg.model).stop_ids, end_of_turn}
-    questions = data.load_questions(cfg.data, False, tokenizer, cfg)
-    order = data.question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
-    prompts = [data.chat(cfg.system, questions[i]["question"]) for i in order]
+    questions = load_questions(cfg.data, False, tokenizer, cfg)
+    order = question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
+    prompts = [chat(cfg.system, questions[i]["question"]) for i in order]
     scorer = Scorer(questions, tokenizer, stop_ids)
 
     theirs = transformers.AutoTokenizer.from_pretrained(cfg.model)

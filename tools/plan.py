@@ -20,9 +20,16 @@ import jax
 
 import model
 import train
-from infra import chips, cluster, data, flags, hf, layouts, log, memory, nvidia, packing, rollout
-from infra.files import CheckpointError
-from infra.log import check, exit_on, say
+from infra.data import hf
+from infra.data.hub import model_directory
+from infra.data.tiny import TINY_MODEL
+from infra.host import chips, nvidia
+from infra.host.console import check, exit_on, open_streams, say
+from infra.host.files import CheckpointError
+from infra.host.processes import host_count
+from infra.rollout import engine, layouts
+from infra.run import flags
+from infra.update import fit, packing
 from tools import remembered, step_time, what_fits
 
 # The flags that --sweep can vary.
@@ -67,7 +74,7 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 
 
 # ---------------------------------------------------------------- the memory of the update
-def plan_update(cfg, model_cfg, mesh, guess: memory.Guess, limit: float) -> tuple[int, dict, dict]:
+def plan_update(cfg, model_cfg, mesh, guess: fit.Guess, limit: float) -> tuple[int, dict, dict]:
     """Compile the update with --micro_batch, or with several to find the largest that fits.
 
     limit: GiB per device.
@@ -88,12 +95,12 @@ def plan_update(cfg, model_cfg, mesh, guess: memory.Guess, limit: float) -> tupl
             return found.gib, found.fits
 
         update = micro_batch, width, cfg, model_cfg, mesh, train.UPDATE
-        return memory.update_gib(*update, compile=compile)
+        return fit.update_gib(*update, compile=compile)
 
     if cfg.micro_batch:
         gib, fits = need(cfg.micro_batch)
         return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}, clocks
-    return *memory.largest_that_fits(need, limit, 1024, guess), clocks
+    return *fit.largest_that_fits(need, limit, 1024, guess), clocks
 
 
 def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dict:
@@ -123,13 +130,13 @@ def table_of_update(compiled: dict, others: dict, limit: float) -> str:
 
 # ---------------------------------------------------------------- the plan
 def setup_in_words(device_type, cfg, model_cfg, mesh) -> str:
-    hosts = cluster.host_count(mesh)
+    hosts = host_count(mesh)
     kind = mesh.devices.flat[0].device_kind
     return (
         f"{device_type}: {hosts} x {mesh.size // hosts} {kind}, mesh {dict(mesh.shape)}; "
         f"{model_cfg.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} answers = "
         f"{cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
-        f"{memory.rows_to_fill(cfg, mesh)} rows per device"
+        f"{fit.rows_to_fill(cfg, mesh)} rows per device"
     )
 
 
@@ -163,9 +170,9 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
             f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
             f"{cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
-        guess = memory.guess_by_sizes(cfg, model_cfg, mesh, width, train.UPDATE, limit)
+        guess = fit.guess_by_sizes(cfg, model_cfg, mesh, width, train.UPDATE, limit)
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)
-        filled = memory.rows_to_fill(cfg, mesh)
+        filled = fit.rows_to_fill(cfg, mesh)
         gib, _ = compiled[largest or min(compiled)]
         # With --micro_batch, print no other micro-batches.
         others = {} if cfg.micro_batch else gib_of_others(largest, gib, guess.rest_gib, filled)
@@ -178,7 +185,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         # If the update does not fit, do not plan the rollout.
         return rows
     # Plan the rollout of the last setting.
-    work = rollout.work_of_step(cfg, cluster.host_count(mesh), cfg.max_prompt)
+    work = engine.work_of_step(cfg, host_count(mesh), cfg.max_prompt)
     layout, why = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
     planned = step_time.plan_rollout(cfg, model_cfg, layout, mesh, work)
     verdict = "" if planned.fits else "; too much"
@@ -217,9 +224,9 @@ def main(argv: list[str]) -> None:
         return
     settings = swept_settings(args.sweep, cfg)
     if cfg.model == "tiny":
-        model_cfg = model.config_from_hf(data.TINY_MODEL, {})
+        model_cfg = model.config_from_hf(TINY_MODEL, {})
     else:
-        model_cfg = hf.read_config(data.model_directory(cfg, "*.json"))
+        model_cfg = hf.read_config(model_directory(cfg, "*.json"))
     rows = plan(device_type, cfg, model_cfg, settings)
     if args.sweep:
         print_sweep(device_type, settings, rows)
@@ -228,5 +235,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-    log.open_streams()
+    open_streams()
     main(sys.argv[1:])

@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infra.log import check, exit_on, json_line, read_jsonl
+from infra.host.console import check, exit_on
+from infra.run.log import json_line, read_jsonl
 
 # Evaluations are drawn as dots, in the panel of the same metric in training.
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"

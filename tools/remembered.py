@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra import files, memory
-from infra.files import CheckpointError
-from infra.log import say
+from infra.host import files
+from infra.host.console import say
+from infra.host.files import CheckpointError
+from infra.update import fit
 from tools.clock import Clock
 
 # The packages that compile, and the environment variables with their flags.
@@ -49,7 +50,7 @@ def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
         say(f"  remembered: {path}")
         return found
     clocks = []
-    gib, fits = memory.compiled_gib(lowered, mesh, lambda c: clocks.append(clock_of(c.as_text())))
+    gib, fits = fit.compiled_gib(lowered, mesh, lambda c: clocks.append(clock_of(c.as_text())))
     found = Compiled(gib, fits, clocks[0] if clocks else None)
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
-from infra import bucket
+from infra.run import bucket
 
 KEPT = ("final", "profile", "config.json", "*.jsonl")
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import train
-from infra.log import check, read_jsonl
+from infra.host.console import check
+from infra.run.log import read_jsonl
 from tools import plot
 
 # ---------------------------------------------------------------- runs

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infra.log import check, open_streams
+from infra.host.console import check, open_streams
 from tools.plot import read_rows
 
 # The least width of a column, in characters: a terminal has room for two columns.

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import kernel
 import model
 import train
-from infra import chips, layouts, memory, quantise, rollout
-from infra.layouts import Work
-from infra.state import abstract_state
-from infra.waves import plan_waves
+from infra.host import chips
+from infra.rollout import engine, layouts, quantise
+from infra.rollout.layouts import Work
+from infra.rollout.waves import plan_waves
+from infra.update import fit
+from infra.update.state import abstract_state
 from tools import remembered
 from tools.clock import Clock, program_clock, step_clock
 
@@ -36,13 +38,13 @@ class RolloutPlan:
 def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
     """Compile the decode loop for prompts and answers of full length."""
     shards = layouts.row_shards(layout)
-    resting = memory.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
+    resting = fit.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
     most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, work, resting, work.group)
     waves, group = plan_waves(work.answers, shards, work.group, most)
     at_once = waves[0].shape[1]
     wave = replace(work, answers=at_once * shards, group=group)
     dtype, _ = quantise.dtypes(cfg)
-    decode = rollout.lower_decode(model_cfg, layout, dtype, wave)
+    decode = engine.lower_decode(model_cfg, layout, dtype, wave)
     chip = chips.chip(mesh.devices.flat[0])
 
     def clock_of(hlo):
@@ -116,7 +118,7 @@ def time_of_step(
     bytes_per_token = planned.waves * weights + cached
     rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
     length = cfg.max_prompt + cfg.max_answer
-    flops = memory.flops(model_cfg, [length]) * planned.sequences * passes(cfg)
+    flops = fit.flops(model_cfg, [length]) * planned.sequences * passes(cfg)
     update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
     words = (
         f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"

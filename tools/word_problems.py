@@ -17,8 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from infra import data, files, hf
-from infra.log import check, exit_on, say
+from infra.data import hf
+from infra.data.chat import load_tokenizer
+from infra.data.tiny import TINY_MODEL
+from infra.host import files
+from infra.host.console import check, exit_on, say
 
 NAMES = ["Mia", "Tom", "Anna", "Ben", "Emma", "Jack", "Lily", "Sam"]
 THINGS = [("boxes", "pens"), ("bags", "apples"), ("shelves", "books"), ("packs", "cards")]
@@ -36,7 +39,7 @@ RIGHT_EVERY = 3
 
 # The tiny model's config.json with other sizes. Most parameters are in the embedding, which has
 # Qwen2.5's vocabulary.
-MODEL = data.TINY_MODEL | dict(
+MODEL = TINY_MODEL | dict(
     vocab_size=151936,
     hidden_size=192,
     eos_token_id=151645,
@@ -119,7 +122,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of problems and weights")
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
-    _, end_of_turn = data.load_tokenizer(args.tokenizer)
+    _, end_of_turn = load_tokenizer(args.tokenizer)
     stop_id = MODEL["eos_token_id"]
     check(end_of_turn == stop_id, f"<|im_end|> is {end_of_turn}, not {stop_id} as in Qwen2.5")
 

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import model
-from infra import files
-from infra.files import CheckpointError
+from infra.host import files
+from infra.host.files import CheckpointError
 
 
 # ---------------------------------------------------------------- config

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import model
-from infra.log import check
+from infra.host.console import check
 
 ATTENTION = "splash", "cudnn", "blockwise"
 

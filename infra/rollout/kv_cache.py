@@ -16,8 +16,8 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import decode_kernel
-from infra.decode_kernel import LEAST
+from infra.rollout import decode_kernel
+from infra.rollout.decode_kernel import LEAST
 
 
 class Cache(NamedTuple):

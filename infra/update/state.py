@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import chips, hf
-from infra.log import progress
+from infra.data import hf
+from infra.host import chips
+from infra.host.console import progress
 from model import DEVICE, HOST
 
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from infra import log
-from infra.log import check, first_line, warn
+from infra.host.console import check, first_line, open_streams, streams_are_open, warn
 
 RewardFunction = Callable[[dict, str], float]
 
@@ -126,10 +125,10 @@ def score_answers(
             if os.getpid() != process:
                 os._exit(0)
             # If the function closed stdout or stderr, open them again: the run still has to print.
-            if not log.streams_are_open():
+            if not streams_are_open():
                 fault = "it closed stdout or stderr"
                 scores[i, j] = 0
-                log.open_streams()
+                open_streams()
             slow[j] = slow[j] + 1 if was_slow else 0
             if fault is None:
                 HAVE_WORKED.add(name)

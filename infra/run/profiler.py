@@ -2,7 +2,7 @@
 
 import jax
 
-from infra.log import first_line, say, warn
+from infra.host.console import first_line, say, warn
 
 
 class Profiler:

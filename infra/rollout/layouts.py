@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import chips, quantise
-from infra.kv_cache import Cache
-from infra.log import check, say
+from infra.host import chips
+from infra.host.console import check, say
+from infra.rollout import quantise
+from infra.rollout.kv_cache import Cache
 from model import ModelConfig
 
 # replicated: every device has all weights. tp: weights are split by heads, F and V within a host.

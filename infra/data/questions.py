@@ -1,4 +1,4 @@
-"""Data sets as rows of questions, the tokenizer and chat template, and the tiny model.
+"""Data sets as rows of questions, with their prompts as token ids.
 
 A row is a dict of all columns of the data. Its `question`, `answer` and optional `demonstration`
 are strings. Reward functions get the other columns as they are in the data.
@@ -8,88 +8,19 @@ import contextlib
 import json
 import math
 import os
-import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import tokenizers
 
-from infra import cluster, columns, files, hf, hub
-from infra.answers import final_number
-from infra.log import check, exit_on, say
-
-# config.json of the tiny model: two layers, 0.3M parameters, random weights.
-TINY_MODEL = dict(
-    architectures=["Qwen2ForCausalLM"],
-    model_type="qwen2",
-    vocab_size=320,
-    hidden_size=128,
-    eos_token_id=2,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    rope_theta=1e4,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-    initializer_range=0.05,
-    torch_dtype="float32",
-)
-
-# No prompt may contain these: chat marks would end it early, and surrogates are half a character.
-MARKS = r"<\|(?:im_start|im_end|endoftext)\|>|[\ud800-\udfff]"
-
-
-# ---------------------------------------------------------------- generated sums
-def worked_sum(a: int, b: int, carry: bool = True) -> str:
-    """Work out a + b digit by digit, units first. a and b have the same number of digits. Without
-    `carry`, the result is mostly wrong.
-
-    159 + 855 gives '9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>'.
-    """
-    steps = []
-    result = ""
-    carried = 0
-    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
-        total = int(x) + int(y) + carried
-        steps.append(f"{x}+{y}+{carried}={total}")
-        result = str(total % 10) + result
-        if carry:
-            carried = total // 10
-    if carried:
-        result = str(carried) + result
-    return " ".join(steps) + f" <answer>{result}</answer>"
-
-
-def arith(held_out: bool) -> list[dict]:
-    """Three-digit sums: 20,000 rows for training, or 2,000 other rows for evaluation.
-
-    Three quarters of the demonstrations drop every carry. Only supervised steps see demonstrations:
-    they teach the format and a mostly wrong procedure, and leave the right one to GRPO.
-    """
-    rng = random.Random(0)
-    pairs = set()
-    for _ in range(25000):
-        a = rng.randint(100, 999)
-        b = rng.randint(100, 999)
-        # Sort, since a + b and b + a are the same question, which must not be in both parts.
-        pairs.add((min(a, b), max(a, b)))
-    pairs = sorted(pairs)
-    rng.shuffle(pairs)
-    pairs = [rng.sample(pair, 2) for pair in pairs]
-    part = pairs[:2000] if held_out else pairs[2000:22000]
-    return [
-        {
-            "question": f"What is {a} + {b}?",
-            "answer": worked_sum(a, b),
-            "demonstration": worked_sum(a, b, carry=i % 4 == 0),
-        }
-        for i, (a, b) in enumerate(part)
-    ]
-
+from infra.data import columns, hub
+from infra.data.answers import final_number
+from infra.data.chat import MARKS, chat, render
+from infra.data.tiny import arith
+from infra.host.console import check, exit_on, say
+from infra.host.processes import together
 
 # ---------------------------------------------------------------- rows of files and of the hub
 # {extension of a file of questions: name of its loader in `datasets`}. A .jsonl file is read here
@@ -176,7 +107,7 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
         with exit_on(Exception, failure):
             return read()
     # Some hosts may have such a directory, and others not.
-    with cluster.together(name):
+    with together(name):
         if os.path.exists(path):
             with exit_on(Exception, failure):
                 return read()
@@ -220,48 +151,7 @@ def number_text(number: int | float) -> str:
     return np.format_float_positional(number, trim="0")
 
 
-# ---------------------------------------------------------------- prompts
-# The tiny model is saved with this ChatML template, for other programs that load it. Qwen's own
-# tokenizers come with a template.
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def chat(system: str, question: str) -> str:
-    """Qwen's chat template, ChatML: the system and user messages, and the start of the answer."""
-    return render(columns.messages_of({"question": question}, system))
-
-
-def render(messages: Sequence[dict]) -> str:
-    """The text of messages in ChatML, up to the start of the answer."""
-    turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
-    return "".join(turns) + "<|im_start|>assistant\n"
-
-
-def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns (tokenizer, id of <|im_end|>). Exits with code 2 unless it is a Qwen2 tokenizer."""
-    path = f"{directory}/tokenizer.json"
-    text = "<|im_start|>What is 2 + 3?<|im_end|>"
-    check(os.path.isfile(path), f"{path} is missing; a Qwen2's, with its model, is on the hub")
-    with exit_on(Exception, f"{path} is not a readable tokenizer"):
-        tokenizer = tokenizers.Tokenizer.from_file(path)
-        # The file may turn these on for other uses than training.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        start = tokenizer.token_to_id("<|im_start|>")
-        end = tokenizer.token_to_id("<|im_end|>")
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        decoded = tokenizer.decode(ids, skip_special_tokens=False)
-    check(
-        ids[:1] == [start] and ids[-1:] == [end] and decoded == text,
-        f"{path} makes {decoded!r} of {text!r}, or has no <|im_start|> and <|im_end|>: not the "
-        "tokenizer of a Qwen2",
-    )
-    return tokenizer, end
-
-
+# ---------------------------------------------------------------- questions with their prompts
 def load_questions(
     name: str, held_out: bool, tokenizer: tokenizers.Tokenizer, cfg: Any
 ) -> list[dict]:
@@ -330,69 +220,3 @@ def question_order(seed: int, start: int, count: int, n_questions: int) -> list[
         rng = np.random.default_rng((seed, int(epoch)))
         permutations[epoch] = rng.permutation(n_questions)
     return [int(permutations[place // n_questions][place % n_questions]) for place in places]
-
-
-# ---------------------------------------------------------------- the model's files
-def model_directory(cfg: Any, *patterns: str) -> str:
-    """The directory of a model's files, for --model: tiny, a directory, or a hub id.
-
-    Makes the tiny model if it is missing. For a hub id, downloads the files that match `patterns`.
-    Exits with code 2 if there is no such model.
-    """
-    if cfg.model == "tiny":
-        # Each process makes its own model, since processes may or may not share a disk.
-        directory = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
-        if not os.path.isdir(directory):
-            make_tiny(directory, cfg.seed)
-        return directory
-
-    def download():
-        # huggingface_hub comes with tokenizers, and is slow to import.
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(cfg.model, allow_patterns=patterns)
-
-    missing = f"model {cfg.model} is not a directory here (for a plan, of config.json alone)"
-    # Some hosts may have such a directory, and others not.
-    with cluster.together(f"model {cfg.model}"):
-        if os.path.isdir(cfg.model):
-            return cfg.model
-        return hub.ask(cfg.model, download, f"{missing}, nor had from the hub")
-
-
-def make_tiny(directory: str, seed: int) -> str:
-    """Write the tiny Qwen2, with random weights, as a Hugging Face directory. Returns its path."""
-    # The directory gets its name once it is complete.
-    unfinished = f"{directory}.tmp"
-    os.makedirs(unfinished, exist_ok=True)
-    tiny_tokenizer().save(f"{unfinished}/tokenizer.json")
-    tokenizer_config = dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-    )
-    files.write_json(f"{unfinished}/tokenizer_config.json", tokenizer_config)
-    hf.write_random(unfinished, TINY_MODEL, seed)
-    os.rename(unfinished, directory)
-    return directory
-
-
-def tiny_tokenizer() -> tokenizers.ByteLevelBPETokenizer:
-    """A byte-level BPE tokenizer, trained on 99 sums, with a token for each digit."""
-    pre_tokenizers = tokenizers.pre_tokenizers
-    # A digit | a word with the space before it | a space | a sign with the space before it
-    words = tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]")
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    split = pre_tokenizers.Split(words, "isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    texts = [chat("", row["question"]) + row["answer"] for row in arith(False)[:99]]
-    tokenizer.train_from_iterator(
-        texts,
-        TINY_MODEL["vocab_size"],
-        min_frequency=0,
-        show_progress=False,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-    )
-    return tokenizer

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 import model
-from infra import memory
-from infra.cluster import all_gather_hosts
+from infra.host.processes import all_gather_processes
+from infra.update import fit
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
     # A host with fewer rows adds empty micro-batches, as every process runs every jitted call. If
     # no host has a row, there is still one micro-batch: the optimizer takes a step with gradient 0.
     needed_M = [max(1, -(-len(rows) // height)) for rows in rows_of]
-    micro_batches_M = all_gather_hosts(needed_M).max(0)
+    micro_batches_M = all_gather_processes(needed_M).max(0)
     micro_batches = []
     computed_rows = 0
     # A device computes its rows in chunks. It skips chunks without any row, but computes all of a
@@ -90,7 +90,7 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
             micro_batches[-1].append(places)
 
     own_M2 = [(len(part), answer_lengths[part].sum()) for part in parts]
-    answers_M, answer_tokens_M = all_gather_hosts(own_M2).sum(0).T
+    answers_M, answer_tokens_M = all_gather_processes(own_M2).sum(0).T
     slots = computed_rows * width
     counts = count_tokens(lengths, answer_lengths, computed, slots, setup.model_cfg)
     return Packing((height, width), micro_batches, answers_M, answer_tokens_M, counts)
@@ -103,7 +103,7 @@ def count_tokens(lengths, answer_lengths, computed, slots, model_cfg) -> dict:
         "trained": answer_lengths[computed].sum(),  # tokens of the packed answers
         "tokens": lengths[computed].sum(),  # the same with their prompts
         "slots": slots,  # the same with padding
-        "flops": memory.flops(model_cfg, lengths[computed].tolist()),
+        "flops": fit.flops(model_cfg, lengths[computed].tolist()),
     }
-    of_all = all_gather_hosts(list(of_host.values())).sum(0).tolist()
+    of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
     return dict(zip(of_host, of_all, strict=True))

@@ -1,6 +1,6 @@
 """The job that `launch.sh slurm` submits: start the tasks, and requeue the job at its time limit.
 
-    python infra/slurm_job.py COMMAND ARGUMENTS...
+    python infra/cloud/slurm_job.py COMMAND ARGUMENTS...
 
 srun starts COMMAND as one task per process. Exits with the code of the first task that failed.
 Shortly before the time limit, Slurm sends the job SIGUSR1. Training then saves and exits with 143,

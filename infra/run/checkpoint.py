@@ -23,10 +23,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 import model
-from infra import bucket, cluster, files, hf, memory
-from infra.cluster import all_gather_hosts
-from infra.files import CheckpointError
-from infra.log import first_line, say, show_status, warn
+from infra.data import hf
+from infra.host import files
+from infra.host.console import first_line, say, show_status, warn
+from infra.host.files import CheckpointError
+from infra.host.processes import Stop, all_gather_processes, commit
+from infra.run import bucket
+from infra.update import fit
 
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # {name of a dtype in NumPy: its name in safetensors}
@@ -246,8 +249,8 @@ class Saver:
         self.out = out
         self.keep = keep
         # All processes use the same number, to tell this run's files from another run's.
-        run = int(all_gather_hosts(int(time.time()))[0])
-        self.about = {"run": str(run), "commit": cluster.commit()}
+        run = int(all_gather_processes(int(time.time()))[0])
+        self.about = {"run": str(run), "commit": commit()}
         self.newest = newest
         self.start = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
@@ -264,7 +267,7 @@ class Saver:
         step, state, skipped = self.latest
         shards = shards_of(state)
         size = sum(array.nbytes for array in shards.values())
-        has_room = all_gather_hosts(available_memory() > 2 * size).all()
+        has_room = all_gather_processes(available_memory() > 2 * size).all()
         if has_room:
             # Copy the shards to the host, since the next update donates the arrays on the devices.
             shards = {key: np.array(array, order="C") for key, array in shards.items()}
@@ -296,7 +299,7 @@ class Saver:
         step, future = self.pending
         self.pending = None
         show_status(f"saving step {step}")
-        if not all_gather_hosts(future.result()).all():
+        if not all_gather_processes(future.result()).all():
             return
         self.newest = step
         in_bucket = bool(bucket.bucket_of(self.out))
@@ -341,7 +344,7 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
     """If the training in this context ends early, save what there is, and print why it ended."""
     try:
         yield
-    except cluster.Stop as stop:
+    except Stop as stop:
         number = stop.args[0]
         say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
         has_new_step = saver.latest and saver.latest[0] > saver.start
@@ -361,7 +364,7 @@ def saved_if_cut_short(saver: Saver, micro_batch: int):
         half = max(1, micro_batch // 2)
         warn(
             f"a device ran out of memory in step {step}: {first_line(e)[:300]}\n"
-            f"{saver.save_before_exit()} with --micro_batch {half} or {memory.ADVICE}"
+            f"{saver.save_before_exit()} with --micro_batch {half} or {fit.ADVICE}"
         )
         raise SystemExit(1) from None
 
@@ -396,7 +399,7 @@ def send_results(out: str) -> None:
                 f"{fault}\nthe results are NOT in {target}, but in {os.path.abspath(out)} on "
                 f"{socket.gethostname()}; the same command given again there sends them"
             )
-    if all_gather_hosts(bool(fault)).any():
+    if all_gather_processes(bool(fault)).any():
         raise SystemExit(1)
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from infra.bucket import AbsentError, BucketError, gcloud
+from infra.run.bucket import AbsentError, BucketError, gcloud
 
 SECONDS_BETWEEN_SIGNS = 20
 # Long enough to see a sign that is late, or the next sign if a bucket failed to take one.

@@ -8,8 +8,9 @@ import os
 import re
 from typing import Annotated, Literal, get_args, get_origin
 
-from infra import data
-from infra.log import check
+from infra.data.chat import MARKS
+from infra.data.questions import is_file
+from infra.host.console import check
 
 # Types of numeric flags, with the least value and the bound that values stay below.
 Natural = Annotated[int, 0, 2**31]
@@ -90,7 +91,7 @@ def run_directory(cfg) -> str:
     paths = [cfg.data.rstrip("/"), cfg.model.rstrip("/")]
     names = [os.path.basename(path) for path in paths]
     # Drop the extension of a file of questions.
-    names = [os.path.splitext(name)[0] if data.is_file(name) else name for name in names]
+    names = [os.path.splitext(name)[0] if is_file(name) else name for name in names]
     # A data set's config follows a colon, and paths should have no colons.
     return out or "out/" + "-".join(names).replace(":", "-")
 
@@ -124,7 +125,7 @@ def check_texts(cfg) -> None:
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         # Only the system prompt may have several lines.
-        odd = data.MARKS if field.name == "system" else NO_NAME
+        odd = MARKS if field.name == "system" else NO_NAME
         check(
             field.type is not str or not re.search(odd, value),
             f"{field.name} = {str(value)[:50]!r} holds a line break, a mark of the chat or half a "

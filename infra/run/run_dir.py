@@ -25,16 +25,23 @@ import numpy as np
 import optax
 from jax.experimental.compilation_cache import compilation_cache
 
-from infra import bucket, checkpoint, cluster, files, log
-from infra.chips import GIB
-from infra.claim import InUse, claimed
-from infra.cluster import all_gather_hosts
-from infra.files import CheckpointError
-from infra.log import check, exit_on, say, warn
-from infra.profiler import Profiler
+from infra.host import files
+from infra.host.chips import GIB
+from infra.host.console import check, exit_on, say, warn
+from infra.host.files import CheckpointError
+from infra.host.processes import (
+    FREE_PER_PROCESS,
+    StopSignal,
+    all_gather_processes,
+    commit,
+    watch_signals,
+)
+from infra.run import bucket, checkpoint, log
+from infra.run.claim import InUse, claimed
+from infra.run.profiler import Profiler
 
 # Flags that may change when a run resumes, because they do not change what is computed.
-FREE_ON_RESUME = cluster.FREE_PER_PROCESS | {
+FREE_ON_RESUME = FREE_PER_PROCESS | {
     "out",
     "rollout_sharding",
     "micro_batch",
@@ -72,7 +79,7 @@ def write_config(out: str, flags: dict) -> None:
     """Write config.json on every process, since each may have its own disk. Exits as in
     `exit_without_bucket` if the run's bucket cannot take it."""
     versions = {module.__name__: module.__version__ for module in (jax, optax, np)}
-    content = {"config": flags, "commit": cluster.commit(), "versions": versions}
+    content = {"config": flags, "commit": commit(), "versions": versions}
     files.write_json(f"{out}/config.json", content)
     if bucket.bucket_of(out) and jax.process_index() == 0:
         with exit_without_bucket():
@@ -103,7 +110,7 @@ def claim_out(out: str, claims: contextlib.ExitStack) -> None:
                     claims.enter_context(claimed(out, bucket.bucket_of(out), say))
             except InUse as e:
                 fault = str(e)
-    is_in_use = all_gather_hosts(bool(fault)).any()
+    is_in_use = all_gather_processes(bool(fault)).any()
     check(not is_in_use, fault or f"{out} is in use, as process 0 tells")
 
 
@@ -137,7 +144,9 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
     if 0 < flags["profile"] <= done:
         say(f"step {flags['profile']} is not traced now, as {done} steps were done before")
     # Ask process 0, which writes final/: other processes may have their own disks.
-    has_final, final_step = all_gather_hosts([os.path.isdir(f"{out}/final"), step_of_final(out)])[0]
+    has_final, final_step = all_gather_processes(
+        [os.path.isdir(f"{out}/final"), step_of_final(out)]
+    )[0]
     if done and min(done, final_step) >= total_steps:
         send_what_is_here(out, done)
         say(f"{out} is finished: {done} steps; see {out}/final and {out}/metrics.jsonl")
@@ -217,7 +226,7 @@ def newest_checkpoint(out: str, resume: str):
             warn(f"step {step} cannot be used: {e}")
             fault = fault or fault_of(e, directory)
         # All processes must have a checkpoint of the same run, so that no two runs are mixed.
-        runs = all_gather_hosts(about.get("run", 0))
+        runs = all_gather_processes(about.get("run", 0))
         if 0 < runs.min() == runs.max():
             return step, paths, about
     # A run begins its second checkpoint when all processes have the first one. So if this process
@@ -225,7 +234,7 @@ def newest_checkpoint(out: str, resume: str):
     if len(own_steps) > 1 and not fault:
         index = jax.process_index()
         fault = f"process {index} has its part of steps {own_steps}, and others lack theirs"
-    if all_gather_hosts(bool(fault)).any():
+    if all_gather_processes(bool(fault)).any():
         check(
             resume == "force",
             f"{out} has checkpoints, and none can be used: {fault or 'another process tells why'}; "
@@ -244,7 +253,7 @@ def steps_of_all_hosts(out):
             steps.update(bucket.saved_steps(out))
     # Each process must pass the same number of values. Pad with 0, which is never a step.
     padded = np.array([0] * 99 + sorted(steps))[-99:]
-    found = set(all_gather_hosts(padded).ravel().tolist())
+    found = set(all_gather_processes(padded).ravel().tolist())
     return sorted(found - {0}, reverse=True)
 
 
@@ -273,7 +282,7 @@ def fault_of(error, directory):
 def put_aside(out: str) -> None:
     """Move what a run left in `out` to a directory old-DATE-TIME. Each process moves what is on its
     disk."""
-    now = int(all_gather_hosts(int(time.time()))[0])
+    now = int(all_gather_processes(int(time.time()))[0])
     old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(now))
     os.makedirs(f"{out}/{old}", exist_ok=True)
     if bucket.bucket_of(out) and jax.process_index() == 0:
@@ -285,7 +294,7 @@ def put_aside(out: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(f"{out}/{name}", f"{out}/{old}/{name}")
     # Wait until all processes have moved their files, before any process writes new ones.
-    all_gather_hosts(0)
+    all_gather_processes(0)
     say(f"{out} starts over; what was there is in {old}")
 
 
@@ -316,7 +325,7 @@ def has_evaluation(out: str, step: int) -> bool:
     """Whether metrics.jsonl, on process 0's disk, has an evaluation of this step."""
     rows = log.read_jsonl(f"{out}/metrics.jsonl")
     has_row = any(row["step"] == step and "eval/solved" in row for row in rows)
-    return bool(all_gather_hosts(has_row)[0])
+    return bool(all_gather_processes(has_row)[0])
 
 
 # ---------------------------------------------------------------- room for checkpoints
@@ -358,7 +367,7 @@ def worst_disk(out, need_gib, free_gib):
     """Returns (needed, free) GiB of the disk with the least room, among all processes' disks."""
     has_claim = os.path.exists(f"{out}/claim.json")
     of_this_host = np.array([need_gib, free_gib, has_claim], np.float32)
-    need_P, free_P, has_claim_P = all_gather_hosts(of_this_host).T
+    need_P, free_P, has_claim_P = all_gather_processes(of_this_host).T
     # Process 0 has written the claim. If all processes see it, they all share one disk.
     if has_claim_P.all():
         need_P = need_P.sum(keepdims=True)
@@ -391,7 +400,7 @@ class Outputs:
     wandb: Any  # a run of wandb, or None
     terminal: log.Terminal
     profiler: Profiler
-    stop_signal: cluster.StopSignal
+    stop_signal: StopSignal
 
     def write(self, row: dict) -> None:
         """Append to metrics.jsonl, and send to wandb."""
@@ -408,4 +417,4 @@ def open_outputs(cfg, done: int, wandb) -> Outputs:
     samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
     terminal = log.Terminal(cfg.sft_steps, cfg.sft_steps + cfg.steps, done)
     profiler = Profiler(f"{cfg.out}/profile", cfg.profile)
-    return Outputs(saver, metrics, samples, wandb, terminal, profiler, cluster.watch_signals())
+    return Outputs(saver, metrics, samples, wandb, terminal, profiler, watch_signals())

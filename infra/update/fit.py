@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import model
-from infra import chips, cluster, files
-from infra.chips import GIB
-from infra.cluster import all_gather_hosts
-from infra.files import CheckpointError
-from infra.log import check, say
-from infra.state import abstract_gradients, abstract_rows, abstract_state
+from infra.host import chips, files
+from infra.host.chips import GIB
+from infra.host.console import check, say
+from infra.host.files import CheckpointError
+from infra.host.processes import all_gather_processes, code_hash, host_count
+from infra.update.state import abstract_gradients, abstract_rows, abstract_state
 
 # Eight arrays of 4 bytes per token, lists of Python integers, and the text.
 HOST_BYTES_OF_A_TOKEN = 100
@@ -60,7 +60,7 @@ def device_metrics(mesh, flops: float, seconds: float) -> dict:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     for key in ("bytes_in_use", "peak_bytes_in_use"):
         gib = max(stat.get(key, 0) for stat in stats) / GIB
-        metrics[f"memory/train/{key}_max_gib"] = float(all_gather_hosts(gib).max()) or None
+        metrics[f"memory/train/{key}_max_gib"] = float(all_gather_processes(gib).max()) or None
     return metrics
 
 
@@ -159,7 +159,7 @@ def update_gib(
 
 def rows_to_fill(cfg, mesh) -> int:
     """Rows per device in a minibatch if each sequence has a row of its own."""
-    sequences = cfg.batch * cfg.npq * cluster.host_count(mesh)
+    sequences = cfg.batch * cfg.npq * host_count(mesh)
     return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 
@@ -271,7 +271,7 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
 
 def search_or_remember(search, limit, most, program):
     """Returns (largest that fits, its GiB, GiB of `most`), each the minimum over all processes."""
-    program = (*program, limit, most, jax.__version__, cluster.code_hash())
+    program = (*program, limit, most, jax.__version__, code_hash())
     key = hashlib.sha256(repr(program).encode()).hexdigest()
     path = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
     # If the user's cache cannot be read, the search is made again.
@@ -286,4 +286,4 @@ def search_or_remember(search, limit, most, program):
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 files.write_json(path, found)
-    return all_gather_hosts(found[key]).min(0).tolist()
+    return all_gather_processes(found[key]).min(0).tolist()

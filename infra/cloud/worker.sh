@@ -2,15 +2,15 @@
 # launch.sh runs these actions by ssh on each TPU worker, in ~/podgrpo. Every action can safely be run again: gcloud
 # runs a command again when its connection breaks.
 #
-#   bash infra/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
-#   bash infra/worker.sh start ID [flags]         start train.py with these flags, detached; only once for each ID
-#   bash infra/worker.sh follow FIRST REST        print its log until it ends, then "exit CODE TIME"; FIRST: where
+#   bash infra/cloud/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
+#   bash infra/cloud/worker.sh start ID [flags]         start train.py with these flags, detached; only once for each ID
+#   bash infra/cloud/worker.sh follow FIRST REST        print its log until it ends, then "exit CODE TIME"; FIRST: where
 #                                                 worker 0 begins, REST: where the others begin, both as for `tail -n`
-#   bash infra/worker.sh status | stop [ID]       print the last line of its log | SIGTERM; SIGKILL after 30 seconds
-#   bash infra/worker.sh test ARGUMENTS           run pytest with these arguments
-#   bash infra/worker.sh results                  print where the run's results are; see tools/results.py
+#   bash infra/cloud/worker.sh status | stop [ID]       print the last line of its log | SIGTERM; SIGKILL after 30 seconds
+#   bash infra/cloud/worker.sh test ARGUMENTS           run pytest with these arguments
+#   bash infra/cloud/worker.sh results                  print where the run's results are; see tools/results.py
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 # A run holds run.lock from before its start until its end. A probe takes a shared lock for a moment, and `start` waits
 # for it, so that no probe is mistaken for a run.
@@ -45,7 +45,7 @@ start() {
   : >run.log
   printf '%s\0' "$@" >run.flags
   printf '%s\n' "$id" >run.id
-  setsid bash infra/worker.sh train "$@" </dev/null >/dev/null 2>&1 8>&- &
+  setsid bash infra/cloud/worker.sh train "$@" </dev/null >/dev/null 2>&1 8>&- &
   echo $! >run.pid
 }
 

@@ -14,8 +14,8 @@ import subprocess
 import time
 from collections.abc import Iterable
 
-from infra.files import directory_bytes
-from infra.log import warn
+from infra.host.console import warn
+from infra.host.files import directory_bytes
 
 # Files that are not sent: half-written files, the tiny model, which each process makes itself, the
 # claim, which claim.py sends, and runs that were put aside, which put_aside moves in the bucket.

@@ -86,7 +86,7 @@ key; SSH Key is not; run: ssh-add ~/.ssh/google_compute_engine
 refused; publickey; run: ssh-add ~/.ssh/google_compute_engine
 host_key; Host key verification failed; another machine had this address: \
 remove its lines from ~/.ssh/google_compute_known_hosts
-unsent; infra/worker.sh: No such file; send the tree first: $(again setup)
+unsent; infra/cloud/worker.sh: No such file; send the tree first: $(again setup)
 other; ERROR; look at it: $(again status)
 command; .*; look at it: $(again status)
 END
@@ -365,8 +365,8 @@ send() { # FLAGS..., which may need more packages
   persistently reach scp "${files[@]}" "$name:podgrpo/" --worker=all >&2 || return
   say 'installing there, about 2 minutes the first time'
   # The lock keeps a repetition by gcloud from running at the same time.
-  persistently workers all "exec 8>setup.lock; flock 8; tar -xzf tree.tgz infra/worker.sh
-    bash infra/worker.sh unpack $secrets $(printf '%q ' "$@") 8>&-"
+  persistently workers all "exec 8>setup.lock; flock 8; tar -xzf tree.tgz infra/cloud/worker.sh
+    bash infra/cloud/worker.sh unpack $secrets $(printf '%q ' "$@") 8>&-"
 }
 
 # Start train.py on all workers. Returns 75 if the slice is gone.
@@ -374,11 +374,11 @@ start() { # FLAGS...
   local code=0
   run_id="$$.$(date +%s)"
   say "starting train.py on $hosts workers"
-  persistently workers all "bash infra/worker.sh start $(printf '%q ' "$run_id" "$@")" || code=$?
+  persistently workers all "bash infra/cloud/worker.sh start $(printf '%q ' "$run_id" "$@")" || code=$?
   case "$code" in
     0 | 75) ;;
     # If one worker does not start, stop the others: they would wait for it.
-    *) workers all "bash infra/worker.sh stop $run_id" || : ;;
+    *) workers all "bash infra/cloud/worker.sh stop $run_id" || : ;;
   esac
   return "$code"
 }
@@ -390,7 +390,7 @@ follow() { # LINE of worker 0's log to begin with
   while :; do
     : >"$ended"
     echo 0 >"$seen"
-    workers all "bash infra/worker.sh follow +$first $rest" | watch_ends "$ended" "$seen" || :
+    workers all "bash infra/cloud/worker.sh follow +$first $rest" | watch_ends "$ended" "$seen" || :
     [ -z "$dry_run" ] || return 0
     [ "$(sort -u "$ended" | wc -l)" -lt "$hosts" ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
@@ -430,13 +430,13 @@ stop_rest() {
   local scratch="$scratch/stop" # the call that follows the logs still uses $scratch
   mkdir -p "$scratch"
   sleep 5
-  workers all "bash infra/worker.sh stop $run_id" >/dev/null 2>&1 || :
+  workers all "bash infra/cloud/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
 # Copy the results of a run from worker 0 to out/$name, unless the worker has found them in the run's bucket.
 fetch() {
   local out to="out/$name"
-  persistently workers 0 'bash infra/worker.sh results' >"$scratch/results" || return
+  persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
   out="$(tail -n 1 "$scratch/results")"
   case "$out" in
     gs://*) say "its results are in $out" && return ;;
@@ -564,7 +564,7 @@ cmd_tpu_status() {
   need_slice
   now="$(patiently state_now)" || exit 1
   say "$name in $zone is $now"
-  case "$now" in READY | '') persistently workers all 'bash infra/worker.sh status' || exit 1 ;; esac
+  case "$now" in READY | '') persistently workers all 'bash infra/cloud/worker.sh status' || exit 1 ;; esac
 }
 
 # Open a shell on one worker, or run a command on one worker or all.
@@ -582,7 +582,7 @@ cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
 
 cmd_tpu_stop() {
   need_slice
-  persistently workers all 'bash infra/worker.sh stop' || exit 1
+  persistently workers all 'bash infra/cloud/worker.sh stop' || exit 1
 }
 
 cmd_tpu_fetch() {
@@ -594,7 +594,7 @@ cmd_tpu_test() {
   up
   send || exit 1
   [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py tests/test_sampling.py
-  workers 0 "bash infra/worker.sh test $(printf '%q ' "$@")"
+  workers 0 "bash infra/cloud/worker.sh test $(printf '%q ' "$@")"
 }
 
 # Delete the VMs and queued requests with this name, in all zones.

@@ -14,7 +14,7 @@ import sys
 
 import jax
 
-from infra.log import check, first_line
+from infra.host.console import check, first_line
 
 # The oldest major version of the driver that each CUDA version of JAX's wheels supports
 # (docs.jax.dev/en/latest/installation.html, docs.nvidia.com/deploy/cuda-compatibility).

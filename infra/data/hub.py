@@ -21,7 +21,9 @@ from typing import Any
 
 import jax
 
-from infra.log import exit_on, first_line, say, warn
+from infra.data.tiny import make_tiny
+from infra.host.console import exit_on, first_line, say, warn
+from infra.host.processes import together
 
 # Seconds to wait before each retry; up to twice as many in a run of many processes. The hub counts
 # requests over windows of five minutes.
@@ -204,3 +206,31 @@ def reach() -> str:
         # The connection was dropped, or nothing came in time: `ask` will retry.
         return ""
     return ""
+
+
+# ---------------------------------------------------------------- the model's files
+def model_directory(cfg: Any, *patterns: str) -> str:
+    """The directory of a model's files, for --model: tiny, a directory, or a hub id.
+
+    Makes the tiny model if it is missing. For a hub id, downloads the files that match `patterns`.
+    Exits with code 2 if there is no such model.
+    """
+    if cfg.model == "tiny":
+        # Each process makes its own model, since processes may or may not share a disk.
+        directory = f"{cfg.out}/tiny-seed{cfg.seed}.{jax.process_index()}"
+        if not os.path.isdir(directory):
+            make_tiny(directory, cfg.seed)
+        return directory
+
+    def download():
+        # huggingface_hub comes with tokenizers, and is slow to import.
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(cfg.model, allow_patterns=patterns)
+
+    missing = f"model {cfg.model} is not a directory here (for a plan, of config.json alone)"
+    # Some hosts may have such a directory, and others not.
+    with together(f"model {cfg.model}"):
+        if os.path.isdir(cfg.model):
+            return cfg.model
+        return ask(cfg.model, download, f"{missing}, nor had from the hub")

@@ -2,7 +2,7 @@
 
 A kernel runs over a grid of blocks. Index functions choose which block of each array is copied to
 VMEM, or back to HBM; `None` in a block's shape is a dimension of size 1 that the kernel does not
-see. Letters are as in infra/kv_cache.py, whose plain JAX functions these kernels replace.
+see. Letters are as in infra/rollout/kv_cache.py, whose plain JAX functions these kernels replace.
 """
 
 from functools import partial

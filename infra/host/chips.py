@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from infra.cluster import all_gather_hosts
+from infra.host.processes import all_gather_processes
 
 GIB = 2**30
 
@@ -85,7 +85,7 @@ def least_memory(mesh) -> float:
     """Memory of the smallest device in a mesh, in GiB; the same on all processes."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     least = min(device_memory(device) for device in local)
-    return float(all_gather_hosts(np.float32(least)).min())
+    return float(all_gather_processes(np.float32(least)).min())
 
 
 # ---------------------------------------------------------------- absent devices

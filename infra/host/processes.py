@@ -26,17 +26,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from infra import nvidia
-from infra.log import check, erase_status, exit_on, first_line, warn
+from infra.host import nvidia
+from infra.host.console import check, erase_status, exit_on, first_line, warn
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.abspath(f"{__file__}/../../..")
 # Flags that may differ between the processes of a run.
 FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
 START_ALL = "`bash launch.sh TYPE` starts all"
 
 
 # ---------------------------------------------------------------- values of all processes
-def all_gather_hosts(value) -> np.ndarray:
+def all_gather_processes(value) -> np.ndarray:
     """Stack the values of all processes: [processes, ...]. Every process must call this."""
     gathered = multihost_utils.process_allgather(np.asarray(value))
     return np.asarray(gathered).reshape(-1, *np.shape(value))
@@ -57,7 +57,7 @@ def together(what: str):
         stopped = e
     absent = []
     if jax.process_count() > 1:
-        absent = np.flatnonzero(all_gather_hosts(int(stopped is not None))).tolist()
+        absent = np.flatnonzero(all_gather_processes(int(stopped is not None))).tolist()
     if stopped:
         raise stopped
     check(not absent, f"{what} is not had by all: process {min(absent, default=0)} says why")
@@ -313,7 +313,7 @@ def check_devices(require_processes: int, require_devices: int) -> None:
 @functools.cache
 def code_hash() -> str:
     """A hash of the Python files, to tell whether all processes run the same code."""
-    paths = sorted(glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/infra/*.py"))
+    paths = sorted(glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/infra/*/*.py"))
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as f:
@@ -397,7 +397,7 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
 def check_for_stop(stop_signal: StopSignal) -> None:
     """Let all processes stop together: raises Stop in all of them if any was asked to stop."""
     # Take the largest number, so that all processes raise the same.
-    number = int(all_gather_hosts(stop_signal.number).max())
+    number = int(all_gather_processes(stop_signal.number).max())
     if number:
         raise Stop(number)
 

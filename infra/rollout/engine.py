@@ -18,12 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra import data, decode_kernel, hf, kv_cache, layouts, quantise
-from infra.cluster import all_gather_hosts, host_count
-from infra.layouts import Layout, State, Work
-from infra.log import say
-from infra.sampling import Sampling, sample_token
-from infra.waves import Rows, Wave, plan_waves, resize_wave, rows_of
+from infra.data import hf
+from infra.data.chat import chat, load_tokenizer
+from infra.host.console import say
+from infra.host.processes import all_gather_processes, host_count
+from infra.rollout import decode_kernel, kv_cache, layouts, quantise
+from infra.rollout.layouts import Layout, State, Work
+from infra.rollout.sampling import Sampling, sample_token
+from infra.rollout.waves import Rows, Wave, plan_waves, resize_wave, rows_of
 from model import ModelConfig
 
 # Prompt tokens that a device runs at once.
@@ -54,7 +56,7 @@ class Engine:
         Exits with code 2 if the directory holds no such model.
         """
         model_cfg = hf.read_config(directory)
-        tokenizer, end_of_turn = data.load_tokenizer(directory)
+        tokenizer, end_of_turn = load_tokenizer(directory)
         # An answer ends with the turn, whatever the model's config says.
         model_cfg = with_stop_id(model_cfg, end_of_turn)
         # The mesh shards the weights over all devices, as in training by default.
@@ -108,7 +110,7 @@ class Engine:
 
     def answer(self, questions: list[str], system: str = "", temperature: float = 0) -> list[str]:
         """Answers to questions as texts: greedy, or sampled at a temperature."""
-        texts = [data.chat(system, question) for question in questions]
+        texts = [chat(system, question) for question in questions]
         # The template has all special tokens that a prompt needs.
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         prompts = [prompt.ids for prompt in encoded]
@@ -219,14 +221,14 @@ def generate(
 def pad_prompts(prompts: list) -> tuple:
     """Returns (prompts of all processes, padded on the right, int32 [B, P]; their lengths [B])."""
     longest = max(len(prompt) for prompt in prompts)
-    width = padded_length(int(all_gather_hosts(longest).max()))
+    width = padded_length(int(all_gather_processes(longest).max()))
     # Pad with token 0. Any token would do, since nothing that is used attends to pads.
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens_BP = all_gather_hosts(tokens).reshape(-1, width)
-    return tokens_BP, all_gather_hosts(lengths).ravel()
+    tokens_BP = all_gather_processes(tokens).reshape(-1, width)
+    return tokens_BP, all_gather_processes(lengths).ravel()
 
 
 def work_of_step(cfg, hosts: int, longest_prompt: int) -> Work:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from infra import layouts
-from infra.layouts import Layout, State
+from infra.rollout import layouts
+from infra.rollout.layouts import Layout, State
 from model import ModelConfig
 
 

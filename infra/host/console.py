@@ -1,0 +1,126 @@
+"""The terminal: lines of process 0, warnings of any process, the status, and mistakes of users."""
+
+import contextlib
+import io
+import os
+import shutil
+import sys
+
+import jax
+
+# ---------------------------------------------------------------- the terminal
+# Go to the start of the terminal's line and erase it: there may be a status line.
+ERASE = "\r\033[K"
+# Lines on stderr start with this name: train.py, or the tool that runs.
+PROGRAM = os.path.basename(sys.argv[0])
+
+
+def warn(text: str) -> None:
+    """Print a line on stderr, from any process."""
+    erase = ERASE if sys.stderr.isatty() else ""
+    print(f"{erase}{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print on stdout, from process 0 only."""
+    if jax.process_index() == 0:
+        erase = ERASE if sys.stdout.isatty() else ""
+        print(erase + text, end=end, flush=True)
+
+
+def show_status(text: str) -> None:
+    """Print a line that the next line replaces, on a terminal only."""
+    if sys.stdout.isatty():
+        # Cut the text to the terminal's width: nothing would erase a second line.
+        columns = shutil.get_terminal_size().columns
+        say(text[: columns - 1], end="\r")
+
+
+def erase_status() -> None:
+    """Erase the status line, so that something else can print. Works at any moment of a run."""
+    # Do not use `say`: JAX may not know its processes yet.
+    if streams_are_open() and sys.stdout.isatty():
+        print(ERASE, end="", flush=True)
+
+
+def progress(what: str, done: int = 0, total: int = 0) -> None:
+    """Print how far something has got: a status on a terminal, otherwise a line at each quarter of
+    the total."""
+    if total > 0:
+        what += f" {done}/{total}"
+    show_status(what)
+    if not sys.stdout.isatty() and total > 1:
+        quarter = done * 4 // total
+        quarter_before = (done - 1) * 4 // total
+        if quarter > quarter_before:
+            say(what)
+
+
+# ---------------------------------------------------------------- mistakes
+def check(condition, message: str) -> None:
+    """Print one line and exit with code 2 unless the condition holds. For mistakes of the user."""
+    if not condition:
+        warn(message.replace("\n", " "))
+        raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def exit_on(errors, message: str):
+    """On these errors in the context, exit like `check` with the message and the error's first
+    line."""
+    try:
+        yield
+    except BaseException as e:
+        # A panic in tokenizers, a Rust library, is not an Exception.
+        if not isinstance(e, errors) and type(e).__name__ != "PanicException":
+            raise
+        check(False, f"{message}: {first_line(e)}")
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its text."""
+    try:
+        text = str(error)
+    # A reward function may raise an error of its own class, whose str() fails.
+    except Exception:
+        text = "it does not say why"
+    # Errors of libraries may have pages of text.
+    text = text.strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
+
+
+# ---------------------------------------------------------------- standard streams
+class Stream(io.FileIO):
+    """A standard stream that ignores errors: its reader may be gone, or its disk full."""
+
+    def write(self, data):
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def streams_are_open() -> bool:
+    """Whether stdout and stderr can be printed to."""
+    try:
+        # If a descriptor was closed, the next file that is opened would get it, and with it the
+        # printed text.
+        for number in (1, 2):
+            os.fstat(number)
+        return not (sys.stdout.closed or sys.stderr.closed)
+    # AttributeError if sys.stdout is None.
+    except (OSError, AttributeError):
+        return False
+
+
+def open_streams() -> None:
+    """Open sys.stdout and sys.stderr again. A stream that was closed outside prints to nowhere."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        try:
+            raw = Stream(number, "w", closefd=False)
+        except OSError:
+            raw = io.FileIO(os.devnull, "w")
+        # The terminal's encoding may lack some characters of an answer.
+        text = io.TextIOWrapper(
+            io.BufferedWriter(raw), errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, text)
