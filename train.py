@@ -8,7 +8,6 @@ scores into advantages, update the policy. A host is a JAX process. Each host ha
 and every host runs every jitted call. Process 0 prints and writes.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -37,16 +36,20 @@ from infra.data.hub import model_directory
 from infra.data.questions import is_file, load_questions, question_order
 from infra.host import files
 from infra.host.console import check, exit_on, open_streams, say, warn
-from infra.host.processes import all_gather_processes, check_for_stop, commit, connect, end_at_once
+from infra.host.processes import all_gather_processes, connect, end_at_once
 from infra.host.processes import give_cpu_devices_threads, host_count, leave
-from infra.rollout.engine import Engine, answer_tokens, make_engine, with_stop_id
+from infra.rollout.engine import Engine, answer_tokens, with_stop_id
 from infra.rollout.layouts import LAYOUTS
 from infra.rollout.sampling import Sampling
-from infra.run import checkpoint, flags, log, run_dir
+from infra.run import flags
 from infra.run.flags import Fraction, Natural, NonNegative, Positive, Probability, Process
 from infra.run.flags import Processes, Steps, Temperature
-from infra.update import fit, packing
+from infra.run.log import print_setup
+from infra.run.run import Run
+from infra.run.run_dir import claimed_out
+from infra.update import packing
 from infra.update.attention import ATTENTION, segment_attention
+from infra.update.fit import ADVICE, UpdatePrograms, device_metrics, fit
 from infra.update.state import abstract_state, initial_state, is_vector, memory_of, reference
 # isort: on
 from model import DEVICE, REMAT
@@ -275,37 +278,34 @@ class Setup:
     model_dir: str  # Hugging Face directory of the model that the run starts from
     model_cfg: model.ModelConfig
     mesh: Mesh
-    engine: Engine  # samples answers
+    weights: hf.ModelFiles  # the weights that the run starts from, unless it resumes
     questions: list[dict]  # rows of the data; `prompt` is the prompt's token ids
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
     held_out: list[dict]  # rows of the evaluation data
     row_width: int  # tokens per packed row
     micro_batch: int  # rows per device in one forward and backward
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Where a run starts: from the weights of its model, or after a checkpoint."""
-
-    weights: hf.ModelFiles
-    step: int  # step of the checkpoint; 0 if there is none
-    files: list[str]  # files of the checkpoint
-    skipped: int  # consecutive updates that were skipped, up to the checkpoint
+    engine: Engine  # samples answers
 
 
 # ---------------------------------------------------------------- rollout and advantages
-def sample_answers(rows, group, key, sampling, setup, outputs):
+def rows_of_step(pool: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
+    """The rows that this host takes in step `number`, from 0, of its phase: `per_host` rows of the
+    pool, each repeated so that a host has batch * npq sequences.
+
+    The answers to one question are consecutive: they are its group.
+    """
+    first = (number * jax.process_count() + jax.process_index()) * per_host
+    order = question_order(cfg.seed, first, per_host, len(pool))
+    repeats = cfg.batch * cfg.npq // per_host
+    return [pool[i] for i in order for _ in range(repeats)]
+
+
+def sample_answers(rows, group, key, sampling, setup, run):
     """Sample an answer to each of this host's rows; every `group` consecutive rows are the same.
-    Returns (the output of engine.generate, the answers' texts)."""
-
-    def between_stages(answers, tokens):
-        # A rollout takes long, so a signal may end the run here.
-        check_for_stop(outputs.stop_signal)
-        outputs.terminal.decoded(answers, tokens)
-
+    Returns (the output of Engine.generate, the answers' texts)."""
     # Prompts are token ids: they were encoded when the data was loaded.
     prompts = [row["prompt"] for row in rows]
-    out = setup.engine.generate(prompts, key, sampling, group, between_stages)
+    out = setup.engine.generate(prompts, key, sampling, group, run.between_stages)
     return out, setup.engine.texts(out)
 
 
@@ -423,8 +423,8 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
 
 # ---------------------------------------------------------------- the update
 def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
-    """The optax transformation for the parameter `name`. `apply` scales the result by lr."""
-    # lr changes from step to step, so it is an argument of `apply` and not compiled in.
+    """The optax transformation for the parameter `name`, without the learning rate."""
+    # lr changes from step to step, so `optimizer_step` takes it as an argument.
     scale = {
         "adamw": optax.scale_by_adam(b2=cfg.b2),
         "lion": optax.scale_by_lion(b2=cfg.b2),
@@ -522,12 +522,12 @@ def gradients(params, rows, *, cfg, model_cfg, mesh):
     return jax.lax.with_sharding_constraint(grads, model.shardings(model_cfg, mesh)), metrics
 
 
-# Add two trees; the sum reuses the memory of the first.
-add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+# The sum of two trees reuses the memory of the first.
+sum_of_trees = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
 
 
 @partial(jax.jit, static_argnames="cfg")
-def clip(grads, loss, cfg):
+def norm_and_factor(grads, loss, cfg):
     """Returns (global norm of the gradients, factor that clips them), both NaN if the norm or the
     loss is not finite."""
     norm = optax.global_norm(grads)
@@ -538,7 +538,7 @@ def clip(grads, loss, cfg):
 
 
 @partial(jax.jit, static_argnames=("name", "cfg", "mesh"), donate_argnames=("param", "state"))
-def apply(param, state, grad, factor, lr, *, name, cfg, mesh):
+def optimizer_step(param, state, grad, factor, lr, *, name, cfg, mesh):
     """Take an optimizer step on one parameter. Returns (parameter, its optimizer state), unchanged
     if factor is NaN.
 
@@ -571,21 +571,44 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
         grads, metrics = gradients(
             state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
         # Do not add the first gradients to zeros: that would hold them twice.
-        total = grads if total is None else add(total, grads)
+        total = grads if total is None else sum_of_trees(total, grads)
         del grads
         parts.append(metrics)
     loss = sum(metrics["loss"] for metrics in parts)
-    norm, factor = clip(total, loss, cfg)
+    norm, factor = norm_and_factor(total, loss, cfg)
     # Update one parameter at a time, and drop each gradient once it is used.
     grads = model.flatten(total)
     del total
     params = {}
     opt = {}
     for name, param in model.flatten(state["params"]).items():
-        params[name], opt[name] = apply(
+        params[name], opt[name] = optimizer_step(
             param, state["opt"][name], grads.pop(name), factor, lr,
             name=name, cfg=cfg, mesh=mesh)
     return state | {"params": model.nest(params), "opt": opt}, parts, norm
+
+
+def update_policy(state, batches, step, cfg, setup):
+    """Take the optimizer steps of one step: one per minibatch and epoch, after computing the
+    logprobs that its answers are compared with.
+
+    Returns (state, metrics of each micro-batch, gradient norm of each optimizer step).
+    """
+    static = dict(cfg=cfg, model_cfg=setup.model_cfg, mesh=setup.mesh)
+    policies = {"old": state["params"], "ref": state.get("ref")}
+    compared = policies.keys() & token_fields(cfg, step <= cfg.sft_steps).keys()
+    for rows in itertools.chain.from_iterable(batches):
+        # Compute both before adding either: then both calls use the same compiled program.
+        rows |= {name: target_logprobs(policies[name], rows, **static) for name in sorted(compared)}
+    parts = []
+    norms = []
+    lr = learning_rate(cfg, step)
+    for batch in batches * cfg.ppo_epochs:
+        state, parts_of_update, norm = update(state, batch, lr, **static)
+        parts += parts_of_update
+        norms.append(norm)
+    parts, norms = jax.device_get((parts, norms))
+    return state, parts, norms
 
 
 # The run ends after this many consecutive updates that are not finite.
@@ -606,21 +629,21 @@ def count_skipped(step: int, norms: list, skipped: int) -> int:
     return skipped
 
 
-def end_if_diverged(step: int, skipped: int, saver: checkpoint.Saver) -> None:
+def end_if_diverged(run: Run) -> None:
     """Exit with code 1 if the run has skipped MAX_SKIPPED consecutive updates."""
-    if skipped < MAX_SKIPPED:
+    if run.skipped < MAX_SKIPPED:
         return
-    saver.finish()
-    last = f"{saver.out}/step_{saver.newest:06}" if saver.newest else "none"
-    warn(f"{skipped} updates in a row, up to step {step}, were skipped, as a loss or gradient is "
-         f"not finite; the last checkpoint: {last}; look at the rewards, try a smaller --lr, "
-         "--dtype float32")
+    warn(
+        f"{run.skipped} updates in a row, up to step {run.step}, were skipped, as a loss or "
+        f"gradient is not finite; the last checkpoint: {run.last_checkpoint()}; look at the "
+        "rewards, try a smaller --lr, --dtype float32"
+    )
     raise SystemExit(1)
 
 
 # infra/update/fit.py compiles these before anything runs: it finds the largest micro-batch that
 # fits.
-UPDATE = fit.UpdatePrograms(gradients, apply, optimizer, token_fields)
+UPDATE = UpdatePrograms(gradients, optimizer_step, optimizer, token_fields)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -631,7 +654,7 @@ def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
     return bool(setup.held_out and (is_due or grpo_step in (0, cfg.steps)))
 
 
-def evaluate(params, step, cfg, setup, outputs) -> None:
+def evaluate(params, step, cfg, setup, run) -> None:
     """Answer the held-out questions, and append the fraction solved to metrics.jsonl. Three answers
     go to samples.jsonl."""
     began = time.time()
@@ -652,20 +675,19 @@ def evaluate(params, step, cfg, setup, outputs) -> None:
         places = range(first, first + per_host)
         rows = [setup.held_out[i % n] for i in places]
         key = jax.random.fold_in(eval_key, start)
-        outputs.terminal.begin("evaluating", step, start, n)
-        out, texts = sample_answers(rows, 1, key, sampling, setup, outputs)
+        run.show("evaluating", step, start, n)
+        out, texts = sample_answers(rows, 1, key, sampling, setup, run)
         scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
-            samples = [
-                log.sample(step, rows[i], texts[i], eval=True, solved=solved_B[i])
-                for i in range(min(3, n, per_host))]
+            samples = list(zip(rows, texts, solved_B, strict=True))[: min(3, n)]
     setup.engine.unload()
     fraction = float(all_gather_processes(solved).sum()) / n
     # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
-    outputs.samples.append(*samples)
-    outputs.write({"step": step, "eval/solved": fraction})
+    for row, text, is_solved in samples:
+        run.write_sample(step, row, text, eval=True, solved=is_solved)
+    run.write({"step": step, "eval/solved": fraction})
     say(f"eval at step {step} | solved {fraction:.4f} of {n} | {time.time() - began:.1f}s")
 
 
@@ -706,7 +728,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
 def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     """Metrics of a step's updates: means over trained tokens (loss and grad_norm: over updates),
     padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm of each
-    update."""
+    update. seconds: time of the updates."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
     # Means leave out answers without a gradient, as these are not computed. With no answer left,
     # the means are NaN.
@@ -731,26 +753,35 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
         largest = float(max(part["max"][name] for part in parts))
         metrics[f"{name}/max"] = largest if counts["trained"] else math.nan
     flops = cfg.ppo_epochs * counts["flops"]
-    return metrics | fit.device_metrics(setup.mesh, flops, seconds)
+    return metrics | device_metrics(setup.mesh, flops, seconds)
+
+
+def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
+    """The learning rate of a step, its times in seconds, and its speed. t_update: when the packing
+    of rows began."""
+    seconds = t_end - t_start
+    run.step_seconds = (run.step_seconds + [seconds])[-10:]
+    return {
+        "lr": learning_rate(cfg, step),
+        "time/step_s": seconds,
+        "time/update_s": t_end - t_update,
+        "time/train/step_avg_last10_s": sum(run.step_seconds) / len(run.step_seconds),
+        "throughput/train/valid_tokens_per_s": counts["valid"] / seconds,
+    }
 
 
 # ---------------------------------------------------------------- set up: from flags to arrays
 @exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
-def set_up(cfg: Config, claims: contextlib.ExitStack):
-    """Returns (Config, Setup, Start, Outputs). Every mistake is found here, before weights load."""
-    # Connect the processes, claim the directory, and find the devices.
-    rewards.check_functions(SOLVED, REWARDS)
-    connect(cfg)
-    run_dir.claim_out(cfg.out, claims)
+def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
+    """Find every mistake, before weights load. cfg.out is claimed. Returns the Config without
+    `auto`, and what the run is made of."""
+    # The devices, and the checkpoint that the run resumes from.
     mesh = make_mesh(cfg.mesh, jax.devices())
     # config.json needs the number of processes: a resume compares questions per step, which are
     # batch * processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
-    config = dataclasses.asdict(cfg)
-    total_steps = cfg.sft_steps + cfg.steps
-    done, paths, skipped = run_dir.open_run(cfg.out, total_steps, config, cfg.resume)
-    run_dir.keep_compiled(cfg.out)
+    run = Run(cfg, dataclasses.asdict(cfg))
 
     # The model's config and tokenizer, but not its weights yet.
     model_dir = model_directory(cfg, "*.json", "*.txt", "*.jinja")
@@ -768,168 +799,140 @@ def set_up(cfg: Config, claims: contextlib.ExitStack):
         held_out = load_questions(eval_data(cfg), True, tokenizer, cfg)
     check_data(cfg, questions, examples)
 
-    # Find out what fits in host memory, on disk and on the devices, given the longest prompt.
-    longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
-    row_width = packing.row_width(longest_prompt + cfg.max_answer, mesh)
-    fit.check_host_memory(cfg, row_width)
-    state = abstract_state(cfg, model_cfg, mesh, optimizer)
-    run_dir.check_disk(cfg.out, state, done, total_steps, cfg.save_every, cfg.keep)
-    resting = fit.device_bytes(state)
-    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
+    # What fits on the disk and in memory, given the longest prompt.
+    run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
-    wandb = log.start_wandb(cfg.wandb, cfg.out, config)
-    run_dir.write_config(cfg.out, config)
-    micro_batch = fit.choose_micro_batch(cfg, model_cfg, mesh, row_width, UPDATE)
-
-    setup = Setup(
-        model_dir, model_cfg, mesh, engine, questions, examples, held_out, row_width, micro_batch)
-    start = Start(weights, done, paths, skipped)
-    outputs = run_dir.open_outputs(cfg, done, wandb)
-    return cfg, setup, start, outputs
+    run.write_config()
+    longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
+    fitting = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
+    setup = Setup(model_dir, model_cfg, mesh, weights, questions, examples, held_out, *fitting)
+    run.watch()
+    return cfg, setup, run
 
 
 # ---------------------------------------------------------------- main: the loop
-def train(cfg: Config, setup: Setup, start: Start, outputs: run_dir.Outputs) -> None:
-    """Train, from the first question to `out`/final."""
-    began = time.time()
-    host, hosts = jax.process_index(), jax.process_count()
-    total_steps = cfg.sft_steps + cfg.steps
-    sequences = cfg.batch * cfg.npq
-    static = dict(cfg=cfg, model_cfg=setup.model_cfg, mesh=setup.mesh)
-    log.print_setup(cfg, setup)
-
-    state = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
-    if start.step:
-        say(f"resuming {cfg.out} after step {start.step}")
-        state = checkpoint.load_shards(start.files, state)
-    else:
-        state = initial_state(start.weights, state, cfg, setup.mesh, optimizer)
-    run_dir.truncate_to(cfg.out, start.step)
-    skipped = start.skipped
-    step_seconds = []
-    outputs.saver.remember(start.step, state, skipped)
+def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
+    """The state of training that the run starts or resumes from."""
+    shapes = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
+    state = run.load(shapes)
+    if state is None:
+        state = initial_state(setup.weights, shapes, cfg, setup.mesh, optimizer)
+    run.begin(state)
     # A run that resumes may have been cut short during its evaluation.
-    is_due = is_evaluated_after(start.step, cfg, setup)
-    if is_due and not run_dir.has_evaluation(cfg.out, start.step):
-        evaluate(state["params"], start.step, cfg, setup, outputs)
+    if is_evaluated_after(run.step, cfg, setup) and not run.has_evaluation():
+        evaluate(state["params"], run.step, cfg, setup, run)
+    return state
 
-    for step in range(start.step + 1, total_steps + 1):
-        outputs.profiler.begin_step(step)
+
+def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
+    """Take the supervised steps ahead of GRPO. Returns the state after them.
+
+    With advantage 1 and ratio 1, the gradient is that of the demonstrations' negative
+    log-likelihood.
+    """
+    sequences = cfg.batch * cfg.npq
+    for step in range(run.step + 1, cfg.sft_steps + 1):
+        run.begin_step(step)
         t_start = time.time()
-        supervised = step <= cfg.sft_steps
-        metrics = {"step": step}
-        check_for_stop(outputs.stop_signal)
-
-        # ------------------------------------------------ questions: each host has its own
-        if supervised:
-            pool, per_host, past_steps = setup.examples, sequences, step - 1
-        else:
-            pool, per_host, past_steps = setup.questions, cfg.batch, step - 1 - cfg.sft_steps
-        first = (past_steps * hosts + host) * per_host
-        order = question_order(cfg.seed, first, per_host, len(pool))
-        # The answers to one question are consecutive: they are its group.
-        rows = [pool[i] for i in order for _ in range(sequences // per_host)]
+        rows = rows_of_step(setup.examples, step - 1, sequences, cfg)
         prompts = [row["prompt"] for row in rows]
-
-        if supervised:
-            # With advantage 1 and ratio 1, this is the gradient of the negative log-likelihood.
-            answers = [row["demonstration_ids"] for row in rows]
-            advantages = np.ones(sequences)
-            sampler_logprobs = None
-        else:
-            # -------------------------------------------- rollout: npq answers to each question
-            outputs.terminal.begin("rollout", step)
-            setup.engine.load(state["params"])
-            key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-            sampling = Sampling(cfg.temperature)
-            out, texts = sample_answers(rows, cfg.npq, key, sampling, setup, outputs)
-            setup.engine.unload()  # the update needs the memory
-            answers = answer_tokens(out)
-            sampler_logprobs = out["logprobs_BT"]
-            t_rollout = time.time()
-            # -------------------------------------------- rewards, and advantages in each group
-            # Column 0 is SOLVED's; the reward is the weighted sum of the other columns.
-            functions = [SOLVED] + [function for function, _ in REWARDS]
-            scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
-            reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
-            advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
-            metrics |= rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg)
-            outputs.samples.append(*[
-                log.sample(step, rows[i], texts[i], reward=reward_B[i],
-                       truncated=bool(out["truncated_B"][i]),
-                       **rewards.by_name(scores[i], REWARDS)) for i in range(2)])
-            metrics |= {
-                "time/rollout_s": t_rollout - t_start,
-                "time/reward_s": time.time() - t_rollout,
-                "rollout/tokens_per_s":
-                    metrics["len/answer"] * sequences * hosts / (t_rollout - t_start),
-            }
-
-        # ------------------------------------------------ packed rows, and logprobs to compare with
-        t_packing = time.time()
-        batches, counts = make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs)
-        policies = {"old": state["params"], "ref": state.get("ref")}
-        compared = policies.keys() & token_fields(cfg, supervised).keys()
-        for micro_batch in itertools.chain.from_iterable(batches):
-            # Compute both before adding either: then both calls use the same compiled program.
-            micro_batch |= {name: target_logprobs(policies[name], micro_batch, **static)
-                            for name in sorted(compared)}
-
-        # ------------------------------------------------ update: one per minibatch
-        lr = learning_rate(cfg, step)
-        outputs.terminal.begin("update", step)
-        parts, norms = [], []
-        for batch in batches * cfg.ppo_epochs:
-            state, parts_of_update, norm = update(state, batch, lr, **static)
-            parts += parts_of_update
-            norms.append(norm)
-        parts, norms = jax.device_get((parts, norms))
+        answers = [row["demonstration_ids"] for row in rows]
+        batches, counts = make_batches(prompts, answers, np.ones(sequences), cfg, setup)
+        run.show("update", step)
+        state, parts, norms = update_policy(state, batches, step, cfg, setup)
         if cfg.beta and step == cfg.sft_steps:
             # The reference is the policy at the start of GRPO: set here, or in initial_state.
             state["ref"] = reference(state["params"], cfg.dtype)
+        t_end = time.time()
+        metrics = {"step": step}
+        metrics |= update_metrics(parts, norms, counts, t_end - t_start, cfg, setup)
+        metrics |= step_metrics(step, counts, t_start, t_start, t_end, cfg, run)
+        end_step(step, state, norms, metrics, cfg, setup, run)
+    return state
+
+
+def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
+    """Write the metrics of a step, and evaluate and save if the step is one for that."""
+    run.skipped = count_skipped(step, norms, run.skipped)
+    run.end_step(step, state, metrics)
+    end_if_diverged(run)
+    run.stop_point()
+    if is_evaluated_after(step, cfg, setup):
+        evaluate(state["params"], step, cfg, setup, run)
+    if step == run.total_steps or (cfg.save_every and step % cfg.save_every == 0):
+        run.save()
+
+
+def train(cfg: Config, setup: Setup, run: Run) -> None:
+    """Train, from the first question to `out`/final."""
+    print_setup(cfg, setup)
+    state = first_state(cfg, setup, run)
+    state = imitate(state, cfg, setup, run)
+
+    for step in range(run.step + 1, run.total_steps + 1):
+        run.begin_step(step)
+        t_start = time.time()
+        # ------------------------------------------------ questions: each host has its own
+        number = step - 1 - cfg.sft_steps
+        rows = rows_of_step(setup.questions, number, cfg.batch, cfg)
+        prompts = [row["prompt"] for row in rows]
+
+        # ------------------------------------------------ rollout: npq answers to each question
+        run.show("rollout", step)
+        setup.engine.load(state["params"])
+        key = jax.random.fold_in(jax.random.key(cfg.seed), step)
+        out, texts = sample_answers(rows, cfg.npq, key, Sampling(cfg.temperature), setup, run)
+        setup.engine.unload()  # the update needs the memory
+        t_rollout = time.time()
+
+        # ------------------------------------------------ rewards, and advantages in each group
+        # Column 0 is SOLVED's; the reward is the weighted sum of the other columns.
+        functions = [SOLVED] + [function for function, _ in REWARDS]
+        scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
+        reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
+        advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
+        t_reward = time.time()
+
+        # ------------------------------------------------ update: packed rows, one step a minibatch
+        answers = answer_tokens(out)
+        batches, counts = make_batches(
+            prompts, answers, advantages, cfg, setup, out["logprobs_BT"])
+        run.show("update", step)
+        state, parts, norms = update_policy(state, batches, step, cfg, setup)
+        t_end = time.time()
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
-        t_end = time.time()
-        outputs.profiler.end_step()
-        metrics |= update_metrics(parts, norms, counts, t_end - t_packing, cfg, setup)
-        step_seconds = (step_seconds + [t_end - t_start])[-10:]
+        metrics = {"step": step}
+        metrics |= rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg)
+        metrics |= update_metrics(parts, norms, counts, t_end - t_reward, cfg, setup)
+        metrics |= step_metrics(step, counts, t_start, t_reward, t_end, cfg, run)
+        tokens = metrics["len/answer"] * len(rows) * jax.process_count()
         metrics |= {
-            "lr": lr,
-            "time/step_s": t_end - t_start,
-            "time/update_s": t_end - t_packing,
-            "time/train/step_avg_last10_s": sum(step_seconds) / len(step_seconds),
-            "throughput/train/valid_tokens_per_s": counts["valid"] / (t_end - t_start),
+            "time/rollout_s": t_rollout - t_start,
+            "time/reward_s": t_reward - t_rollout,
+            "rollout/tokens_per_s": tokens / (t_rollout - t_start),
         }
-        outputs.terminal.end_step(metrics)
-        skipped = count_skipped(step, norms, skipped)
-        outputs.saver.remember(step, state, skipped)
-        outputs.write(metrics)
-        end_if_diverged(step, skipped, outputs.saver)
-        check_for_stop(outputs.stop_signal)
-        if is_evaluated_after(step, cfg, setup):
-            evaluate(state["params"], step, cfg, setup, outputs)
-        if step == total_steps or (cfg.save_every and step % cfg.save_every == 0):
-            outputs.saver.begin()
+        for i in range(2):
+            run.write_sample(
+                step, rows[i], texts[i], reward=reward_B[i], truncated=bool(out["truncated_B"][i]),
+                **rewards.by_name(scores[i], REWARDS))
+        end_step(step, state, norms, metrics, cfg, setup, run)
 
-    outputs.saver.finish()
-    if total_steps:
-        # Users of the model will need its system prompt.
-        about = {"step": total_steps, "commit": commit(), "system": cfg.system}
-        params = state["params"]
-        hf.write_final(cfg.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
-    log.print_report(cfg.out, cfg.sft_steps, cfg.steps, time.time() - began)
-    checkpoint.send_results(cfg.out)
+    run.finish(state["params"], setup)
 
 
 @exit_on(files.CheckpointError, "these files cannot be used")
 def main(argv: list[str]) -> None:
     give_cpu_devices_threads()
     cfg = parse(argv)
+    rewards.check_functions(SOLVED, REWARDS)
+    connect(cfg)
     # No other run may use `out` until this block ends.
-    with contextlib.ExitStack() as claims:
-        cfg, setup, start, outputs = set_up(cfg, claims)
-        with checkpoint.saved_if_cut_short(outputs.saver, setup.micro_batch):
-            train(cfg, setup, start, outputs)
+    with claimed_out(cfg.out):
+        cfg, setup, run = set_up(cfg)
+        half = max(1, setup.micro_batch // 2)
+        with run.saved_if_cut_short(less_memory=f"--micro_batch {half} or {ADVICE}"):
+            train(cfg, setup, run)
 
 
 if __name__ == "__main__":

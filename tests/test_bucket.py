@@ -12,8 +12,10 @@ from conftest import ROOT, arguments, read_jsonl, run, without_times
 from safetensors.numpy import load_file
 
 from infra.run import bucket as buckets
-from infra.run import checkpoint
+from infra.run import run_dir
 
+# The names of compiled programs in the cache of JAX.
+PROGRAMS = "jit_(gradients|optimizer_step|prefill|decode)-"
 FLAGS = (
     "--model tiny --data arith --eval_data none --max_prompt 80 --max_answer 8 --batch 1 --npq 4 "
     "--minibatches 1 --sft_steps 0 --steps 4 --save_every 1 --keep 2 --entropy_bonus 0.1"
@@ -155,10 +157,10 @@ def test_the_marker_of_a_complete_model_arrives_last(tmp_path, waits):
 def test_all_processes_end_alike_where_process_0_cannot_send(process, tmp_path, waits, monkeypatch):
     fail(tmp_path / "gs/bucket/run", "storage", times=99)
     # This process is one of two, and only process 0 has a fault.
-    monkeypatch.setattr(checkpoint.jax, "process_index", lambda: process)
-    monkeypatch.setattr(checkpoint, "all_gather_processes", lambda value: np.array([True, False]))
+    monkeypatch.setattr(run_dir.jax, "process_index", lambda: process)
+    monkeypatch.setattr(run_dir, "all_gather_processes", lambda value: np.array([True, False]))
     with pytest.raises(SystemExit) as end:
-        checkpoint.send_results(RUN)
+        run_dir.send_results(RUN)
     assert end.value.code == 1 and len(waits) == (0 if process else len(buckets.PATIENCE))
 
 
@@ -278,7 +280,7 @@ def test_a_run_that_comes_back_on_a_new_machine_compiles_nothing_again(machine, 
 
     def compiled(directory):
         names = {path.name for path in (directory / "compiled").iterdir()}
-        return {name for name in names if re.match("jit_(gradients|apply|prefill|decode)-", name)}
+        return {name for name in names if re.match(PROGRAMS, name)}
 
     train("--steps 2")
     programs = compiled(bucket)

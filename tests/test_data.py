@@ -1,7 +1,6 @@
 """Questions and answers (infra/data/questions.py): data sets, prompts, and the rewards of
 train.py."""
 
-import contextlib
 import fractions
 import json
 import re
@@ -34,6 +33,7 @@ from infra.data.questions import check_row, load_questions, load_rows, question_
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
 from infra.host.console import first_line
 from infra.run import log
+from infra.run.run_dir import claimed_out
 
 # ---------------------------------------------------------------- the rewards of train.py
 # fmt: off
@@ -109,8 +109,9 @@ def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directo
     def prompts(directory, out):
         # Without steps, no update is compiled.
         flags = ["--steps 0 --data", data, "--eval_data", data, "--model", directory, "--out", out]
-        with restored_signals(), contextlib.ExitStack() as claims:
-            _, setup, *_ = train.set_up(train.parse(arguments(flags)), claims)
+        cfg = train.parse(arguments(flags))
+        with restored_signals(), claimed_out(cfg.out):
+            _, setup, _ = train.set_up(cfg)
         return [row["prompt"] for row in setup.held_out]
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))

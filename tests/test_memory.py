@@ -55,7 +55,7 @@ def search(gib, most, limit=30.1, first=82, estimated=True):
         fits = gib(n) <= limit
         return (gib(n) if fits or estimated else 99.0), fits
 
-    guess = fit.Guess(first, 7.0, row_gib)
+    guess = fit.MemoryEstimate(first, 7.0, row_gib)
     return fit.largest_that_fits(need, limit, most, guess)[0], asked
 
 
@@ -144,7 +144,7 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
     the gradients of the one that runs."""
     programs = fit.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
     programs.gradients.lower.return_value = "gradients"
-    programs.apply.lower.return_value = "apply"
+    programs.optimizer_step.lower.return_value = "apply"
     gib_of = {"gradients": 1.0, "apply": 0.0}
     monkeypatch.setattr(fit, "compiled_gib", lambda lowered, *_: (gib_of[lowered], True))
     cfg = train.resolve(train.Config(batch=2, npq=4, minibatches=2), mesh())
@@ -158,7 +158,7 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
 
     def guess(batch):
         larger = dataclasses.replace(cfg, batch=batch)
-        return fit.guess_by_sizes(larger, SMALL, mesh(), 32, train.UPDATE, limit=1.0)
+        return fit.estimate_by_sizes(larger, SMALL, mesh(), 32, train.UPDATE, limit=1.0)
 
     # The guess also counts this sum if a minibatch does not fit in one micro-batch.
     filling, several = guess(2), guess(2**18)
@@ -394,15 +394,14 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
 
 
 def test_only_updates_skipped_in_a_row_end_a_run():
-    saver = mock.Mock(newest=0)
+    run = mock.Mock(skipped=0, step=0)
     nine = [np.nan] * 9
-    skipped = 0
     for step, norms in enumerate([[*nine, 1.0], [1.0, *nine]], 1):
-        skipped = train.count_skipped(step, norms, skipped)
-        train.end_if_diverged(step, skipped, saver)
-    skipped = train.count_skipped(3, [np.nan], skipped)
+        run.skipped = train.count_skipped(step, norms, run.skipped)
+        train.end_if_diverged(run)
+    run.skipped = train.count_skipped(3, [np.nan], run.skipped)
     with pytest.raises(SystemExit):
-        train.end_if_diverged(3, skipped, saver)
+        train.end_if_diverged(run)
 
 
 def spoil_advantages(monkeypatch, bad_steps, terminated_in=None):

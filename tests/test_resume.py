@@ -47,6 +47,7 @@ from infra.host.processes import Stop, check_for_stop, watch_signals
 from infra.rollout import engine
 from infra.rollout.sampling import Sampling
 from infra.run import checkpoint
+from infra.run.run import Run
 
 # ---------------------------------------------------------------- one short run with one resume
 # People chart these metrics, so their names stay.
@@ -362,12 +363,12 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
     monkeypatch.setattr(train, "sample_answers", lambda *_: two_answers)
     rows = [{"question": "1 + 1?", "answer": "2"}] * 3
     setup = SimpleNamespace(held_out=rows, engine=mock.Mock())
-    outputs = mock.Mock(terminal=SimpleNamespace(begin=lambda *_: None))
-    train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, outputs)
-    assert [name for name, _, _ in outputs.method_calls] == ["samples.append", "write"]
-    (_, samples, _), (_, (row,), _) = outputs.method_calls
-    assert all(sample["eval"] and sample["answer"] == "2" for sample in samples)
-    assert row == {"step": 1, "eval/solved": 1.0}
+    run = mock.Mock()
+    train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, run)
+    *samples, row = [call for call in run.method_calls if call[0] != "show"]
+    sample = mock.call.write_sample(1, rows[0], "2", eval=True, solved=1.0)
+    assert samples == [sample, sample]
+    assert row == mock.call.write({"step": 1, "eval/solved": 1.0})
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
@@ -420,7 +421,8 @@ def test_a_time_limit_without_a_new_step_has_another_code(steps_made, code, monk
     saver = checkpoint.Saver("run", keep=1, newest=7)
     monkeypatch.setattr(saver, "write", lambda *_: True)
     saver.remember(7 + steps_made, {}, 0)
-    with pytest.raises(SystemExit) as end, checkpoint.saved_if_cut_short(saver, 1):
+    run = SimpleNamespace(saver=saver, step=7 + steps_made, resumed_after=7)
+    with pytest.raises(SystemExit) as end, Run.saved_if_cut_short(run, "--micro_batch 1"):
         raise Stop(signal.SIGUSR1)
     assert end.value.code == code
 

@@ -170,7 +170,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
             f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
             f"{cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
-        guess = fit.guess_by_sizes(cfg, model_cfg, mesh, width, train.UPDATE, limit)
+        guess = fit.estimate_by_sizes(cfg, model_cfg, mesh, width, train.UPDATE, limit)
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)
         filled = fit.rows_to_fill(cfg, mesh)
         gib, _ = compiled[largest or min(compiled)]

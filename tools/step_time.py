@@ -11,7 +11,7 @@ from infra.host import chips
 from infra.rollout import engine, layouts, quantise
 from infra.rollout.layouts import Work
 from infra.rollout.waves import plan_waves
-from infra.update import fit
+from infra.update import fit, packing
 from infra.update.state import abstract_state
 from tools import remembered
 from tools.clock import Clock, program_clock, step_clock
@@ -118,7 +118,7 @@ def time_of_step(
     bytes_per_token = planned.waves * weights + cached
     rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
     length = cfg.max_prompt + cfg.max_answer
-    flops = fit.flops(model_cfg, [length]) * planned.sequences * passes(cfg)
+    flops = packing.flops(model_cfg, [length]) * planned.sequences * passes(cfg)
     update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
     words = (
         f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"

@@ -66,6 +66,7 @@ def arith(held_out: bool) -> list[dict]:
     rng.shuffle(pairs)
     pairs = [rng.sample(pair, 2) for pair in pairs]
     part = pairs[:2000] if held_out else pairs[2000:22000]
+    # One demonstration in four is right.
     return [
         {
             "question": f"What is {a} + {b}?",
@@ -83,6 +84,7 @@ def make_tiny(directory: str, seed: int) -> str:
     unfinished = f"{directory}.tmp"
     os.makedirs(unfinished, exist_ok=True)
     tiny_tokenizer().save(f"{unfinished}/tokenizer.json")
+    # transformers needs to know the tokens that end answers and pad batches.
     tokenizer_config = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         eos_token="<|im_end|>",

@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +23,10 @@ from safetensors import SafetensorError, safe_open
 import model
 from infra.data import hf
 from infra.host import files
-from infra.host.console import first_line, say, show_status, warn
+from infra.host.console import first_line, show_status, warn
 from infra.host.files import CheckpointError
-from infra.host.processes import Stop, all_gather_processes, commit
+from infra.host.processes import all_gather_processes, commit
 from infra.run import bucket
-from infra.update import fit
 
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # {name of a dtype in NumPy: its name in safetensors}
@@ -173,8 +170,9 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
 
 
 # ---------------------------------------------------------------- read
-class Pieces:
-    """The pieces of arrays in the files of a checkpoint."""
+class ShardFiles:
+    """The arrays in the files of a checkpoint, each cut into pieces: the shards of the run that
+    saved them."""
 
     def __init__(self, paths: list):
         self.paths = paths
@@ -229,9 +227,9 @@ def overlap_of(index, start, shape):
 def load_shards(paths: list, tree):
     """Load the arrays of `tree` (shapes, dtypes, shardings) from a checkpoint's files, which any
     mesh may have saved. Raises CheckpointError if numbers are missing."""
-    pieces = Pieces(paths)
+    saved = ShardFiles(paths)
     arrays = [
-        hf.place(array.shape, array.sharding, partial(pieces.read, name, array.dtype))
+        hf.place(array.shape, array.sharding, partial(saved.read, name, array.dtype))
         for name, array in model.flatten(tree).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)
@@ -242,7 +240,7 @@ class Saver:
     """Writes the checkpoints of a run, in a thread during training if the hosts have the memory.
 
     out: the run's directory. keep: number of newest checkpoints to keep. newest: step of the newest
-    complete checkpoint, or 0 if there is none. The attribute `start` keeps the first `newest`.
+    complete checkpoint, or 0 if there is none.
     """
 
     def __init__(self, out: str, keep: int, newest: int):
@@ -252,7 +250,6 @@ class Saver:
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()}
         self.newest = newest
-        self.start = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.latest = None  # (step, state, skipped) to save if the run ends now
         self.thread = ThreadPoolExecutor(1)
@@ -283,7 +280,9 @@ class Saver:
             save_shards(shards, f"{self.out}/{name}", about)
             if bucket.bucket_of(self.out):
                 bucket.send_checkpoint(self.out, name, jax.process_index(), jax.process_count())
-            return send_small_files(self.out)
+                if jax.process_index() == 0:
+                    bucket.send_rest(self.out)
+            return True
         except OSError as e:  # a BucketError is an OSError
             warn(
                 f"step {step} cannot be saved: {first_line(e)}; the run goes on, older "
@@ -339,36 +338,6 @@ class Saver:
         return "nothing is saved yet"
 
 
-@contextlib.contextmanager
-def saved_if_cut_short(saver: Saver, micro_batch: int):
-    """If the training in this context ends early, save what there is, and print why it ended."""
-    try:
-        yield
-    except Stop as stop:
-        number = stop.args[0]
-        say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
-        has_new_step = saver.latest and saver.latest[0] > saver.start
-        if number == signal.SIGUSR1 and has_new_step:
-            # Slurm's time limit counts as SIGTERM, and the job is requeued. Without a new step, it
-            # must not be requeued, as it would get no further the next time.
-            number = signal.SIGTERM
-        # Shells use this exit code for a command that was ended by a signal.
-        raise SystemExit(128 + number) from None
-    except OSError as e:
-        warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is mended")
-        raise SystemExit(1) from None
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        step = saver.latest[0] + 1
-        half = max(1, micro_batch // 2)
-        warn(
-            f"a device ran out of memory in step {step}: {first_line(e)[:300]}\n"
-            f"{saver.save_before_exit()} with --micro_batch {half} or {fit.ADVICE}"
-        )
-        raise SystemExit(1) from None
-
-
 def available_memory() -> int:
     """Bytes of free memory on the host, or 0 if unknown."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as f:
@@ -381,35 +350,3 @@ def too_old(steps: list, newest: int, kept: int) -> list:
     # Steps after the newest complete checkpoint may still be being written.
     steps = [step for step in steps if step <= newest]
     return steps[: max(0, len(steps) - kept)]
-
-
-def send_results(out: str) -> None:
-    """Send final/ and the small files to the bucket, if the run has one. If that fails, exits with
-    code 1 in all processes: a caller that sees code 0 may delete this disk."""
-    target = bucket.bucket_of(out)
-    if not target:
-        return
-    fault = ""
-    if jax.process_index() == 0:
-        try:
-            bucket.send_results(out)
-        except bucket.BucketError as e:
-            fault = str(e)
-            warn(
-                f"{fault}\nthe results are NOT in {target}, but in {os.path.abspath(out)} on "
-                f"{socket.gethostname()}; the same command given again there sends them"
-            )
-    if all_gather_processes(bool(fault)).any():
-        raise SystemExit(1)
-
-
-def send_small_files(out: str) -> bool:
-    """Send everything but checkpoints and the marker of final/ to the bucket, if the run has one.
-    Returns whether that succeeded."""
-    try:
-        if bucket.bucket_of(out) and jax.process_index() == 0:
-            bucket.send_rest(out)
-    except bucket.BucketError as e:
-        warn(str(e))
-        return False
-    return True

@@ -10,15 +10,15 @@ final/           the trained model, as a Hugging Face directory
 """
 
 import contextlib
-import dataclasses
 import glob
 import json
 import math
 import os
 import re
 import shutil
+import socket
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -29,16 +29,9 @@ from infra.host import files
 from infra.host.chips import GIB
 from infra.host.console import check, exit_on, say, warn
 from infra.host.files import CheckpointError
-from infra.host.processes import (
-    FREE_PER_PROCESS,
-    StopSignal,
-    all_gather_processes,
-    commit,
-    watch_signals,
-)
+from infra.host.processes import FREE_PER_PROCESS, all_gather_processes, commit
 from infra.run import bucket, checkpoint, log
 from infra.run.claim import InUse, claimed
-from infra.run.profiler import Profiler
 
 # Flags that may change when a run resumes, because they do not change what is computed.
 FREE_ON_RESUME = FREE_PER_PROCESS | {
@@ -98,20 +91,23 @@ def exit_without_bucket():
         raise SystemExit(1) from None
 
 
-def claim_out(out: str, claims: contextlib.ExitStack) -> None:
-    """Make the directory `out`, and let process 0 claim it, so that no other run uses it until
-    `claims` is closed. Exits with code 2 if another run uses it."""
+@contextlib.contextmanager
+def claimed_out(out: str) -> Iterator[None]:
+    """In the context, no other run uses the directory `out`, which process 0 makes and claims.
+    Exits with code 2 if another run uses it."""
     fault = ""
-    with exit_on(OSError, f"{out} cannot be made a directory; choose another --out"):
-        os.makedirs(out, exist_ok=True)
-        if jax.process_index() == 0:
-            try:
-                with exit_without_bucket():
-                    claims.enter_context(claimed(out, bucket.bucket_of(out), say))
-            except InUse as e:
-                fault = str(e)
-    is_in_use = all_gather_processes(bool(fault)).any()
-    check(not is_in_use, fault or f"{out} is in use, as process 0 tells")
+    with contextlib.ExitStack() as claims:
+        with exit_on(OSError, f"{out} cannot be made a directory; choose another --out"):
+            os.makedirs(out, exist_ok=True)
+            if jax.process_index() == 0:
+                try:
+                    with exit_without_bucket():
+                        claims.enter_context(claimed(out, bucket.bucket_of(out), say))
+                except InUse as e:
+                    fault = str(e)
+        is_in_use = all_gather_processes(bool(fault)).any()
+        check(not is_in_use, fault or f"{out} is in use: process 0 says by whom")
+        yield
 
 
 def keep_compiled(out: str) -> None:
@@ -166,7 +162,7 @@ def send_what_is_here(out: str, done: int) -> None:
     cannot be sent."""
     if not bucket.bucket_of(out):
         return
-    checkpoint.send_results(out)
+    send_results(out)
     try:
         index, count = jax.process_index(), jax.process_count()
         bucket.send_checkpoint(out, f"step_{done:06}", index, count)
@@ -389,32 +385,22 @@ def checkpoint_bytes(state) -> int:
     return total
 
 
-# ---------------------------------------------------------------- what a run leaves behind
-@dataclasses.dataclass(frozen=True)
-class Outputs:
-    """What a run writes and prints to, and the signal that may end it early."""
-
-    saver: checkpoint.Saver
-    metrics: log.JsonLines
-    samples: log.JsonLines
-    wandb: Any  # a run of wandb, or None
-    terminal: log.Terminal
-    profiler: Profiler
-    stop_signal: StopSignal
-
-    def write(self, row: dict) -> None:
-        """Append to metrics.jsonl, and send to wandb."""
-        self.metrics.append(row)
-        if self.wandb:
-            self.wandb.log(row, step=row["step"])
-
-
-def open_outputs(cfg, done: int, wandb) -> Outputs:
-    """Returns the Outputs of a run with these flags, after `done` steps. From here on, signals are
-    watched."""
-    saver = checkpoint.Saver(cfg.out, cfg.keep, done)
-    metrics = log.JsonLines(f"{cfg.out}/metrics.jsonl")
-    samples = log.JsonLines(f"{cfg.out}/samples.jsonl")
-    terminal = log.Terminal(cfg.sft_steps, cfg.sft_steps + cfg.steps, done)
-    profiler = Profiler(f"{cfg.out}/profile", cfg.profile)
-    return Outputs(saver, metrics, samples, wandb, terminal, profiler, watch_signals())
+# ---------------------------------------------------------------- the copy in a bucket
+def send_results(out: str) -> None:
+    """Send final/ and the small files to the bucket, if the run has one. If that fails, exits with
+    code 1 in all processes: a caller that sees code 0 may delete this disk."""
+    target = bucket.bucket_of(out)
+    if not target:
+        return
+    fault = ""
+    if jax.process_index() == 0:
+        try:
+            bucket.send_results(out)
+        except bucket.BucketError as e:
+            fault = str(e)
+            warn(
+                f"{fault}\nthe results are NOT in {target}, but in {os.path.abspath(out)} on "
+                f"{socket.gethostname()}; the same command given again there sends them"
+            )
+    if all_gather_processes(bool(fault)).any():
+        raise SystemExit(1)

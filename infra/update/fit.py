@@ -1,4 +1,4 @@
-"""The device memory that a compiled program takes, and the largest micro-batch that fits."""
+"""What fits in memory: the rollout, and the largest micro-batch of the update."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -21,11 +21,29 @@ from infra.host.chips import GIB
 from infra.host.console import check, say
 from infra.host.files import CheckpointError
 from infra.host.processes import all_gather_processes, code_hash, host_count
+from infra.rollout.engine import make_engine
+from infra.update.packing import row_width
 from infra.update.state import abstract_gradients, abstract_rows, abstract_state
 
 # Eight arrays of 4 bytes per token, lists of Python integers, and the text.
 HOST_BYTES_OF_A_TOKEN = 100
+# Flags that make an update take less memory.
 ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
+
+
+def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple:
+    """Returns (tokens per packed row, micro-batch in rows per device, engine of the rollout), the
+    largest that fit in memory. Exits with code 2 if nothing fits.
+
+    longest_prompt: in tokens. programs: the trainer's UpdatePrograms, which are compiled.
+    """
+    width = row_width(longest_prompt + cfg.max_answer, mesh)
+    check_host_memory(cfg, width)
+    # The rollout runs beside parameters and optimizer state.
+    resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
+    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
+    micro_batch = choose_micro_batch(cfg, model_cfg, mesh, width, programs)
+    return width, micro_batch, engine
 
 
 def check_host_memory(cfg, width: int) -> None:
@@ -64,17 +82,6 @@ def device_metrics(mesh, flops: float, seconds: float) -> dict:
     return metrics
 
 
-def flops(model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
-    """Operations of a forward and backward over sequences, without recomputation.
-
-    6 per parameter and token, plus 12 per layer, per dimension of the query heads and per pair
-    of tokens of which one attends to the other (arXiv 2204.02311, appendix B).
-    """
-    of_parameters = 6 * model_cfg.n_multiplied
-    of_attention = 6 * model_cfg.L * model_cfg.N * model_cfg.H
-    return float(sum(of_parameters * n + of_attention * n * (n + 1) for n in lengths))
-
-
 # ---------------------------------------------------------------- memory of a program
 def ignore(*_) -> None:
     """Ignore a compiled program: the default, for callers that only want its memory."""
@@ -107,10 +114,11 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class UpdatePrograms:
-    """The trainer's functions of an update; `gradients` and `apply` are compiled, but not run."""
+    """The trainer's functions of an update. The first two are compiled, but not run."""
 
     gradients: Callable  # (params, rows): gradients of a micro-batch
-    apply: Callable  # (param, its optimizer state, grad, factor, lr): an optimizer step
+    # (param, its optimizer state, grad, factor, lr): the updated parameter and state
+    optimizer_step: Callable
     optimizer: Callable  # (cfg, name) -> optax transformation
     token_fields: Callable  # (cfg, supervised) -> {name: dtype} of a micro-batch
 
@@ -143,7 +151,7 @@ def update_gib(
     name = max(params, key=lambda name: params[name].size)
     one = params[name], state["opt"][name], model.flatten(grads)[name]
     factor = jax.ShapeDtypeStruct((), jnp.float32)
-    step = programs.apply.lower(*one, factor, 0.0, name=name, **static)
+    step = programs.optimizer_step.lower(*one, factor, 0.0, name=name, **static)
 
     # The compiler does not count the other arrays that are on the device.
     gradient_gib, gradient_fits = compile(gradient, mesh)
@@ -163,15 +171,15 @@ def rows_to_fill(cfg, mesh) -> int:
     return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 
-class Guess(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """The memory that an update takes on a device, estimated from sizes without compiling."""
 
-    rows: int  # about as many rows as fit
+    rows: int  # about the number of rows that fit
     rest_gib: float  # GiB without any rows
     row_gib: float  # GiB that each row adds, at least
 
 
-def guess_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> Guess:
+def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> MemoryEstimate:
     """Estimate the memory of an update. width: tokens per row. limit: GiB of a device."""
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
@@ -187,21 +195,23 @@ def guess_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> 
         rest_gib += device_bytes(grads) / GIB
     # Bound the number of rows: the limit may be infinite.
     rows = int(min((limit - rest_gib) / row_gib, 2**20))
-    return Guess(max(1, rows), rest_gib, row_gib)
+    return MemoryEstimate(max(1, rows), rest_gib, row_gib)
 
 
-def largest_that_fits(need: Callable, limit: float, most: int, guess: Guess) -> tuple[int, dict]:
+def largest_that_fits(
+    need: Callable, limit: float, most: int, estimate: MemoryEstimate
+) -> tuple[int, dict]:
     """Returns (the largest micro-batch n <= most that fits, 0 if none; {each tried n: need(n)}).
 
-    need(n) -> (GiB, whether it fits). The first try is the guess, and the only one if it is good.
-    The second try assumes that each row adds `guess.row_gib`. Each further try is where the line
-    through two earlier tries meets the limit.
+    need(n) -> (GiB, whether it fits). The first try is the estimate, and the only one if that is
+    good. The second try assumes that each row adds `estimate.row_gib`. Each further try is where
+    the line through two earlier tries meets the limit.
     """
     tried = {}
     # The answer is at least `fits`, and below `too_many`.
     fits = 0
     too_many = most + 1
-    n = min(guess.rows, most)
+    n = min(estimate.rows, most)
     while fits + 1 < too_many:
         tried[n] = need(n)
         gib, does_fit = tried[n]
@@ -210,7 +220,7 @@ def largest_that_fits(need: Callable, limit: float, most: int, guess: Guess) -> 
         else:
             too_many = n
         if len(tried) == 1:
-            n = where_line_meets(limit, n, gib, n + 1, gib + guess.row_gib)
+            n = where_line_meets(limit, n, gib, n + 1, gib + estimate.row_gib)
         else:
             # The line goes through the nearest try on either side of the limit. If all tries are
             # on one side, it goes through the smallest two.
@@ -219,7 +229,7 @@ def largest_that_fits(need: Callable, limit: float, most: int, guess: Guess) -> 
         if fits and n <= fits:
             # The compiler may overestimate a try that does not fit: extrapolate from one that fits.
             gib, _ = tried[fits]
-            n = where_line_meets(limit, fits, gib, fits + 1, gib + guess.row_gib)
+            n = where_line_meets(limit, fits, gib, fits + 1, gib + estimate.row_gib)
             if n <= fits:
                 break
         n = min(max(n, fits + 1), too_many - 1)
@@ -249,8 +259,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     filled = rows_to_fill(cfg, mesh)
     most = asked or filled
     limit = chips.device_memory(mesh.devices.flat[0])
-    guess = guess_by_sizes(cfg, model_cfg, mesh, width, programs, limit)
-    search = partial(largest_that_fits, need, limit, most, guess)
+    estimate = estimate_by_sizes(cfg, model_cfg, mesh, width, programs, limit)
+    search = partial(largest_that_fits, need, limit, most, estimate)
     # The programs do not depend on the run's directory or seed.
     program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, width)
     chosen, gib, gib_of_most = search_or_remember(search, limit, most, program)

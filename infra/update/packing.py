@@ -1,5 +1,6 @@
 """Pack sequences into rows, and group the rows into micro-batches."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +8,6 @@ import numpy as np
 
 import model
 from infra.host.processes import all_gather_processes
-from infra.update import fit
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,23 @@ def count_tokens(lengths, answer_lengths, computed, slots, model_cfg) -> dict:
         "trained": answer_lengths[computed].sum(),  # tokens of the packed answers
         "tokens": lengths[computed].sum(),  # the same with their prompts
         "slots": slots,  # the same with padding
-        "flops": fit.flops(model_cfg, lengths[computed].tolist()),
+        "flops": flops(model_cfg, lengths[computed].tolist()),
     }
     of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
     return dict(zip(of_host, of_all, strict=True))
+
+
+def flops(model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
+    """Operations of a forward and backward over sequences, without recomputation.
+
+    6 per parameter and token, plus 12 per layer, per dimension of the query heads and per pair
+    of tokens of which one attends to the other (arXiv 2204.02311, appendix B).
+    """
+    of_parameters = 6 * model_cfg.n_multiplied
+    of_attention = 12 * model_cfg.L * model_cfg.N * model_cfg.H
+    total = 0.0
+    for n in lengths:
+        # Token number k of a sequence attends to k tokens.
+        pairs = n * (n + 1) // 2
+        total += of_parameters * n + of_attention * pairs
+    return total

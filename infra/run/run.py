@@ -1,0 +1,176 @@
+"""One run as train.py's loop sees it: its checkpoints, what it writes and prints, and its end."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+
+import jax
+
+from infra.data import hf
+from infra.host.console import first_line, say, warn
+from infra.host.processes import Stop, check_for_stop, commit, watch_signals
+from infra.run import checkpoint, log, run_dir
+from infra.run.profiler import Profiler
+
+
+class Run:
+    """A run whose directory, `cfg.out`, is claimed by this run and by no other.
+
+    step: the last complete step. skipped: consecutive skipped updates up to that step. Both go into
+    checkpoints.
+    """
+
+    def __init__(self, cfg, flags: dict):
+        """Find the checkpoint that the run resumes from, if there is one.
+
+        flags: the run's flags, for config.json. Exits with code 2 if the directory holds anything
+        but this run, and with code 0 if the run has finished.
+        """
+        self.out = cfg.out
+        self.flags = flags
+        self.total_steps = cfg.sft_steps + cfg.steps
+        self.step, self.files, self.skipped = run_dir.open_run(
+            cfg.out, self.total_steps, flags, cfg.resume
+        )
+        run_dir.keep_compiled(cfg.out)
+        # A life of the run without a new step has an exit code of its own.
+        self.resumed_after = self.step
+        self.cfg = cfg
+        # The last ten steps, for the average time of a step.
+        self.step_seconds = []
+
+    def check_disk(self, state) -> None:
+        """Exit with code 2 unless the disk has room for the checkpoints of this state of shapes."""
+        cfg = self.cfg
+        run_dir.check_disk(self.out, state, self.step, self.total_steps, cfg.save_every, cfg.keep)
+
+    def write_config(self) -> None:
+        """Write config.json, and start the run on wandb.ai if there is a project."""
+        self.wandb = log.start_wandb(self.cfg.wandb, self.out, self.flags)
+        run_dir.write_config(self.out, self.flags)
+
+    def watch(self) -> None:
+        """Open the files and the terminal. From here on, signals end the run at a `stop_point`."""
+        cfg = self.cfg
+        self.began = time.time()
+        self.saver = checkpoint.Saver(self.out, cfg.keep, self.step)
+        self.metrics = log.JsonLines(f"{self.out}/metrics.jsonl")
+        self.samples = log.JsonLines(f"{self.out}/samples.jsonl")
+        self.terminal = log.Terminal(cfg.sft_steps, self.total_steps, self.step)
+        self.profiler = Profiler(f"{self.out}/profile", cfg.profile)
+        self.stop_signal = watch_signals()
+
+    # ------------------------------------------------------------ the state
+    def load(self, wanted) -> dict | None:
+        """The state of the checkpoint that the run resumes from, or None if there is none.
+
+        wanted: a tree of shapes with shardings, on any mesh.
+        """
+        # Steps count from 1.
+        if not self.step:
+            return None
+        say(f"resuming {self.out} after step {self.step}")
+        return checkpoint.load_shards(self.files, wanted)
+
+    def begin(self, state) -> None:
+        """Begin to train from this state, and drop what was written after its step."""
+        run_dir.truncate_to(self.out, self.step)
+        self.saver.remember(self.step, state, self.skipped)
+
+    def save(self) -> None:
+        """Begin to write a checkpoint of the last complete step."""
+        self.saver.begin()
+
+    # ------------------------------------------------------------ a step
+    def begin_step(self, step: int) -> None:
+        self.profiler.begin_step(step)
+        self.stop_point()
+
+    def stop_point(self) -> None:
+        """Raise Stop in all processes if a signal has asked any of them to end the run."""
+        check_for_stop(self.stop_signal)
+
+    def show(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
+        """Show the phase of a step as the terminal's status, after `done` of `total` questions."""
+        self.terminal.begin(phase, step, done, total)
+
+    def between_stages(self, answers: int, tokens: int) -> None:
+        """Show how far a rollout is. A rollout takes long, so a signal may end the run here."""
+        self.stop_point()
+        self.terminal.decoded(answers, tokens)
+
+    def end_step(self, step: int, state, metrics: dict) -> None:
+        """Print and write the metrics of a step that is complete, and note its state."""
+        self.profiler.end_step()
+        # From here on, the step counts as complete, and the next checkpoint has its state.
+        self.step = step
+        self.terminal.end_step(metrics)
+        self.saver.remember(step, state, self.skipped)
+        self.write(metrics)
+
+    def write(self, row: dict) -> None:
+        """Append a row to metrics.jsonl, and send it to wandb."""
+        self.metrics.append(row)
+        if self.wandb:
+            self.wandb.log(row, step=row["step"])
+
+    def write_sample(self, step: int, row: dict, answer: str, **scores) -> None:
+        """Append an answer to a row of the data, with its scores, to samples.jsonl."""
+        self.samples.append(log.sample(step, row, answer, **scores))
+
+    def last_checkpoint(self) -> str:
+        """The directory of the newest complete checkpoint, or "none"."""
+        # A checkpoint may still be in the writing.
+        self.saver.finish()
+        newest = self.saver.newest
+        return f"{self.out}/step_{newest:06}" if newest else "none"
+
+    def has_evaluation(self) -> bool:
+        """Whether the evaluation after the last complete step is in metrics.jsonl."""
+        return run_dir.has_evaluation(self.out, self.step)
+
+    # ------------------------------------------------------------ the end
+    def finish(self, params, setup) -> None:
+        """Write the last checkpoint and final/, print the report, and send all to the bucket.
+
+        setup: the trainer's Setup, which names the model that the run started from.
+        """
+        cfg = self.cfg
+        self.saver.finish()
+        if self.total_steps:
+            # Users of the model will need its system prompt.
+            about = {"step": self.total_steps, "commit": commit(), "system": cfg.system}
+            hf.write_final(self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
+        log.print_report(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
+        run_dir.send_results(self.out)
+
+    @contextlib.contextmanager
+    def saved_if_cut_short(self, less_memory: str) -> Iterator[None]:
+        """If the training in this context ends early, save what there is, and print why it ended.
+
+        less_memory: flags that make an update smaller, for the message of a full device.
+        """
+        saver = self.saver
+        try:
+            yield
+        except Stop as stop:
+            number = stop.args[0]
+            say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
+            if number == signal.SIGUSR1 and self.step > self.resumed_after:
+                # Slurm's time limit counts as SIGTERM, and the job is requeued. Without a new step,
+                # it must not be requeued, as it would get no further the next time.
+                number = signal.SIGTERM
+            # Shells use this exit code for a command that was ended by a signal.
+            raise SystemExit(128 + number) from None
+        except OSError as e:
+            warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is mended")
+            raise SystemExit(1) from None
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            warn(
+                f"a device ran out of memory in step {self.step + 1}: {first_line(e)[:300]}\n"
+                f"{saver.save_before_exit()} with {less_memory}"
+            )
+            raise SystemExit(1) from None
