@@ -12,8 +12,6 @@ import dataclasses
 import itertools
 import math
 import re
-import signal
-import sys
 import time
 from functools import partial
 from typing import Literal
@@ -35,21 +33,19 @@ from infra.data.chat import load_tokenizer
 from infra.data.hub import model_directory
 from infra.data.questions import is_file, load_questions, question_order
 from infra.host import files
-from infra.host.console import check, exit_on, open_streams, say, warn
-from infra.host.processes import all_gather_processes, connect, end_at_once
-from infra.host.processes import give_cpu_devices_threads, host_count, leave
+from infra.host.console import check, exit_on, say, warn
+from infra.host.processes import all_gather_processes, connect, host_count, run_process
 from infra.rollout.engine import Engine, answer_tokens, with_stop_id
 from infra.rollout.layouts import LAYOUTS
 from infra.rollout.sampling import Sampling
 from infra.run import flags
 from infra.run.flags import Fraction, Natural, NonNegative, Positive, Probability, Process
 from infra.run.flags import Processes, Steps, Temperature
-from infra.run.log import print_setup
 from infra.run.run import Run
 from infra.run.run_dir import claimed_out
 from infra.update import packing
 from infra.update.attention import ATTENTION, segment_attention
-from infra.update.fit import ADVICE, UpdatePrograms, device_metrics, fit
+from infra.update.fit import UpdatePrograms, device_metrics, fit
 from infra.update.state import abstract_state, initial_state, is_vector, memory_of, reference
 # isort: on
 from model import DEVICE, REMAT
@@ -771,7 +767,7 @@ def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
 
 
 # ---------------------------------------------------------------- set up: from flags to arrays
-@exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
+@exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     """Find every mistake, before weights load. cfg.out is claimed. Returns the Config without
     `auto`, and what the run is made of."""
@@ -806,7 +802,7 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
     fitting = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(model_dir, model_cfg, mesh, weights, questions, examples, held_out, *fitting)
-    run.watch()
+    run.watch(setup)
     return cfg, setup, run
 
 
@@ -865,7 +861,6 @@ def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
 
 def train(cfg: Config, setup: Setup, run: Run) -> None:
     """Train, from the first question to `out`/final."""
-    print_setup(cfg, setup)
     state = first_state(cfg, setup, run)
     state = imitate(state, cfg, setup, run)
 
@@ -923,26 +918,15 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
 @exit_on(files.CheckpointError, "these files cannot be used")
 def main(argv: list[str]) -> None:
-    give_cpu_devices_threads()
     cfg = parse(argv)
     rewards.check_functions(SOLVED, REWARDS)
     connect(cfg)
     # No other run may use `out` until this block ends.
     with claimed_out(cfg.out):
         cfg, setup, run = set_up(cfg)
-        half = max(1, setup.micro_batch // 2)
-        with run.saved_if_cut_short(less_memory=f"--micro_batch {half} or {ADVICE}"):
+        with run.saved_if_cut_short(setup.micro_batch):
             train(cfg, setup, run)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, end_at_once)
-    signal.signal(signal.SIGUSR1, end_at_once)
-    open_streams()
-    try:
-        main(sys.argv[1:])
-    except BaseException as e:
-        leave(e)
-    finally:
-        # Nothing is left to save, and Slurm's warning would kill the interpreter while it exits.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    run_process(main)

@@ -295,7 +295,9 @@ def test_patience_ends_after_minutes(fault, starts):
     assert result["code"] == 2, result
     last = result["log"].strip().splitlines()[-1]
     reason = "breaks off" if fault == "drop" else f"answers {fault[0]}"
-    assert re.search(f"nor had from the hub: HubError: the hub {reason} .*, after 7 tries", last)
+    assert re.search(
+        f"and it cannot be had from the hub: HubError: the hub {reason} .*, after 7 tries", last
+    )
 
 
 def gated(request, _):
@@ -306,8 +308,12 @@ def gated(request, _):
 @pytest.mark.parametrize(
     "names, fault_of, message",
     [
-        ({"model": "no/model"}, none, "nor had from the hub: RepositoryNotFoundError: 404"),
-        ({"model": "tiny/model"}, gated, "nor had from the hub: GatedRepoError: 403"),
+        (
+            {"model": "no/model"},
+            none,
+            "and it cannot be had from the hub: RepositoryNotFoundError: 404",
+        ),
+        ({"model": "tiny/model"}, gated, "and it cannot be had from the hub: GatedRepoError: 403"),
         ({"data": "no/rows"}, none, "no/rows cannot be loaded: DatasetNotFoundError: .* doesn't"),
         ({"data": "tiny/rows:else"}, none, "cannot be loaded: ValueError: BuilderConfig 'else'"),
     ],
@@ -337,7 +343,9 @@ def test_a_start_without_a_hub_uses_its_copies_at_once(starts, tmp_path):
     assert "loaded True 7" in run(*command, ROOT, HF_HUB_OFFLINE="0", **closed)
     # Without a copy, the start ends and names the cause.
     text = run(*command, ROOT, code=2, HF_HUB_OFFLINE="0", **closed | {"HF_HOME": str(tmp_path)})
-    assert re.search("model tiny/model .* nor had from the hub; the hub gives no .*refused", text)
+    assert re.search(
+        "model tiny/model .* and it cannot be had from the hub; the hub gives no .*refused", text
+    )
     assert len(text.strip().splitlines()) == 1, text
 
 
@@ -466,7 +474,9 @@ def test_all_processes_end_if_one_gets_no_data(starts, tmp_path, monkeypatch):
     starts.hub.reset(lambda *request: refusal if request == (readme, 0) else None)
     text = run_two(starts, tmp_path, monkeypatch, code=2)
     assert text.count("tiny/rows cannot be loaded: DatasetNotFoundError") == 1, text
-    assert re.search("train.py: tiny/rows is not had by all: process [01] says why", text), text
+    assert re.search("train.py: not all processes have tiny/rows: process [01] says why", text), (
+        text
+    )
 
 
 # ---------------------------------------------------------------- every request, every fault

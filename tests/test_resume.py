@@ -422,7 +422,7 @@ def test_a_time_limit_without_a_new_step_has_another_code(steps_made, code, monk
     monkeypatch.setattr(saver, "write", lambda *_: True)
     saver.remember(7 + steps_made, {}, 0)
     run = SimpleNamespace(saver=saver, step=7 + steps_made, resumed_after=7)
-    with pytest.raises(SystemExit) as end, Run.saved_if_cut_short(run, "--micro_batch 1"):
+    with pytest.raises(SystemExit) as end, Run.saved_if_cut_short(run, 1):
         raise Stop(signal.SIGUSR1)
     assert end.value.code == code
 

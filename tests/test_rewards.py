@@ -85,7 +85,7 @@ def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys):
     assert end.value.code == 2
     assert capsys.readouterr().err == (
         "train.py: reward divides failed on all 4 answers that were not truncated: "
-        "ZeroDivisionError: division by zero; mend it\n"
+        "ZeroDivisionError: division by zero; fix it\n"
     )
     # A function that has worked before may fail for a reason that passes, so the run goes on.
     rewards.score_answers([divides], rows[:1], ["5"], [False])

@@ -112,7 +112,7 @@ def write_model(directory: str, tokenizer: str, seed: int) -> None:
     hf.write_random(directory, MODEL, seed)
 
 
-@exit_on(OSError, "a file cannot be read or written; mend it, or choose another --out")
+@exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawTextHelpFormatter

@@ -233,4 +233,4 @@ def model_directory(cfg: Any, *patterns: str) -> str:
     with together(f"model {cfg.model}"):
         if os.path.isdir(cfg.model):
             return cfg.model
-        return ask(cfg.model, download, f"{missing}, nor had from the hub")
+        return ask(cfg.model, download, f"{missing}, and it cannot be had from the hub")

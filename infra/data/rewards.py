@@ -152,7 +152,7 @@ def report(faults: dict[str, dict[int, str]]) -> int:
         n = len(messages)
         may_work = name in HAVE_WORKED or n < LEAST_FAILED
         failed = f"reward {name} failed on all {n} answers that were not truncated: {one}"
-        check(may_work, f"{failed}; mend it")
+        check(may_work, f"{failed}; fix it")
         print(f"reward {name} failed on {n} answers, and counts 0 there: {one}")
     return sum(len(messages) for messages in faults.values())
 

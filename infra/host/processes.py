@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -27,7 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from infra.host import nvidia
-from infra.host.console import check, erase_status, exit_on, first_line, warn
+from infra.host.console import check, erase_status, exit_on, first_line, open_streams, warn
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
 # Flags that may differ between the processes of a run.
@@ -60,7 +61,7 @@ def together(what: str):
         absent = np.flatnonzero(all_gather_processes(int(stopped is not None))).tolist()
     if stopped:
         raise stopped
-    check(not absent, f"{what} is not had by all: process {min(absent, default=0)} says why")
+    check(not absent, f"not all processes have {what}: process {min(absent, default=0)} says why")
 
 
 def host_count(mesh) -> int:
@@ -265,7 +266,7 @@ def connect(cfg) -> None:
     flags and code. Exits with code 2 if they do not belong together."""
     with exit_on(
         Exception,
-        "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; mend them, "
+        "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; fix them, "
         "unset SLURM_STEP_NUM_TASKS, or set --coordinator",
     ):
         found = find_processes(cfg)
@@ -400,6 +401,21 @@ def check_for_stop(stop_signal: StopSignal) -> None:
     number = int(all_gather_processes(stop_signal.number).max())
     if number:
         raise Stop(number)
+
+
+def run_process(main: Callable) -> None:
+    """Run main(arguments of the command line) as a process of a run, until this process exits."""
+    give_cpu_devices_threads()
+    signal.signal(signal.SIGINT, end_at_once)
+    signal.signal(signal.SIGUSR1, end_at_once)
+    open_streams()
+    try:
+        main(sys.argv[1:])
+    except BaseException as e:
+        leave(e)
+    finally:
+        # Nothing is left to save, and Slurm's warning would kill the interpreter while it exits.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def leave(error: BaseException) -> None:

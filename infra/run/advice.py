@@ -58,5 +58,5 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
         is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
         values = [step.get(name) for step in steps]
         if is_function and min(values) == max(values):
-            return f"{name} is {values[0]:.2f} on average in each of these steps: mend it"
+            return f"{name} is {values[0]:.2f} on average in each of these steps: fix it"
     return "the answers of a group are alike: raise --temperature or --npq; look at samples.jsonl"

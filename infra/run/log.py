@@ -235,7 +235,7 @@ def start_wandb(project: str, out: str, flags: dict):
     project."""
     if not project or jax.process_index() != 0:
         return None
-    with exit_on(Exception, f"--wandb {project} wants wandb and WANDB_API_KEY; mend or drop it"):
+    with exit_on(Exception, f"--wandb {project} needs wandb and WANDB_API_KEY; set up or drop it"):
         # wandb is optional, and slow to import.
         import wandb
 

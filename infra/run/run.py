@@ -12,6 +12,7 @@ from infra.host.console import first_line, say, warn
 from infra.host.processes import Stop, check_for_stop, commit, watch_signals
 from infra.run import checkpoint, log, run_dir
 from infra.run.profiler import Profiler
+from infra.update.fit import ADVICE
 
 
 class Run:
@@ -50,8 +51,11 @@ class Run:
         self.wandb = log.start_wandb(self.cfg.wandb, self.out, self.flags)
         run_dir.write_config(self.out, self.flags)
 
-    def watch(self) -> None:
-        """Open the files and the terminal. From here on, signals end the run at a `stop_point`."""
+    def watch(self, setup) -> None:
+        """Open the files and the terminal. From here on, signals end the run at a `stop_point`.
+
+        setup: the trainer's Setup, which is printed.
+        """
         cfg = self.cfg
         self.began = time.time()
         self.saver = checkpoint.Saver(self.out, cfg.keep, self.step)
@@ -60,6 +64,7 @@ class Run:
         self.terminal = log.Terminal(cfg.sft_steps, self.total_steps, self.step)
         self.profiler = Profiler(f"{self.out}/profile", cfg.profile)
         self.stop_signal = watch_signals()
+        log.print_setup(cfg, setup)
 
     # ------------------------------------------------------------ the state
     def load(self, wanted) -> dict | None:
@@ -146,10 +151,10 @@ class Run:
         run_dir.send_results(self.out)
 
     @contextlib.contextmanager
-    def saved_if_cut_short(self, less_memory: str) -> Iterator[None]:
+    def saved_if_cut_short(self, micro_batch: int) -> Iterator[None]:
         """If the training in this context ends early, save what there is, and print why it ended.
 
-        less_memory: flags that make an update smaller, for the message of a full device.
+        micro_batch: rows per device, which is halved in the advice for a full device.
         """
         saver = self.saver
         try:
@@ -164,13 +169,14 @@ class Run:
             # Shells use this exit code for a command that was ended by a signal.
             raise SystemExit(128 + number) from None
         except OSError as e:
-            warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is mended")
+            warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is fixed")
             raise SystemExit(1) from None
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
+            half = max(1, micro_batch // 2)
             warn(
                 f"a device ran out of memory in step {self.step + 1}: {first_line(e)[:300]}\n"
-                f"{saver.save_before_exit()} with {less_memory}"
+                f"{saver.save_before_exit()} with --micro_batch {half} or {ADVICE}"
             )
             raise SystemExit(1) from None

@@ -233,7 +233,7 @@ def newest_checkpoint(out: str, resume: str):
     if all_gather_processes(bool(fault)).any():
         check(
             resume == "force",
-            f"{out} has checkpoints, and none can be used: {fault or 'another process tells why'}; "
+            f"{out} has checkpoints, and none can be used: {fault or 'another process says why'}; "
             "bring a good copy back, or choose another --out, or --resume force, which renames "
             "what is there and starts over",
         )
