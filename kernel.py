@@ -54,14 +54,14 @@ def grpo_terms(
     """The loss above, token by token. Returns (loss_N, stats), float32 [N], 0 where weight is 0.
 
     vectors: `weight` (aggregation and normalisation; 0 masks a token, whatever the other vectors
-    hold there), `advantage`, and optionally `old` (without it the ratio is 1), `sampler` (without
-    it the cap is 1) and `ref` (without it there is no KL).
+    hold there), `advantage`, and optionally `old_logprobs` (without it the ratio is 1),
+    `sampler_logprobs` (without it the cap is 1) and `ref_logprobs` (without it there is no KL).
     """
     # Mask before any algebra: 0 times infinity or NaN is NaN, in the gradient too.
     mask = vectors["weight"] > 0
     vectors = {name: jnp.where(mask, a, 0.0) for name, a in vectors.items()}
     logp = jnp.where(mask, logp_N, 0.0)
-    old = vectors.get("old", lax.stop_gradient(logp))
+    old = vectors.get("old_logprobs", lax.stop_gradient(logp))
     advantage = vectors["advantage"]
     ratio = jnp.exp(jnp.minimum(logp - old, FAR))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -69,14 +69,14 @@ def grpo_terms(
     # This is min(), but jnp.minimum would halve the gradient at a tie.
     policy = jnp.where(outside, clipped, ratio) * advantage
     stats = {"clip_fraction": 1.0 * (mask & outside), "ratio": mask * ratio}
-    if "sampler" in vectors:
-        gap = jnp.minimum(old - vectors["sampler"], FAR)
+    if "sampler_logprobs" in vectors:
+        gap = jnp.minimum(old - vectors["sampler_logprobs"], FAR)
         stats["logprob_gap"] = jnp.abs(gap)
         if is_cap:
             policy *= lax.stop_gradient(jnp.minimum(jnp.exp(gap), is_cap))
     loss = -policy
-    if "ref" in vectors:
-        log_ref = jnp.minimum(vectors["ref"] - logp, FAR)
+    if "ref_logprobs" in vectors:
+        log_ref = jnp.minimum(vectors["ref_logprobs"] - logp, FAR)
         stats["kl"] = jnp.exp(log_ref) - log_ref - 1
         loss += beta * stats["kl"]
     if entropy_bonus:

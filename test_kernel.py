@@ -68,7 +68,7 @@ def relative(a, b):
 
 # ---------------------------------------------------------------- inputs and the reference
 IMPLS = ("jax", "pallas", "full")
-VECTORS = ("weight", "advantage", "old", "sampler", "ref")
+VECTORS = ("weight", "advantage", "old_logprobs", "sampler_logprobs", "ref_logprobs")
 KNOBS = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.3, "is_cap": 1.5, "entropy_bonus": 0.05}
 # Everything that a gradient can be taken of: the loss, and sums of log-probs and of entropies with
 # random cotangents.
@@ -119,9 +119,9 @@ def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.floa
     vectors = {}
     vectors["weight"] = rng.uniform(0.2, 2, N)
     vectors["advantage"] = rng.standard_normal(N)
-    vectors["old"] = logp + off_policy
-    vectors["sampler"] = vectors["old"] + rng.uniform(-1, 1, N)
-    vectors["ref"] = logp + rng.uniform(-1, 1, N)
+    vectors["old_logprobs"] = logp + off_policy
+    vectors["sampler_logprobs"] = vectors["old_logprobs"] + rng.uniform(-1, 1, N)
+    vectors["ref_logprobs"] = logp + rng.uniform(-1, 1, N)
 
     out = rng.random(N) < masked
     vectors["weight"][out] = 0
@@ -160,7 +160,7 @@ def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
         advantage = float(v["advantage"][i])
         logp = log_p[i, y[i]]
         entropy = -p[i] @ log_p[i]
-        old = float(v["old"][i]) if "old" in v else logp
+        old = float(v["old_logprobs"][i]) if "old_logprobs" in v else logp
         ratio = np.exp(logp - old)
         side = "above" if ratio > high else "below" if ratio < low else "within"
         bound = None
@@ -169,13 +169,13 @@ def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
         if side == "below" and advantage < 0:
             bound = low
         cap = 1.0
-        if "sampler" in v:
-            gap = old - float(v["sampler"][i])
+        if "sampler_logprobs" in v:
+            gap = old - float(v["sampler_logprobs"][i])
             tokens["logprob_gap"][i] = abs(gap)
             cap = min(np.exp(gap), is_cap) if is_cap else 1.0
         kl, dkl = 0.0, 0.0
-        if "ref" in v:
-            d = float(v["ref"][i]) - logp
+        if "ref_logprobs" in v:
+            d = float(v["ref_logprobs"][i]) - logp
             kl = np.exp(d) - d - 1
             dkl = 1 - np.exp(d)
             tokens["kl"][i] = kl
@@ -368,15 +368,15 @@ def test_loss_equals_liger(kind, record_property):
     )
     h, W = (torch.tensor(np.asarray(a), requires_grad=True) for a in (hidden, head))
     rows = {k: torch.tensor(a.reshape(B, T)) for k, a in v.items()}
-    importance = torch.exp(rows["old"] - rows["sampler"]).clamp(max=1.5)
+    importance = torch.exp(rows["old_logprobs"] - rows["sampler_logprobs"]).clamp(max=1.5)
     want, _ = theirs(
         h.reshape(B, T, -1),
         W,
         torch.tensor(np.int64(targets.reshape(B, T))),
         torch.tensor(mask),
         rows["advantage"][:, 0],
-        ref_per_token_logps=rows["ref"],
-        old_per_token_logps=rows["old"],
+        ref_per_token_logps=rows["ref_logprobs"],
+        old_per_token_logps=rows["old_logprobs"],
         vllm_is_ratio=importance,
     )
     want.backward()

@@ -346,20 +346,20 @@ TOKEN_FIELDS = {
     "targets": np.int32,  # token id to predict
     "weight": np.float32,  # weight of the target in the loss; 0 if there is no target
     "advantage": np.float32,  # advantage of the target's answer
-    "sampler": np.float32,  # logprob of the target when it was sampled
-    "old": np.float32,  # logprob of the target before the first update of the step
-    "ref": np.float32,  # logprob of the target under the reference
+    "sampler_logprobs": np.float32,  # logprob of the target when it was sampled
+    "old_logprobs": np.float32,  # logprob of the target before the first update of the step
+    "ref_logprobs": np.float32,  # logprob of the target under the reference
 }
 
 
 def token_fields(cfg: Config, supervised: bool) -> dict:
     """The fields of a step's rows: {name: dtype}."""
-    absent = {"sampler", "old", "ref"} if supervised else set()
-    # With one update per step, `old` would equal the policy's own logprobs: the ratio is 1.
+    absent = {"sampler_logprobs", "old_logprobs", "ref_logprobs"} if supervised else set()
+    # With one update per step, `old_logprobs` would equal the policy's own: the ratio is 1.
     if cfg.minibatches * cfg.ppo_epochs == 1:
-        absent.add("old")
+        absent.add("old_logprobs")
     if cfg.beta == 0:
-        absent.add("ref")
+        absent.add("ref_logprobs")
     return {name: dtype for name, dtype in TOKEN_FIELDS.items() if name not in absent}
 
 
@@ -368,10 +368,11 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
 
     packed: {row: [index of each sequence in the row]}. sampler_logprobs: for each sequence, at
     least as many as its answer has tokens; None in supervised steps. `weight` is not normalised
-    yet. `old` and `ref` are added later.
+    yet. `old_logprobs` and `ref_logprobs` are added later.
     """
     fields = token_fields(cfg, supervised=sampler_logprobs is None)
-    rows = {name: np.zeros(shape, fields[name]) for name in fields if name not in ("old", "ref")}
+    later = ("old_logprobs", "ref_logprobs")
+    rows = {name: np.zeros(shape, fields[name]) for name in fields if name not in later}
     for r, sequences in packed.items():
         start = 0
         for segment, i in enumerate(sequences, 1):
@@ -387,7 +388,7 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
             rows["weight"][predicting] = weights[cfg.loss_agg]
             rows["advantage"][predicting] = advantages[i]
             if sampler_logprobs is not None:
-                rows["sampler"][predicting] = sampler_logprobs[i][:n]
+                rows["sampler_logprobs"][predicting] = sampler_logprobs[i][:n]
             start = end
     return rows
 
@@ -487,7 +488,7 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     # The loss also takes all float32 fields of the rows.
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
     # Supervised steps have no entropy bonus: demonstrations are to be imitated, not varied.
-    entropy_bonus = cfg.entropy_bonus if "sampler" in rows else 0.0
+    entropy_bonus = cfg.entropy_bonus if "sampler_logprobs" in rows else 0.0
     loss, stats = kernel.grpo_loss(
         *inputs, vectors, mesh,
         temperature=cfg.temperature,
@@ -591,7 +592,7 @@ def update_policy(state, batches, step, cfg, setup):
     Returns (state, metrics of each micro-batch, gradient norm of each optimizer step).
     """
     static = dict(cfg=cfg, model_cfg=setup.model_cfg, mesh=setup.mesh)
-    policies = {"old": state["params"], "ref": state.get("ref")}
+    policies = {"old_logprobs": state["params"], "ref_logprobs": state.get("ref")}
     compared = policies.keys() & token_fields(cfg, step <= cfg.sft_steps).keys()
     for rows in itertools.chain.from_iterable(batches):
         # Compute both before adding either: then both calls use the same compiled program.

@@ -35,25 +35,25 @@ def compute_all(advantages, sampler_logprobs, cfg):
     return np.ones(len(advantages), bool)
 
 
-def batches_of(cfg, rewards=REWARDS, on=None, sampler=None):
+def batches_of(cfg, rewards=REWARDS, on=None, sampler_logprobs=None):
     """Returns (batches, counts, Setup): train.make_batches of the test case, in rows with few
     sequences."""
     case = update_case()
     advantages = train.group_advantages(rewards, 4, "drgrpo")
     setup = setup_of(on or mesh(), 24, 2)
-    if sampler is None:
-        sampler = case.sampler
+    if sampler_logprobs is None:
+        sampler_logprobs = case.sampler_logprobs
     batches, counts = train.make_batches(
-        case.prompts, case.answers, advantages, cfg, setup, sampler
+        case.prompts, case.answers, advantages, cfg, setup, sampler_logprobs
     )
     return batches, counts, setup
 
 
 def with_old(batches, cfg, on):
-    """Returns the minibatches with `old`, the logprobs before the first update."""
+    """Returns the minibatches with `old_logprobs`, the logprobs before the first update."""
     params = state_of(cfg, SMALL, on)["params"]
     score = partial(train.target_logprobs, cfg=cfg, model_cfg=SMALL, mesh=on)
-    return [[rows | {"old": score(params, rows)} for rows in batch] for batch in batches]
+    return [[rows | {"old_logprobs": score(params, rows)} for rows in batch] for batch in batches]
 
 
 def computed_sequences(batch):
@@ -139,7 +139,7 @@ def test_metrics_say_what_they_are_over(monkeypatch):
     assert_allclose(metrics["loss"], of_all["loss"], rtol=1e-5)
     # Compute the mean by hand, from rows with all answers.
     rows = jax.device_get(list(itertools.chain(*all_batches)))
-    nll = np.concatenate([-part["old"][part["advantage"] != 0] for part in rows])
+    nll = np.concatenate([-part["old_logprobs"][part["advantage"] != 0] for part in rows])
     assert len(nll) == trained
     assert_allclose(metrics["nll"], nll.mean(), rtol=1e-5)
     assert abs(of_all["nll"] - nll.mean()) > 1e-3
@@ -151,9 +151,9 @@ def check_all_computed(cfg, spoilt=()):
     spoilt: sequences that get a NaN among their logprobs.
     """
     case = update_case()
-    sampler = case.sampler.copy()
-    sampler[list(spoilt), 0] = np.nan
-    (batch,), counts, _ = batches_of(cfg, sampler=sampler)
+    sampler_logprobs = case.sampler_logprobs.copy()
+    sampler_logprobs[list(spoilt), 0] = np.nan
+    (batch,), counts, _ = batches_of(cfg, sampler_logprobs=sampler_logprobs)
     pairs = zip(case.prompts, case.answers, strict=True)
     assert computed_sequences(batch) == sorted(prompt + answer for prompt, answer in pairs)
     assert counts["trained"] == counts["valid"] > 0

@@ -90,18 +90,20 @@ def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
 
 
 def test_loss_without_some_vectors(record_property):
-    """The loss is right if any of old, sampler and ref are absent, with and without KL and cap.
+    """The loss is right if any of old_logprobs, sampler_logprobs and ref_logprobs are absent, with
+    and without KL and cap.
 
-    Without old the ratio is 1. With clip_low = 0 this is a bound of the clip, where the gradient
-    must be that of an unclipped token.
+    Without old_logprobs the ratio is 1. With clip_low = 0 this is a bound of the clip, where the
+    gradient must be that of an unclipped token.
     """
     worst = 0.0
     for i, have in enumerate(
         ["old sampler", "old ref", "old", "sampler ref", "sampler", "ref", ""]
     ):
+        present = [f"{name}_logprobs" for name in have.split()]
         beta = 0.0 if i == 1 else 0.2
         is_cap = 0.0 if i == 3 else 1.2
-        inputs = loss_inputs(45, 37, 1.3, i, ("weight", "advantage", *have.split()))
+        inputs = loss_inputs(45, 37, 1.3, i, ("weight", "advantage", *present))
         knobs = {"clip_low": 0.0, "beta": beta, "is_cap": is_cap, "entropy_bonus": 0.0}
         errors, _ = check_loss("jax", inputs, 1.3, **knobs)
         worst = max(worst, *errors)
@@ -126,7 +128,7 @@ def test_a_ratio_that_overflows():
     """A clipped token has no gradient, even if its ratio overflows. An unclipped token whose ratio
     overflows has a finite gradient."""
     hidden, head, targets, v, cotangents = loss_inputs(45, 37, 1.0, 10, VECTORS[:3], masked=0)
-    v |= {"advantage": abs(v["advantage"]), "old": np.full(45, -300, np.float32)}
+    v |= {"advantage": abs(v["advantage"]), "old_logprobs": np.full(45, -300, np.float32)}
     inputs = (hidden, head, targets, v, cotangents)
     loss, _, dh, dW = run_loss("jax", inputs, 1.0, entropy_bonus=0.0)
     assert_allclose(loss, -1.3 * (v["weight"] * v["advantage"]).sum(), rtol=1e-5)

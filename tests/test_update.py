@@ -50,7 +50,7 @@ def update_case(model_cfg=SMALL):
         prompts=sequences(2, 7),
         answers=sequences(1, 8),
         advantages=rng.standard_normal(16),
-        sampler=-3 * rng.random((16, 9)),
+        sampler_logprobs=-3 * rng.random((16, 9)),
     )
 
 
@@ -65,7 +65,7 @@ def packed_batch(cfg, on, micro_batch, width, answers=None):
     case = update_case()
     setup = setup_of(on, width, micro_batch)
     (batch,), _ = train.make_batches(
-        case.prompts, answers or case.answers, case.advantages, cfg, setup, case.sampler
+        case.prompts, answers or case.answers, case.advantages, cfg, setup, case.sampler_logprobs
     )
     return batch
 
@@ -75,9 +75,11 @@ def unpacked_rows(cfg, model_cfg=SMALL, advantages=None, sampled=True, n=16):
     case = update_case(model_cfg)
     if advantages is None:
         advantages = case.advantages
-    sampler = case.sampler if sampled else None
+    sampler_logprobs = case.sampler_logprobs if sampled else None
     alone = {i: [i] for i in range(n)}
-    return train.make_rows(alone, case.prompts, case.answers, advantages, (n, 16), cfg, sampler)
+    return train.make_rows(
+        alone, case.prompts, case.answers, advantages, (n, 16), cfg, sampler_logprobs
+    )
 
 
 def normalised(rows, loss_agg):
@@ -87,14 +89,17 @@ def normalised(rows, loss_agg):
 
 
 def with_policies(rows):
-    """Add `old` and `ref` to rows: logprobs of the policy before the update and of a reference."""
-    sampler = np.asarray(rows["sampler"])
+    """Add `old_logprobs` and `ref_logprobs` to rows, of the policy before the update and of a
+    reference."""
+    sampler_logprobs = np.asarray(rows["sampler_logprobs"])
     in_answer = np.asarray(rows["weight"]) > 0
-    old = sampler - np.float32(0.1) * in_answer
-    ref = sampler * np.float32(0.9)
-    if isinstance(rows["sampler"], jax.Array):
-        old, ref = jax.device_put([old, ref], rows["sampler"].sharding)
-    return rows | {"old": old, "ref": ref}
+    old_logprobs = sampler_logprobs - np.float32(0.1) * in_answer
+    ref_logprobs = sampler_logprobs * np.float32(0.9)
+    if isinstance(rows["sampler_logprobs"], jax.Array):
+        old_logprobs, ref_logprobs = jax.device_put(
+            [old_logprobs, ref_logprobs], rows["sampler_logprobs"].sharding
+        )
+    return rows | {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
 
 
 def state_of(cfg, model_cfg, on):
@@ -169,13 +174,13 @@ def test_advantages_of_a_group():
 
 # ---------------------------------------------------------------- rows
 ROWS = """
-    tokens      5  6  7   8   9   4   3   0
-    positions   0  1  2   3   4   0   1   0
-    segments    1  1  1   1   1   2   2   0
-    targets     0  0  8   9   0   3   0   0
-    weight      0  0  0.5 0.5 0   1   0   0
-    advantage   0  0  0.5 0.5 0   2   0   0
-    sampler     0  0 -1  -2   0  -3   0   0
+    tokens           5  6  7   8   9   4   3   0
+    positions        0  1  2   3   4   0   1   0
+    segments         1  1  1   1   1   2   2   0
+    targets          0  0  8   9   0   3   0   0
+    weight           0  0  0.5 0.5 0   1   0   0
+    advantage        0  0  0.5 0.5 0   2   0   0
+    sampler_logprobs 0  0 -1  -2   0  -3   0   0
 """
 
 
@@ -183,9 +188,9 @@ def test_rows_hold_the_fields_of_every_token():
     cfg = train.Config(loss_agg="sequence", max_answer=4)
     prompts = [[4], [5, 6, 7]]
     answers = [[3], [8, 9]]
-    sampler = [[-3, 99], [-1, -2, 99, 99]]
+    sampler_logprobs = [[-3, 99], [-1, -2, 99, 99]]
     packed = {0: [1, 0]}
-    rows = train.make_rows(packed, prompts, answers, [2, 0.5], (1, 8), cfg, sampler)
+    rows = train.make_rows(packed, prompts, answers, [2, 0.5], (1, 8), cfg, sampler_logprobs)
     for line in ROWS.strip().splitlines():
         name, *values = line.split()
         row = rows.pop(name)
@@ -222,9 +227,9 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
         setup = setup_of(mesh(fsdp=shards), width, 16, one_layer)
         prompts = [[1] * int(n) for n in lengths // 3]
         answers = [[1] * int(n) for n in lengths - lengths // 3]
-        sampler = [np.zeros(len(a)) for a in answers]
+        sampler_logprobs = [np.zeros(len(a)) for a in answers]
         (batch,), counts = train.make_batches(
-            prompts, answers, np.ones(len(lengths)), cfg, setup, sampler
+            prompts, answers, np.ones(len(lengths)), cfg, setup, sampler_logprobs
         )
         # Count the rows with tokens on each device.
         filled = sum(
@@ -354,8 +359,8 @@ def test_gradient_is_the_same_for_any_split(
 
 
 def near_policies(rows, weights, model_cfg, rng):
-    """Returns (rows with `old` and `ref` so close to the policy that some ratios are within the
-    clip, the hidden states of all tokens)."""
+    """Returns (rows with `old_logprobs` and `ref_logprobs` so close to the policy that some ratios
+    are within the clip, the hidden states of all tokens)."""
     lists = [rows[name].tolist() for name in ("tokens", "positions", "segments")]
     hidden = hidden_states(place(weights, mesh()), model_cfg, *lists)
     hidden = np.asarray(hidden).reshape(-1, model_cfg.D)
@@ -364,7 +369,7 @@ def near_policies(rows, weights, model_cfg, rng):
     logp = special.log_softmax(z, -1)[np.arange(len(targets)), targets]
     scored = dict(rows)
     in_answer = rows["weight"].reshape(-1) > 0
-    for name, spread in ("old", 0.5), ("ref", 1.0):
+    for name, spread in ("old_logprobs", 0.5), ("ref_logprobs", 1.0):
         noisy = logp + rng.uniform(-spread, spread, len(targets))
         noisy = np.where(in_answer, noisy, 0).astype(np.float32)
         scored[name] = noisy.reshape(rows["tokens"].shape)

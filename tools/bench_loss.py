@@ -69,7 +69,7 @@ def make_inputs(args, N):
     vectors = {"weight": jnp.full(N, 1 / N)}
     vectors["advantage"] = jax.random.normal(next(keys), (N,))
     if args.mode != "on_policy":
-        vectors["old"] = jax.random.normal(next(keys), (N,)) - math.log(V) - 2
+        vectors["old_logprobs"] = jax.random.normal(next(keys), (N,)) - math.log(V) - 2
     hidden_ND = jax.random.normal(next(keys), (N, D))
     head_VD = 2 * D**-0.5 * jax.random.normal(next(keys), (V, D))
     targets_N = jax.random.randint(next(keys), N, 0, V)
