@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): config, parameters, training forward, cached forward.
+"""Dense Qwen2, Qwen2.5, Qwen3 and Llama: config, parameters, training forward, cached forward.
 
 Array names end in their shapes: B rows, T query positions, S key positions, D model width, F
 feed-forward width, N query heads, K key/value heads, G = N/K, H head dim, V vocabulary, L layers.
@@ -7,7 +7,7 @@ feed-forward width, N query heads, K key/value heads, G = N/K, H head dim, V voc
 Parameters are a nested dict of arrays, with layers stacked on L. Master weights are float32,
 sharded over the mesh axes `dp, fsdp, tp`. The forward pass casts weights to the compute dtype,
 accumulates matmuls in float32, and computes norms and softmax in float32.
-Architecture: Qwen2 technical report, arXiv 2407.10671.
+Architectures: Qwen2 (arXiv 2407.10671), Qwen3 (2505.09388), Llama 3 (2407.21783).
 """
 
 import dataclasses
@@ -30,9 +30,19 @@ HOST = jax.memory.Space.Host
 
 
 # ---------------------------------------------------------------- config
+class Llama3Rope(NamedTuple):
+    """Llama 3's scaling of the rotary embedding, with the names of config.json."""
+
+    factor: float  # divides low frequencies
+    # Below and above so many turns over the original context, a frequency is low or high.
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float  # the original context, in tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a Qwen2 model, named by the letters above."""
+    """Sizes of a model, named by the letters above, and what it has."""
 
     V: int
     D: int
@@ -46,6 +56,13 @@ class ModelConfig:
     tied: bool  # whether the LM head is the embedding
     max_positions: int
     stop_ids: tuple  # token ids that end an answer
+    qkv_bias: bool = True  # whether queries, keys and values have biases
+    qk_norm: bool = False  # whether queries and keys are normalised
+    rope_scaling: Llama3Rope | None = None
+
+    @property
+    def untied(self) -> bool:
+        return not self.tied
 
     @property
     def n_params(self) -> int:
@@ -57,14 +74,35 @@ class ModelConfig:
         return self.n_params - (0 if self.tied else self.V * self.D)
 
 
+class Family(NamedTuple):
+    """What a model_type of config.json stands for."""
+
+    architecture: str
+    qkv_bias: bool
+    qk_norm: bool
+    defaults: dict  # values that transformers takes if config.json lacks them
+
+
+# fmt: off
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, defaults={}),
+    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, defaults={"head_dim": 128}),
+    "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False,
+                    defaults={"max_position_embeddings": 2048, "eos_token_id": 2}),
+}
+# fmt: on
+
+
 def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     """The ModelConfig for a Hugging Face config.json.
 
     generation: the content of generation_config.json, whose stop ids take precedence, or {}.
-    Raises NotImplementedError for anything but a dense Qwen2, and ValueError, TypeError or other
-    exceptions for malformed values.
+    Raises NotImplementedError for a model that this file does not compute, and ValueError,
+    TypeError or other exceptions for malformed values.
     """
     refuse_unsupported(config)
+    family = FAMILIES[config["model_type"]]
+    config = family.defaults | config
     N = number(config, "num_attention_heads")
     D = number(config, "hidden_size")
     V = number(config, "vocab_size")
@@ -73,7 +111,7 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
         stop_ids = [] if stop_ids is None else [stop_ids]
     if not all(type(i) is int and 0 <= i < V for i in stop_ids):
         raise ValueError(f"eos_token_id = {stop_ids} is not of vocab_size = {V}")
-    rope = {"rope_theta": [*rope_thetas(config), 1e4][0]}
+    rope = {name: values[0] for name, values in rope_settings(config).items()}
     cfg = ModelConfig(
         V=V,
         D=D,
@@ -82,11 +120,14 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
         N=N,
         K=number(config, "num_key_value_heads", default=N),
         H=number(config, "head_dim", default=D // N),
-        rope_theta=float(number(rope, "rope_theta", kind=float, end=1e38)),
+        rope_theta=float(number(rope, "rope_theta", default=1e4, kind=float, end=1e38)),
         rms_eps=float(number(config, "rms_norm_eps", default=1e-6, kind=float, end=1)),
         tied=bool(config.get("tie_word_embeddings")),
         max_positions=number(config, "max_position_embeddings", default=32768),
         stop_ids=tuple(stop_ids),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        rope_scaling=llama3_rope(rope) if rope.get("rope_type") == "llama3" else None,
     )
     if cfg.N % cfg.K or cfg.H % 2:
         raise ValueError(
@@ -104,38 +145,67 @@ def number(config: dict, name: str, default=None, kind: type = int, end: float =
     return value
 
 
-def rope_thetas(config: dict) -> list:
-    """Values of rope_theta, from each place where some version of transformers writes it."""
-    places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
-    return [place["rope_theta"] for place in places if place.get("rope_theta") is not None]
+def llama3_rope(rope: dict) -> Llama3Rope:
+    scaling = Llama3Rope(
+        *(float(number(rope, name, kind=float, end=1e38)) for name in Llama3Rope._fields)
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ValueError(f"{scaling}: low_freq_factor must be below high_freq_factor")
+    return scaling
+
+
+def rope_settings(config: dict) -> dict:
+    """{setting of the rotary embedding: its values}, from all places where a config.json has it."""
+    # transformers 5 writes rope_parameters; transformers 4 wrote rope_scaling and rope_theta.
+    places = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    places.append({"rope_theta": config.get("rope_theta")})
+    settings = {}
+    for place in places:
+        for name, value in place.items():
+            name = "rope_type" if name == "type" else name
+            if value is not None:
+                settings.setdefault(name, []).append(value)
+    return settings
 
 
 def refuse_unsupported(config: dict) -> None:
     """Raise NotImplementedError if a config.json asks for a feature that this file lacks."""
-    # transformers 5 writes rope_parameters; transformers 4 wrote rope_scaling.
-    ropes = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
-    rope_types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
-    scaled = [kind for kind in rope_types if kind != "default"]
-    rope = {**ropes[0], **ropes[1]}
-    scaling = ", ".join(scaled) or rope
-    is_scaled = scaled or rope.keys() - {"rope_type", "type", "rope_theta"}
-    thetas = rope_thetas(config)
     model_type = config.get("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise NotImplementedError(f"model_type {model_type!r}; only {known} are supported")
     architectures = config.get("architectures")
     tied = config.get("tie_word_embeddings")
     activation = config.get("hidden_act", "silu")
     layer_types = {*(config.get("layer_types") or [])}
+    rope = rope_settings(config)
+    rope_types = rope.pop("rope_type", ["default"])
+    other_types = [str(kind) for kind in rope_types if kind not in ("default", "llama3")]
+    settings = ["rope_theta", *(Llama3Rope._fields if "llama3" in rope_types else [])]
+    other_settings = [name for name in rope if name not in settings]
+    contradictions = [
+        f"{name} {values}"
+        for name, values in [("rope_type", rope_types), *rope.items()]
+        if any(value != values[0] for value in values)
+    ]
 
     # Each row: (whether to refuse the model, what its config has, what is supported instead).
     # fmt: off
     table = [
-        (model_type != "qwen2", f"model_type {model_type!r}", "'qwen2' is"),
-        (architectures not in (None, ["Qwen2ForCausalLM"]),
-         f"architectures {architectures}", "Qwen2ForCausalLM is"),
-        (is_scaled, f"rope scaling {scaling}", "plain rotary embedding is"),
-        (any(theta != thetas[0] for theta in thetas), f"rope_theta {thetas}", "one is"),
+        (architectures not in (None, [family.architecture]),
+         f"architectures {architectures}", f"{family.architecture} is"),
+        (other_types, f"rope scaling {', '.join(other_types)}", "none and llama3 are"),
+        (other_settings, f"rope settings {other_settings}", f"{settings} are"),
+        (contradictions, "; ".join(contradictions), "one value is"),
+        (config.get("partial_rotary_factor") not in (None, 1),
+         "a partial_rotary_factor", "rotation of all dimensions is"),
         (config.get("use_sliding_window"), "use_sliding_window = true", "full attention is"),
         (layer_types - {"full_attention"}, "sliding layers", "full ones are"),
+        # Qwen2 has biases of queries, keys and values, whatever its config says.
+        (config.get("attention_bias") and not family.qkv_bias,
+         "attention_bias = true", "attention without biases is"),
+        (config.get("mlp_bias"), "mlp_bias = true", "a feed-forward without biases is"),
         ("quantization_config" in config, "quantised weights", "float32, bfloat16 and float16 are"),
         (activation != "silu", f"hidden_act {activation!r}", "silu is"),
         (not isinstance(tied, bool | None),
@@ -148,23 +218,26 @@ def refuse_unsupported(config: dict) -> None:
 
 
 # ---------------------------------------------------------------- parameters
-# our name: (Hugging Face name, dimensions of that tensor; "NH" is one dimension of size N * H)
+# our name: (Hugging Face name, dimensions of that tensor; "NH" is one dimension of size N * H, the
+# switch in ModelConfig without which a model lacks the tensor)
 TENSORS = {
-    "embed_VD": ("model.embed_tokens.weight", "V D"),
-    "layers/attn_norm_LD": ("model.layers.{}.input_layernorm.weight", "D"),
-    "layers/wq_LDNH": ("model.layers.{}.self_attn.q_proj.weight", "NH D"),
-    "layers/bq_LNH": ("model.layers.{}.self_attn.q_proj.bias", "NH"),
-    "layers/wk_LDKH": ("model.layers.{}.self_attn.k_proj.weight", "KH D"),
-    "layers/bk_LKH": ("model.layers.{}.self_attn.k_proj.bias", "KH"),
-    "layers/wv_LDKH": ("model.layers.{}.self_attn.v_proj.weight", "KH D"),
-    "layers/bv_LKH": ("model.layers.{}.self_attn.v_proj.bias", "KH"),
-    "layers/wo_LNHD": ("model.layers.{}.self_attn.o_proj.weight", "D NH"),
-    "layers/mlp_norm_LD": ("model.layers.{}.post_attention_layernorm.weight", "D"),
-    "layers/w_gate_LDF": ("model.layers.{}.mlp.gate_proj.weight", "F D"),
-    "layers/w_up_LDF": ("model.layers.{}.mlp.up_proj.weight", "F D"),
-    "layers/w_down_LFD": ("model.layers.{}.mlp.down_proj.weight", "D F"),
-    "norm_D": ("model.norm.weight", "D"),
-    "head_VD": ("lm_head.weight", "V D"),
+    "embed_VD": ("model.embed_tokens.weight", "V D", None),
+    "layers/attn_norm_LD": ("model.layers.{}.input_layernorm.weight", "D", None),
+    "layers/wq_LDNH": ("model.layers.{}.self_attn.q_proj.weight", "NH D", None),
+    "layers/bq_LNH": ("model.layers.{}.self_attn.q_proj.bias", "NH", "qkv_bias"),
+    "layers/q_norm_LH": ("model.layers.{}.self_attn.q_norm.weight", "H", "qk_norm"),
+    "layers/wk_LDKH": ("model.layers.{}.self_attn.k_proj.weight", "KH D", None),
+    "layers/bk_LKH": ("model.layers.{}.self_attn.k_proj.bias", "KH", "qkv_bias"),
+    "layers/k_norm_LH": ("model.layers.{}.self_attn.k_norm.weight", "H", "qk_norm"),
+    "layers/wv_LDKH": ("model.layers.{}.self_attn.v_proj.weight", "KH D", None),
+    "layers/bv_LKH": ("model.layers.{}.self_attn.v_proj.bias", "KH", "qkv_bias"),
+    "layers/wo_LNHD": ("model.layers.{}.self_attn.o_proj.weight", "D NH", None),
+    "layers/mlp_norm_LD": ("model.layers.{}.post_attention_layernorm.weight", "D", None),
+    "layers/w_gate_LDF": ("model.layers.{}.mlp.gate_proj.weight", "F D", None),
+    "layers/w_up_LDF": ("model.layers.{}.mlp.up_proj.weight", "F D", None),
+    "layers/w_down_LFD": ("model.layers.{}.mlp.down_proj.weight", "D F", None),
+    "norm_D": ("model.norm.weight", "D", None),
+    "head_VD": ("lm_head.weight", "V D", "untied"),
 }
 
 
@@ -175,7 +248,8 @@ def letters(name: str) -> str:
 
 def shapes(cfg: ModelConfig) -> dict:
     """{flat name: shape} of all parameters."""
-    names = [name for name in TENSORS if not (cfg.tied and name == "head_VD")]
+    switches = {name: switch for name, (_, _, switch) in TENSORS.items()}
+    names = [name for name, switch in switches.items() if switch is None or getattr(cfg, switch)]
     return {name: tuple(getattr(cfg, letter) for letter in letters(name)) for name in names}
 
 
@@ -187,7 +261,7 @@ def spec(name: str) -> P:
     if "V" in dims:
         # V may not be divisible, so the embedding and the head shard D over both axes.
         axes = {"D": ("fsdp", "tp")}
-    elif dims in ("D", "LD"):
+    elif dims in ("D", "LD", "LH"):
         # Norm scales are replicated.
         axes = {}
     return P(*(axes.get(letter) for letter in dims))
@@ -254,6 +328,12 @@ def rms_norm(x, scale, eps: float) -> jax.Array:
 def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
     """cos and signed sin of the rotary angles, float32 [B, 1, T, H] (arXiv 2104.09864)."""
     inverse = cfg.rope_theta ** (-jnp.arange(0, cfg.H, 2, dtype=jnp.float32) / cfg.H)
+    if cfg.rope_scaling:
+        factor, low, high, context = cfg.rope_scaling
+        turns = context * inverse / (2 * math.pi)
+        # Low frequencies are divided by the factor, high ones are kept, and others are in between.
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        inverse = inverse * (kept + (1 - kept) / factor)
     angle = positions_BT[:, None, :, None].astype(jnp.float32) * inverse
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
@@ -301,9 +381,16 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
 
     # Attention.
     h = save_elementwise(rms_norm(x_BTD, w["attn_norm_LD"], cfg.rms_eps))
-    q = matmul("BTD,DNH->BNTH", h, w["wq_LDNH"]) + w["bq_LNH"][:, None]
-    k = matmul("BTD,DKH->BKTH", h, w["wk_LDKH"]) + w["bk_LKH"][:, None]
-    v = matmul("BTD,DKH->BKTH", h, w["wv_LDKH"]) + w["bv_LKH"][:, None]
+    q = matmul("BTD,DNH->BNTH", h, w["wq_LDNH"])
+    k = matmul("BTD,DKH->BKTH", h, w["wk_LDKH"])
+    v = matmul("BTD,DKH->BKTH", h, w["wv_LDKH"])
+    if cfg.qkv_bias:
+        q = q + w["bq_LNH"][:, None]
+        k = k + w["bk_LKH"][:, None]
+        v = v + w["bv_LKH"][:, None]
+    if cfg.qk_norm:
+        q = rms_norm(save(q), w["q_norm_LH"], cfg.rms_eps)
+        k = rms_norm(save(k), w["k_norm_LH"], cfg.rms_eps)
     q = q * cfg.H**-0.5
     out, extra = attend(save(rotate(q, rope)), save(rotate(k, rope)), save(v))
     out = matmul("BNTH,NHD->BTD", save(out), w["wo_LNHD"])

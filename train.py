@@ -1,7 +1,7 @@
-"""podgrpo: train a Qwen2 model with GRPO on questions whose answers can be checked.
+"""podgrpo: train a Qwen or Llama model with GRPO on questions whose answers can be checked.
 
     python train.py                                      the embedded default: a tiny model adds
-    python train.py --model Qwen/Qwen2.5-0.5B-Instruct   any Qwen2 checkpoint, on GSM8K
+    python train.py --model Qwen/Qwen2.5-0.5B-Instruct   any dense Qwen2, Qwen3 or Llama, on GSM8K
 
 One step: sample `npq` answers to each of `batch` questions per host, score them, turn each group's
 scores into advantages, update the policy. A host is a JAX process. Each host has its own questions,
@@ -62,7 +62,7 @@ SYSTEM = "Think step by step, then give the final number as <answer>number</answ
 class Config:
     # The comment beside a flag is its help, and the type of a number has its range.
     # what to train, on what
-    model: str = "tiny"  # tiny (made in code) | a Hugging Face directory | a hub id; a Qwen2
+    model: str = "tiny"  # tiny (in code) | Hugging Face directory | hub id; a Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config] | directory | .jsonl .json .csv .parquet
     columns: str = ""  # question=...,answer=... of data and eval_data; "" = find by usual names
     eval_data: str = ""  # held-out questions, as data; "" = the held-out part of data | none

@@ -11,11 +11,12 @@ from tools.sizes import SIZES
 
 
 def write_config(directory, size, **changes):
-    """Write the config.json of a Qwen2.5 of this size, which is enough to compile it. Returns the
+    """Write the config.json of a model of this size, which is enough to compile it. Returns the
     directory."""
-    V, D, F, N, K, _, L, tied = SIZES[size]
+    V, D, F, N, K, H, L, tied, family = SIZES[size]
     config = dict(
-        model_type="qwen2",
+        model_type=family,
+        head_dim=H,
         vocab_size=V,
         hidden_size=D,
         intermediate_size=F,

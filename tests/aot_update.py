@@ -1,8 +1,9 @@
 """Compile the update for absent devices, and print facts about the compiled programs as JSON:
 
-    python -m tests.aot_update h100-8 cudnn 8,16,32
+    python -m tests.aot_update 0.5B h100-8 cudnn 8,16,32
 
-The model is Qwen2.5-0.5B, with rows of 2,048 tokens. Tests run this in a process of its own.
+The size is one of tools/sizes.py, and rows have 2,048 tokens. Tests run this in a process of its
+own.
 """
 
 import json
@@ -45,12 +46,12 @@ def facts(text: str, vocab: int) -> dict:
     }
 
 
-def main(device_type: str, attention: str, micro_batches: str) -> None:
-    flags = ["--model", "0.5B", "--max_prompt", "1024", "--max_answer", "1024"]
+def main(size: str, device_type: str, attention: str, micro_batches: str) -> None:
+    flags = ["--model", size, "--max_prompt", "1024", "--max_answer", "1024"]
     cfg = train.parse([*flags, "--attention", attention])
     mesh = train.make_mesh(cfg.mesh, chips.absent_devices(device_type))
     cfg = train.resolve(cfg, mesh)
-    model_cfg = model_of_size("0.5B")
+    model_cfg = model_of_size(size)
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
     texts = []
 

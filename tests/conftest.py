@@ -48,6 +48,7 @@ from infra.data.tiny import make_tiny
 from infra.host import console
 from infra.rollout import engine, layouts
 from infra.rollout.sampling import Sampling
+from infra.rollout.waves import Rows
 from infra.update import attention
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,6 +157,8 @@ UNTIED = model.ModelConfig(
     max_positions=512,
     stop_ids=(),
 )
+QWEN3 = dataclasses.replace(TIED, qkv_bias=False, qk_norm=True)
+LLAMA = dataclasses.replace(UNTIED, qkv_bias=False)
 SMALL = dataclasses.replace(TIED, V=40, D=16, F=16, N=4, H=4, L=2)
 
 
@@ -204,7 +207,7 @@ def compiled_forward(cfg, on, how):
     return jax.jit(lambda params, rows: model.forward(params, cfg, on, rows, how))
 
 
-def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
+def hidden_states(params, cfg, rows, positions=None, segments=None, width=None, on=None):
     """model.forward of lists of ids, padded on the right. Without `segments`, each list is one
     sequence."""
     width = width or max(len(row) for row in rows)
@@ -215,12 +218,42 @@ def hidden_states(params, cfg, rows, positions=None, segments=None, width=None):
         padded[name] = np.zeros((len(rows), width), np.int32)
         for i, values in enumerate(lists):
             padded[name][i, : len(values)] = values
-    return compiled_forward(cfg, mesh(), model.How("float32", attention.blockwise))(params, padded)
+    how = model.How("float32", attention.blockwise)
+    return compiled_forward(cfg, on or mesh(), how)(params, padded)
 
 
-def logits(params, cfg, tokens):
+def logits(params, cfg, tokens, on=None):
     """Logits [B, T, V] of the training forward."""
-    return np.asarray(hidden_states(params, cfg, tokens) @ model.head(params).T)
+    return np.asarray(hidden_states(params, cfg, tokens, on=on) @ model.head(params).T)
+
+
+compiled_run_token = jax.jit(engine.run_token, static_argnames=("model_cfg", "layout"))
+
+
+def cached_logits(params, cfg, tokens, on, kind, prompt=9):
+    """Logits [B, T - prompt + 1, V] of the cached forward: a prefill, then token by token."""
+    tokens_BT = np.array(tokens, np.int32)
+    B, T = tokens_BT.shape
+    work = layouts.Work(B, 1, prompt, T - prompt)
+    layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", work)
+    weights = layouts.to_rollout(params, layout, "float32")
+    sizes = dict(B=B, n_prompts=B, width=prompt, slots=T - prompt)
+    state = layouts.empty_state(**sizes, cfg=cfg, layout=layout, dtype="float32")
+
+    def rows(a):
+        return layouts.shard_rows(np.ascontiguousarray(a), layout)
+
+    static = dict(model_cfg=cfg, layout=layout)
+    lengths = rows(np.full(B, prompt, np.int32))
+    prompts = rows(tokens_BT[:, :prompt])
+    state = engine.prefill(weights, state, prompts, lengths, 0, group=1, **static)
+    hidden = [np.asarray(state.hidden_BD)]
+    of_rows = Rows(lengths, lengths, lengths)
+    for t in range(T - prompt):
+        new = rows(tokens_BT[:, prompt + t])
+        state = compiled_run_token(weights, state, of_rows, new, t, **static)
+        hidden.append(np.asarray(state.hidden_BD))
+    return np.stack(hidden, 1) @ np.asarray(model.head(params)).T
 
 
 def textbook_hidden(params, cfg, tokens, positions, segments):

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.aot
 ROW_TOKENS = 2048
 
 
-def update_gib(tmp_path, loss_impl, *micro_batches):
-    """Returns {micro_batch: GiB per device} of the update of Qwen2.5-0.5B, with float32 weights and
-    AdamW."""
-    write_config(tmp_path, "0.5B")
+def update_gib(tmp_path, size, loss_impl, *micro_batches):
+    """Returns {micro_batch: GiB per device} of the update of a model of this size, with float32
+    weights and AdamW."""
+    write_config(tmp_path, size)
     sweep = ",".join(map(str, micro_batches))
     half = ROW_TOKENS // 2
     printed = compile_elsewhere(
@@ -56,11 +56,13 @@ def logits_gib(rows):
     return rows * ROW_TOKENS * 151936 * 4 / 2**30
 
 
-def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_property):
-    gib = update_gib(tmp_path, "pallas", 8, 64)
+@pytest.mark.parametrize("size", ["0.5B", "Qwen3-0.6B"])
+def test_update_keeps_the_input_of_each_layer_and_no_logits(size, tmp_path, record_property):
+    gib = update_gib(tmp_path, size, "pallas", 8, 64)
     gib_per_row = (gib[64] - gib[8]) / (64 - 8)
     # Each row keeps its inputs of all layers, bfloat16 [layers, tokens, model].
-    layer_inputs = 24 * ROW_TOKENS * 896 * 2 / 2**30
+    _, D, _, _, _, _, L, *_ = SIZES[size]
+    layer_inputs = L * ROW_TOKENS * D * 2 / 2**30
     assert layer_inputs < gib_per_row < 1.6 * layer_inputs, gib
     assert gib[8] < logits_gib(8) / 2, gib
     record_property("GiB a device", gib)
@@ -70,7 +72,7 @@ def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_pro
 def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
     """The full loss takes more memory than all logits. By the test above, that is more than twice
     what the update takes with the Pallas kernels, which never hold all logits."""
-    gib = update_gib(tmp_path, "full", 8)
+    gib = update_gib(tmp_path, "0.5B", "full", 8)
     assert gib[8] > logits_gib(8), gib
     record_property("GiB a device", gib)
 
@@ -224,10 +226,11 @@ def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_prop
 
 
 def test_decoding_compiles_for_every_chip_and_head_size(record_property):
-    """The decode loop compiles for heads of 64 and 128, on chips with more and with less VMEM."""
+    """The decode loop compiles for heads of 64 and 128, also with norms of queries and keys, on
+    chips with more and with less VMEM."""
     chips = "v4-8", "v5litepod-8", "v5p-8"
-    loops = decode_loops(f"--model 0.5B,1.5B --aot {','.join(chips)}")
-    assert len(loops) == 2 * len(chips)
+    loops = decode_loops(f"--model 0.5B,1.5B,Qwen3-0.6B --aot {','.join(chips)}")
+    assert len(loops) == 3 * len(chips)
     for loop in loops:
         # In models this small, logits and (on a v5p) activations are a large part of the traffic.
         assert loop["compiled"] <= 1.5 * loop["least"], loop

@@ -4,12 +4,15 @@ Nothing runs: all figures come from XLA's compiler for GPUs. The compiler needs 
 and cuDNN, which `bash launch.sh test -m aot` installs, but no driver.
 """
 
+import itertools
 import json
 import re
 
 import pytest
 from absent import compile_elsewhere, write_config
 from conftest import ROOT
+
+from tools.sizes import SIZES
 
 pytestmark = pytest.mark.aot
 
@@ -20,21 +23,27 @@ def compile_for_gpus(*command, **options):
 
 # ---------------------------------------------------------------- the update
 VOCAB = 151936
-# The largest matrix of a layer of Qwen2.5-0.5B is [896, 4864].
-MATRIX_BYTES = 896 * 4864 * 4
 
 
-def update_facts(device_type, attention, micro_batches):
-    text = compile_for_gpus("-m tests.aot_update", device_type, attention, micro_batches)
+def update_facts(*words):
+    text = compile_for_gpus("-m tests.aot_update", *words)
     return json.loads(text.splitlines()[-1])
 
 
-@pytest.mark.parametrize("device_type", ["h100-1", "h100-8", "h100-16"])
-@pytest.mark.parametrize("attention", ["cudnn", "blockwise"])
-def test_update_for_gpus(device_type, attention, record_property):
+ATTENTION_AND_TYPES = itertools.product(["cudnn", "blockwise"], ["h100-1", "h100-8", "h100-16"])
+
+
+@pytest.mark.parametrize(
+    "size, attention, device_type",
+    [*(("0.5B", *case) for case in ATTENTION_AND_TYPES), ("Qwen3-0.6B", "cudnn", "h100-8")],
+)
+def test_update_for_gpus(size, attention, device_type, record_property):
     """The update holds the logits of one chunk at most, reduce-scatters gradients, and separates
     segments without a float32 mask."""
-    facts = update_facts(device_type, attention, "16")
+    facts = update_facts(size, device_type, attention, "16")
+    # The largest matrix of a layer is [D, F].
+    _, D, F, *_ = SIZES[size]
+    matrix_bytes = D * F * 4
     # A device has 32,768 tokens, but logits exist for at most one chunk of them.
     assert 0 < facts["beside_vocab"] <= 2048, facts
     largest = facts["largest"]
@@ -42,8 +51,8 @@ def test_update_for_gpus(device_type, attention, record_property):
         assert not largest, facts
     else:
         # Only the small gradients, of norms and biases, are all-reduced.
-        assert largest["reduce-scatter"] >= MATRIX_BYTES, facts
-        assert largest["all-reduce"] < MATRIX_BYTES / 4, facts
+        assert largest["reduce-scatter"] >= matrix_bytes, facts
+        assert largest["all-reduce"] < matrix_bytes / 4, facts
     if attention == "cudnn":
         # cuDNN runs in the forward, again in the recomputed forward, and in the backward.
         calls = facts["cudnn"]
@@ -119,7 +128,7 @@ def test_offloaded_7b_fits_one_gpu(tmp_path, record_property):
 
 
 # ---------------------------------------------------------------- the rollout's decode loop
-@pytest.mark.parametrize("size, tp", [("3B", 1), ("7B", 2)])
+@pytest.mark.parametrize("size, tp", [("3B", 1), ("7B", 2), ("Qwen3-8B", 2)])
 def test_decoding_for_gpus_reads_weights_and_cache_once(size, tp, record_property):
     """A decode step reads the weights and the KV cache once, and GPUs exchange only sums over tp.
     Before each layer had arrays of its own, every step copied all weights, so that a 3B on eight

@@ -117,10 +117,13 @@ def test_questions_that_cannot_be_read_are_refused_by_line(tmp_path, monkeypatch
 
 # ---------------------------------------------------------------- models
 UP = "model.layers.1.mlp.up_proj.weight"
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 # fmt: off
 BAD_MODELS = [  # (file, how to edit it, by conftest.edit, what the message must say)
     ("config.json", {"intermediate_size": 96}, "calls for (96, 128)"),
-    ("config.json", {"model_type": "llama"}, "model_type 'llama'"),
+    ("config.json", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
+    ("config.json", QWEN3 | {"attention_bias": True}, "attention_bias = true"),
+    ("config.json", QWEN3 | {"use_sliding_window": True}, "use_sliding_window = true"),
     ("config.json", {"vocab_size": 64}, "more than the model's vocabulary of 64"),
     ("config.json", {"hidden_size": 128.7}, "hidden_size = 128.7"),
     ("config.json", {"eos_token_id": -1}, "[-1]"),

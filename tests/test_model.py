@@ -17,9 +17,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from absent import write_config
 from conftest import (
+    LLAMA,
+    QWEN3,
     TIED,
     UNTIED,
+    cached_logits,
     check_errors,
     compiled_forward,
     edit,
@@ -44,6 +48,7 @@ from infra.data.tiny import TINY_MODEL
 from infra.host import files
 from infra.update import attention
 from test_kernel import mesh, relative
+from tools.sizes import SIZES, model_of_size
 
 
 def by_tier(default, slow):
@@ -53,23 +58,86 @@ def by_tier(default, slow):
 
 
 # ---------------------------------------------------------------- against transformers
-# The models have 7 and 2 query heads per key/value head.
+def plain_rope(theta):
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+# With this scaling, the models have low and high frequencies, and some in between.
+SCALING = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+LLAMA3_ROPE = SCALING | {"rope_theta": 5e5}
+# Heads of 8, 64, 80 and 128, with 1 to 7 query heads per key/value head. Qwen3 and some Llamas have
+# query heads that are not as wide as the model together.
 # fmt: off
 HF_MODELS = {
     "tied": dict(
+        model_type="qwen2",
         vocab_size=331, hidden_size=112, intermediate_size=160, num_hidden_layers=3,
         head_dim=64, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        rms_norm_eps=1e-5, rope_parameters=plain_rope(1e6)),
     "untied": dict(
+        model_type="qwen2",
         vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e3}),
+        rope_parameters=plain_rope(5e3)),
+    "qwen3": dict(
+        model_type="qwen3",
+        vocab_size=334, hidden_size=96, intermediate_size=160, num_hidden_layers=3,
+        head_dim=128, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True,
+        rms_norm_eps=1e-6, rope_parameters=plain_rope(1e6)),
+    "llama": dict(
+        model_type="llama",
+        vocab_size=262, hidden_size=160, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, rope_parameters=plain_rope(1e4)),
+    "llama3": dict(
+        model_type="llama",
+        vocab_size=301, hidden_size=128, intermediate_size=96, num_hidden_layers=2,
+        head_dim=64, num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
+}
+SLOW_HF_MODELS = {
+    "qwen2, heads of 80": dict(
+        model_type="qwen2",
+        vocab_size=230, hidden_size=240, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=False,
+        rms_norm_eps=1e-6, rope_parameters=plain_rope(1e6)),
+    "qwen2, heads of 128": dict(
+        model_type="qwen2",
+        vocab_size=230, hidden_size=256, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
+        rms_norm_eps=1e-6, rope_parameters=plain_rope(1e6)),
+    "qwen3, heads of 64": dict(
+        model_type="qwen3",
+        vocab_size=231, hidden_size=80, intermediate_size=96, num_hidden_layers=2,
+        head_dim=64, num_attention_heads=5, num_key_value_heads=1, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, rope_parameters=plain_rope(5e3)),
+    "qwen3, heads of 80": dict(
+        model_type="qwen3",
+        vocab_size=230, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        head_dim=80, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
+        rms_norm_eps=1e-6, rope_parameters=plain_rope(1e6)),
+    "llama, heads of 64": dict(
+        model_type="llama",
+        vocab_size=230, hidden_size=192, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, rope_parameters=plain_rope(1e5)),
+    "llama, heads of 128": dict(
+        model_type="llama",
+        vocab_size=230, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        head_dim=128, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+        rms_norm_eps=1e-6, rope_parameters=LLAMA3_ROPE),
 }
 # fmt: on
 
 
 class HFModel(NamedTuple):
-    theirs: object  # transformers' Qwen2
+    theirs: object  # the model of transformers
     directory: Path  # where transformers saved it; must not change
     params: dict  # as our code loads it
     cfg: model.ModelConfig
@@ -78,14 +146,15 @@ class HFModel(NamedTuple):
 
 @cache
 def hf_model(name):
-    """Make a Qwen2 of transformers with random weights, save it, and load it with our code."""
+    """Make a model of transformers with random weights, save it, and load it with our code."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     # In one process with JAX, several threads of PyTorch wait for each other, and are a hundred
     # times slower than one.
     torch.set_num_threads(1)
-    config = transformers.Qwen2Config(eos_token_id=None, **HF_MODELS[name])
-    theirs = transformers.Qwen2ForCausalLM(config)
+    fields = (HF_MODELS | SLOW_HF_MODELS)[name]
+    config = transformers.AutoConfig.for_model(**fields, eos_token_id=None, bos_token_id=None)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     rng = np.random.default_rng(1)
     for key, p in theirs.named_parameters():
         weight = random_weight(rng, key, tuple(p.shape), config.hidden_size)
@@ -96,6 +165,10 @@ def hf_model(name):
     if name == "untied":
         # Write the config as transformers 4 did, and as Qwen published it.
         old = dict(rope_parameters=None, rope_theta=5e3, head_dim=None, tie_word_embeddings=None)
+        edit(directory / "config.json", old)
+    if name == "llama3":
+        # As Meta published it.
+        old = dict(rope_parameters=None, rope_scaling=SCALING, rope_theta=5e5)
         edit(directory / "config.json", old)
     return HFModel(theirs, directory, *load(directory), owner)
 
@@ -110,15 +183,64 @@ def assert_trees_equal(found, wanted):
     jax.tree.map(assert_array_equal, found, wanted)
 
 
-def test_logits_equal_transformers(record_property):
-    errors = {}
-    for name in HF_MODELS:
-        saved = hf_model(name)
-        tokens = random_prompts(saved.cfg, (24, 24, 24))
-        wanted = hf_logits(saved.theirs, tokens)
-        assert 1 < wanted.std() < 5, f"degenerate logits, deviation {wanted.std()}"
-        errors[name] = abs(logits(saved.params, saved.cfg, tokens) - wanted).max()
-    check_errors(errors, 1e-4, record_property)
+def eight_devices(cfg):
+    """Returns a mesh over eight devices, with all axes if the key/value heads can be split."""
+    return mesh(2, 2, 2) if cfg.K % 2 == 0 and cfg.N % 2 == 0 else mesh(2, 4, 1)
+
+
+def logit_error(found, wanted):
+    """The largest difference, as a fraction of the largest logit, which is about 10."""
+    return abs(found - wanted).max() / abs(wanted).max()
+
+
+def tier_of_models(*default):
+    """Returns pytest's parameters: these models in the default tier, and all others in slow."""
+    others = [name for name in HF_MODELS | SLOW_HF_MODELS if name not in default]
+    return by_tier({name: name for name in default}, {name: name for name in others})
+
+
+@pytest.mark.parametrize("name", tier_of_models(*HF_MODELS))
+def test_logits_equal_transformers(name, record_property):
+    """Logits of the training forward, on one device and on eight."""
+    saved = hf_model(name)
+    tokens = random_prompts(saved.cfg, [33] * 8)
+    wanted = hf_logits(saved.theirs, tokens)
+    assert 1 < wanted.std() < 5, f"degenerate logits, deviation {wanted.std()}"
+    on = eight_devices(saved.cfg)
+    sharded, _ = load(saved.directory, on)
+    errors = {
+        "one device": logit_error(logits(saved.params, saved.cfg, tokens), wanted),
+        "eight devices": logit_error(logits(sharded, saved.cfg, tokens, on), wanted),
+    }
+    check_errors(errors, 2e-5, record_property)
+
+
+@pytest.mark.parametrize("name", tier_of_models("qwen3", "llama3"))
+def test_cached_logits_equal_transformers(name, record_property):
+    """Logits of a prefill and of tokens decoded one by one, on eight devices."""
+    saved = hf_model(name)
+    tokens = random_prompts(saved.cfg, [33] * 8)
+    on = eight_devices(saved.cfg)
+    params, _ = load(saved.directory, on)
+    kind = "tp" if on.shape["tp"] > 1 else "fsdp"
+    found = cached_logits(params, saved.cfg, tokens, on, kind)
+    # The prefill gives the logits after the last token of the prompt.
+    wanted = hf_logits(saved.theirs, tokens)[:, -found.shape[1] :]
+    check_errors({"logits": logit_error(found, wanted)}, 2e-5, record_property)
+
+
+@pytest.mark.parametrize("name", ["tied", "qwen3", "llama", "llama3"])
+def test_final_loads_in_transformers_as_its_own_class(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    saved = hf_model(name)
+    on = eight_devices(saved.cfg)
+    params, _ = load(saved.directory, on)
+    hf.write_final(str(tmp_path), saved.directory, params, saved.cfg, on, about={})
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    architecture = {"tied": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    assert type(again).__name__ == architecture.get(name, "LlamaForCausalLM")
+    tokens = random_prompts(saved.cfg, (11, 11))
+    assert_array_equal(hf_logits(again, tokens), hf_logits(saved.theirs, tokens))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +262,7 @@ def test_saved_checkpoint_loads_in_transformers(name, file_bytes, tmp_path, reco
         assert len(tensors) == 1 or size <= file_bytes
     record_property("files", len(files))
 
-    again = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens = random_prompts(saved.cfg, (11, 11))
     assert_array_equal(hf_logits(again, tokens), hf_logits(saved.theirs, tokens))
     assert_trees_equal(load(tmp_path)[0], params)
@@ -189,6 +311,20 @@ def test_published_sizes(tmp_path, record_property):
     record_property("parameter counts equal", len(PARAMETERS))
 
 
+def test_sizes_of_qwen3_equal_transformers(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = [size for size in SIZES if size.startswith("Qwen3")]
+    assert len(sizes) == 6
+    for size in sizes:
+        config = transformers.AutoConfig.from_pretrained(write_config(tmp_path, size))
+        # On this device, parameters have sizes but no values.
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(config)
+        cfg = hf.read_config(tmp_path)
+        assert cfg.n_params == model_of_size(size).n_params == theirs.num_parameters(), size
+
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -196,6 +332,9 @@ NORM = "model.norm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 YARN = {"rope_type": "yarn", "factor": 4.0}
 PLAIN = {"rope_type": "default"}
+# The tiny Qwen2, as if it were of another family.
+QWEN3_TINY = dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=32)
+LLAMA_TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"])
 INFINITE = np.ones(128, np.float32)
 INFINITE[127] = np.inf
 
@@ -213,10 +352,23 @@ CONFIG_REFUSALS = [
     (b"\xff{}", "not readable"),
     (b"\xef\xbb\xbf{}", "BOM"),
     (b"[]", "config.json holds a list"),
-    (dict(model_type="llama"), "llama"),
+    (dict(model_type="qwen3_moe"), "model_type 'qwen3_moe'; only qwen2, qwen3, llama are"),
+    (dict(model_type="mistral"), "model_type 'mistral'"),
     (dict(model_type=None), "model_type"),
+    (dict(model_type="llama"), "architectures ['Qwen2ForCausalLM']; only LlamaForCausalLM is"),
     (dict(architectures=["Qwen2ForRewardModel"]), "Qwen2ForRewardModel"),
-    (dict(rope_scaling=YARN), "yarn"),
+    (QWEN3_TINY | dict(attention_bias=True), "attention_bias = true"),
+    (QWEN3_TINY, "lacks the tensor model.layers.0.self_attn.q_norm.weight"),
+    (LLAMA_TINY | dict(attention_bias=True), "attention_bias = true"),
+    (LLAMA_TINY | dict(mlp_bias=True), "mlp_bias = true"),
+    (LLAMA_TINY, "the tensor model.layers.0.self_attn.k_proj.bias (6 such) that its config.json"),
+    (dict(rope_scaling=YARN), "rope scaling yarn; only"),
+    (dict(rope_scaling=LLAMA3_ROPE), "rope_theta [500000.0, 10000.0]"),
+    (dict(rope_parameters=PLAIN, rope_scaling={"type": "llama3"}), "['default', 'llama3']"),
+    (dict(rope_scaling=SCALING | {"factor": None}), "factor = None"),
+    (dict(rope_scaling=SCALING | {"high_freq_factor": 1}), "must be below"),
+    (dict(rope_scaling=SCALING | {"beta_fast": 32}), "beta_fast"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
     (dict(rope_scaling="yarn"), "usable"),
     (dict(rope_scaling={"type": "linear", "factor": 2}), "linear"),
     (dict(rope_parameters=YARN | {"rope_theta": 1e4}), "yarn"),
@@ -409,6 +561,7 @@ class Way(NamedTuple):
 
 
 TWO_LAYERS = dataclasses.replace(TIED, L=2)
+TWO_LAYERS_OF_QWEN3 = dataclasses.replace(QWEN3, L=2)
 LONG = dataclasses.replace(TWO_LAYERS, H=64, N=2, K=1)  # splash needs heads of 64
 # With 100 or 200 rows, a device computes three rows at a time, and skips rows without tokens.
 # fmt: off
@@ -416,6 +569,7 @@ WAYS = {
     "one device": Way(TWO_LAYERS, 9, 100, (1, 1, 1)),
     "all axes, dots": Way(TWO_LAYERS, 9, 100, (2, 2, 2), remat="dots"),
     "untied, fsdp and tp": Way(UNTIED, 6, 200, (1, 4, 2)),
+    "qwen3, all axes": Way(TWO_LAYERS_OF_QWEN3, 9, 100, (2, 2, 2), remat="dots"),
     "two blocks of queries": Way(LONG, 600, 2, (1, 1, 1)),
     "splash": Way(LONG, 130, 2, (2, 1, 1), attention="splash"),
 }
@@ -425,6 +579,8 @@ SLOW_WAYS = {
     "all axes": Way(TWO_LAYERS, 9, 100, (2, 2, 2)),
     "all axes, none": Way(TWO_LAYERS, 9, 100, (2, 2, 2), remat="none"),
     "untied, fsdp": Way(UNTIED, 6, 200, (1, 8, 1)),
+    "qwen3, all axes, none": Way(TWO_LAYERS_OF_QWEN3, 9, 100, (2, 2, 2), remat="none"),
+    "llama, all axes": Way(LLAMA, 6, 200, (2, 2, 2)),
     "untied, dp and fsdp": Way(UNTIED, 6, 200, (2, 4, 1)),
 }
 # fmt: on

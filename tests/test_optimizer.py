@@ -34,6 +34,7 @@ def test_vectors_do_not_decay():
     param = np.float32([1.0, -2.0])
     no_gradient = np.zeros_like(param)
     decays = {"layers/wq_LDNH": 0.1, "layers/bq_LNH": 0.0, "norm_D": 0.0}
+    decays |= {"layers/q_norm_LH": 0.0, "layers/k_norm_LH": 0.0}
     for name, decay in decays.items():
         optimizer = train.optimizer(cfg, name)
         direction, _ = optimizer.update(no_gradient, optimizer.init(param), param)

@@ -52,7 +52,10 @@ def greedy_answers(theirs, prompts, n, **stop):
     return answers[:, width:].tolist()
 
 
-@pytest.mark.parametrize("name, has_stops", [("tied", False), ("untied", True)])
+@pytest.mark.parametrize(
+    "name, has_stops",
+    [("tied", False), ("untied", True), ("qwen3", False), ("llama", True), ("llama3", False)],
+)
 def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_property):
     """Greedy answers to prompts of different lengths equal those of transformers, also if two stop
     ids end rows early."""

@@ -3,7 +3,7 @@
 
 Programs are compiled but not run, so the devices may be absent, and the model needs only its
 config.json. The other flags are train.py's. The last line names the largest micro-batch that fits.
-`--table` plans all Qwen2.5 models on ten types of devices, and prints a table.
+`--table` plans all Qwen2.5 and Qwen3 models on ten types of devices, and prints a table.
 """
 
 import argparse

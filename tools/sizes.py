@@ -1,26 +1,32 @@
-"""Shapes of models by name: the embedded default, Qwen2.5, and one size in between."""
+"""Shapes of models by name: the embedded default, one size for CPUs, Qwen2.5 and Qwen3."""
 
-from model import ModelConfig
+from model import FAMILIES, ModelConfig
 
-# The columns are V D F N K H L tied. "tiny" is the embedded default, "45M" suits a CPU, and the
-# others are Qwen2.5.
+# The columns are V D F N K H L tied family. "tiny" is the embedded default, and "45M" suits a CPU.
+# Sizes without the name of a family are Qwen2.5.
 # fmt: off
 SIZES = {
-    "tiny": (320, 128, 256, 4, 2, 32, 2, 1),
-    "45M": (151936, 256, 1024, 4, 2, 64, 6, 1),
-    "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1),
-    "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1),
-    "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1),
-    "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0),
-    "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0),
-    "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0),
+    "tiny": (320, 128, 256, 4, 2, 32, 2, 1, "qwen2"),
+    "45M": (151936, 256, 1024, 4, 2, 64, 6, 1, "qwen2"),
+    "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1, "qwen2"),
+    "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1, "qwen2"),
+    "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1, "qwen2"),
+    "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0, "qwen2"),
+    "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0, "qwen2"),
+    "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0, "qwen2"),
+    "Qwen3-0.6B": (151936, 1024, 3072, 16, 8, 128, 28, 1, "qwen3"),
+    "Qwen3-1.7B": (151936, 2048, 6144, 16, 8, 128, 28, 1, "qwen3"),
+    "Qwen3-4B": (151936, 2560, 9728, 32, 8, 128, 36, 1, "qwen3"),
+    "Qwen3-8B": (151936, 4096, 12288, 32, 8, 128, 36, 0, "qwen3"),
+    "Qwen3-14B": (151936, 5120, 17408, 40, 8, 128, 40, 0, "qwen3"),
+    "Qwen3-32B": (151936, 5120, 25600, 64, 8, 128, 64, 0, "qwen3"),
 }
 # fmt: on
 
 
 def model_of_size(name: str) -> ModelConfig:
     """Returns the config of a model in SIZES, without what depends on the tokenizer."""
-    V, D, F, N, K, H, L, tied = SIZES[name]
+    V, D, F, N, K, H, L, tied, family = SIZES[name]
     return ModelConfig(
         V=V,
         D=D,
@@ -35,4 +41,6 @@ def model_of_size(name: str) -> ModelConfig:
         max_positions=32768,
         # Without stop tokens every row decodes its full length.
         stop_ids=(),
+        qkv_bias=FAMILIES[family].qkv_bias,
+        qk_norm=FAMILIES[family].qk_norm,
     )

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from tools import remembered
 from tools.sizes import model_of_size
 
-MODELS = "0.5B", "1.5B", "3B", "7B", "14B", "32B"
 # fmt: off
+MODELS = ("0.5B", "1.5B", "3B", "7B", "14B", "32B",
+          "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
 TYPES = ("a100-8", "h100-1", "h100-8", "h200-1", "v4-16", "v5litepod-16", "v5p-16", "v6e-8",
          "v6e-16", "v6e-64")
 # fmt: on

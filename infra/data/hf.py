@@ -28,8 +28,8 @@ from infra.host.files import CheckpointError
 
 # ---------------------------------------------------------------- config
 def read_config(directory: str) -> model.ModelConfig:
-    """Returns the ModelConfig of a Hugging Face directory. Raises CheckpointError for any model but
-    a dense Qwen2; the message names the file, what it has and what is supported."""
+    """Returns the ModelConfig of a Hugging Face directory. Raises CheckpointError for a model that
+    model.py does not compute; the message names the file, what it has and what is supported."""
     path = os.path.join(directory, "config.json")
     config = files.read_json(path)
     # This optional file may name more token ids that end an answer.
@@ -57,7 +57,7 @@ class Tensor(NamedTuple):
 def hf_tensors(cfg: model.ModelConfig) -> Iterator[Tensor]:
     """Yields every tensor of a Hugging Face model of this shape, in the order of our parameters."""
     for parameter in model.shapes(cfg):
-        hf_name, dimensions = model.TENSORS[parameter]
+        hf_name, dimensions, _ = model.TENSORS[parameter]
         # "NH D" is a matrix [N * H, D].
         hf_shape = tuple(
             math.prod(getattr(cfg, letter) for letter in dimension)
@@ -175,7 +175,8 @@ class ModelFiles:
         ]
         if extra:
             raise CheckpointError(
-                f"{directory} has the tensor {extra[0]} ({len(extra)} such), not Qwen2's"
+                f"{directory} has the tensor {extra[0]} ({len(extra)} such) that its config.json "
+                "does not call for"
             )
 
     def read(self, parameter: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -193,7 +194,7 @@ class ModelFiles:
     def read_tensor(self, parameter, layer, index):
         """Returns part of one layer of a parameter, or of a parameter without layers, as a float32
         view with its dimensions in our order."""
-        hf_name, dimensions = model.TENSORS[parameter]
+        hf_name, dimensions, _ = model.TENSORS[parameter]
         hf_name = hf_name.format(layer)
         letters = model.letters(parameter).lstrip("L")
         # Translate the slices of our dimensions into slices of the tensor's, in its order.
@@ -330,7 +331,7 @@ def compiled_gather(mesh, dtype):
     @partial(jax.jit, static_argnames=("name", "shape"), out_shardings=NamedSharding(mesh, P()))
     def gather(a, i, name, shape):
         letters = model.letters(name).lstrip("L")
-        _, dimensions = model.TENSORS[name]
+        _, dimensions, _ = model.TENSORS[name]
         hf_letters = dimensions.replace(" ", "")
         # With --offload params, the parameter is in the host's memory.
         a = jax.device_put(a if i is None else a[i], model.DEVICE)

@@ -22,7 +22,7 @@ from model import DEVICE, HOST
 
 def is_vector(name: str) -> bool:
     """Whether a parameter is the scale of a norm or a bias, not a matrix."""
-    return model.letters(name) in ("D", "LD", "LNH", "LKH")
+    return model.letters(name) in ("D", "LD", "LH", "LNH", "LKH")
 
 
 def memory_of(name: str, offload: str) -> tuple:
