@@ -422,7 +422,7 @@ TOKENS_AT_ONCE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class ForwardOptions:
     """Options of the training forward."""
 
     dtype: str  # compute dtype
@@ -454,7 +454,7 @@ def gather_layer(shards):
 def with_gradients_to(w, masters):
     """Returns (w, masters) unchanged. The backward adds w's gradients to masters', in float32.
 
-    w: masters rounded to the compute dtype, for the forward. Values of masters are never read.
+    w: a layer's weights in the compute dtype. masters: the same in float32, see `forward`.
     """
     return w, masters
 
@@ -494,11 +494,11 @@ def split_rows(a, chunk):
     return jnp.pad(a, padding).reshape(-1, chunk, *a.shape[1:])
 
 
-def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
+def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, options):
     """Run `layer` on a chunk of rows, or skip a chunk without tokens. Returns (x_BTD, masters)."""
 
     def attend(q, k, v):
-        return how.attend(q, k, v, segments_BT), None
+        return options.attend(q, k, v, segments_BT), None
 
     def run(x_BTD, masters):
         own_w, masters = with_gradients_to(w, masters)
@@ -516,14 +516,14 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, how):
     return jax.lax.cond(has_tokens, run, leave_out, x_BTD, masters)
 
 
-def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, how):
+def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, options):
     """`forward` for one device's rows, with its shards of the parameters."""
     B, T = tokens_BT.shape
     chunk = rows_at_once(B, T)
     positions = split_rows(positions_BT, chunk)
     segments = split_rows(segments_BT, chunk)
-    remat = partial(jax.checkpoint, policy=REMAT[how.remat], prevent_cse=False)
-    run_chunk = remat(partial(layer_of_chunk, cfg=cfg, how=how))
+    remat = partial(jax.checkpoint, policy=REMAT[options.remat], prevent_cse=False)
+    run_chunk = remat(partial(layer_of_chunk, cfg=cfg, options=options))
 
     # Remat the whole layer as well as each chunk, so that gathered weights are not kept.
     @remat
@@ -531,10 +531,9 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
         masters, layer_at_rest = one_layer
         # Weights are rounded before the all-gather: in bfloat16 it takes half the time.
         w = jax.device_put(layer_at_rest, DEVICE)
-        w = gather_layer({name: a.astype(how.dtype) for name, a in w.items()})
-        # Nothing reads the values of `masters`, so this gathers nothing in the forward pass. It is
-        # here for their float32 gradients, which pass from chunk to chunk: each computed chunk adds
-        # to them.
+        w = gather_layer({name: a.astype(options.dtype) for name, a in w.items()})
+        # This gathers nothing, since nothing reads the result. Its backward reduce-scatters the
+        # gradients, to which each computed chunk has added in float32.
         masters = gather_layer(masters)
 
         def next_chunk(masters, rows):
@@ -546,29 +545,32 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
         return x, None
 
     with jax.named_scope("embed"):
-        x_BTD = look_up(params["embed_VD"], tokens_BT, how.dtype)
+        x_BTD = look_up(params["embed_VD"], tokens_BT, options.dtype)
     with jax.named_scope("layers"):
         layers = params["layers"], at_rest
         x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), layers)
     x_BTD = x.reshape(-1, T, cfg.D)[:B]
     # Remat the norm: its backward pass would otherwise keep float32 hidden states.
     norm = jax.checkpoint(rms_norm, static_argnums=2)
-    return norm(x_BTD, params["norm_D"].astype(how.dtype), cfg.rms_eps)
+    return norm(x_BTD, params["norm_D"].astype(options.dtype), cfg.rms_eps)
 
 
-def forward(params, cfg, mesh, rows, how, at_rest=None):
-    """Hidden states after the last norm, [B, T, D] in how.dtype; multiply by `head` for logits.
+def forward(params, cfg, mesh, rows, options, at_rest=None):
+    """Hidden states after the last norm, [B, T, D] in options.dtype; multiply by `head` for logits.
 
     Differentiate with respect to `params`: gradients come reduce-scattered, in float32. The
-    backward pass keeps the inputs of all layers, [L, B, T, D], and what how.remat keeps.
+    backward pass keeps the inputs of all layers, [L, B, T, D], and what options.remat keeps.
 
     rows: `tokens`, `positions`, `segments`, int32 [B, T]. A token attends to tokens of its own
     segment at or before it in its row. Segment 0 is padding; chunks of nothing but padding are
     skipped.
 
-    at_rest: params["layers"] as they are stored; with --offload params in host memory, from where
-    they are fetched layer by layer. params["layers"] then serves only for gradients: its values are
-    neither read nor copied.
+    Layers are passed twice, because --offload params keeps them in host memory. `at_rest` is
+    params["layers"] as they are stored: the forward fetches one layer after the other from there.
+    params["layers"], the masters, only receive gradients. JAX puts gradients where the
+    differentiated argument is, and they are needed on the devices. But nothing reads the values of
+    the masters, so XLA never copies them from the host. `with_gradients_to` hands gradients over
+    from the weights that a layer reads to its masters. Without at_rest, both are the same arrays.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cfg, mesh))
     specs.pop("head_VD", None)
@@ -578,7 +580,7 @@ def forward(params, cfg, mesh, rows, how, at_rest=None):
     # pass, the transpose of a psum is a psum of such parts.)
     by_row = P(ROWS)
     run = jax.shard_map(
-        partial(forward_on_device, cfg=cfg, how=how),
+        partial(forward_on_device, cfg=cfg, options=options),
         mesh=mesh,
         in_specs=(specs, specs["layers"], by_row, by_row, by_row),
         out_specs=by_row,

@@ -455,11 +455,11 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
     """Run the model on packed rows. Returns (hidden states [N, D], LM head [V, D], targets [N]).
 
     params: the parameters on the devices; gradients are with respect to these. at_rest: the same
-    parameters in the memory where --offload keeps them.
+    parameters in the memory where --offload keeps them (model.forward says why both).
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
-    how = model.How(cfg.dtype, attend, cfg.remat)
-    hidden = model.forward(params, model_cfg, mesh, rows, how, at_rest["layers"])
+    options = model.ForwardOptions(cfg.dtype, attend, cfg.remat)
+    hidden = model.forward(params, model_cfg, mesh, rows, options, at_rest["layers"])
     # The loss treats tokens independently, so flatten the rows.
     hidden_ND = hidden.reshape(-1, model_cfg.D)
     targets_N = rows["targets"].reshape(-1)

@@ -203,8 +203,8 @@ def load(directory, on=None):
 
 
 @cache
-def compiled_forward(cfg, on, how):
-    return jax.jit(lambda params, rows: model.forward(params, cfg, on, rows, how))
+def compiled_forward(cfg, on, options):
+    return jax.jit(lambda params, rows: model.forward(params, cfg, on, rows, options))
 
 
 def hidden_states(params, cfg, rows, positions=None, segments=None, width=None, on=None):
@@ -218,8 +218,8 @@ def hidden_states(params, cfg, rows, positions=None, segments=None, width=None, 
         padded[name] = np.zeros((len(rows), width), np.int32)
         for i, values in enumerate(lists):
             padded[name][i, : len(values)] = values
-    how = model.How("float32", attention.blockwise)
-    return compiled_forward(cfg, on or mesh(), how)(params, padded)
+    options = model.ForwardOptions("float32", attention.blockwise)
+    return compiled_forward(cfg, on or mesh(), options)(params, padded)
 
 
 def logits(params, cfg, tokens, on=None):

@@ -532,10 +532,11 @@ def test_bfloat16_forward_is_close(record_property):
         segments=np.ones((1, 24), np.int32),
     )
     exact, rounded = (
-        np.asarray(
-            compiled_forward(TIED, mesh(), model.How(dtype, attention.blockwise))(params, rows)
+        np.asarray(compiled_forward(TIED, mesh(), options)(params, rows))
+        for options in (
+            model.ForwardOptions("float32", attention.blockwise),
+            model.ForwardOptions("bfloat16", attention.blockwise),
         )
-        for dtype in ("float32", "bfloat16")
     )
     assert rounded.dtype == ml_dtypes.bfloat16
     check_errors({"hidden": relative(rounded, exact)}, 0.06, record_property, "relative error")
@@ -609,11 +610,11 @@ def forward_and_back(way):
     """Returns the jitted function (params, rows, d_hidden) -> (hidden states, gradients)."""
     on = mesh(*way.dims)
     attend = attention.segment_attention(way.attention, "cpu")
-    how = model.How("float32", attend, way.remat)
+    options = model.ForwardOptions("float32", attend, way.remat)
 
     def run(params, rows, d_hidden):
         def forward(params):
-            return model.forward(params, way.cfg, on, rows, how)
+            return model.forward(params, way.cfg, on, rows, options)
 
         hidden, pull = jax.vjp(forward, params)
         return hidden, pull(d_hidden)[0]

@@ -143,8 +143,8 @@ def uncached_step(params, tokens_BT, lengths_B, key, t):
         positions=jnp.tile(jnp.arange(T), (B, 1)),
         segments=jnp.ones((B, T), jnp.int32),
     )
-    how = model.How("float32", attention.blockwise)
-    hidden_BTD = model.forward(params, CFG, mesh(), rows, how)
+    options = model.ForwardOptions("float32", attention.blockwise)
+    hidden_BTD = model.forward(params, CFG, mesh(), rows, options)
     last_BD = hidden_BTD[jnp.arange(B), lengths_B - 1]
 
     def uniform(row):
