@@ -96,7 +96,7 @@ FAMILIES = {
 def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     """The ModelConfig for a Hugging Face config.json.
 
-    generation: the content of generation_config.json, whose stop ids take precedence, or {}.
+    generation: the content of generation_config.json, which may name more stop ids, or {}.
     Raises NotImplementedError for a model that this file does not compute, and ValueError,
     TypeError or other exceptions for malformed values.
     """
@@ -106,9 +106,12 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     N = number(config, "num_attention_heads")
     D = number(config, "hidden_size")
     V = number(config, "vocab_size")
-    stop_ids = (config | generation).get("eos_token_id")
-    if not isinstance(stop_ids, list):
-        stop_ids = [] if stop_ids is None else [stop_ids]
+    stop_ids = []
+    for source in (config, generation):
+        ids = source.get("eos_token_id")
+        if not isinstance(ids, list):
+            ids = [] if ids is None else [ids]
+        stop_ids += [i for i in ids if i not in stop_ids]
     if not all(type(i) is int and 0 <= i < V for i in stop_ids):
         raise ValueError(f"eos_token_id = {stop_ids} is not of vocab_size = {V}")
     rope = {name: values[0] for name, values in rope_settings(config).items()}

@@ -35,7 +35,7 @@ from infra.data.questions import is_file, load_questions, question_order
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
 from infra.host.processes import all_gather_processes, connect, host_count, run_process
-from infra.rollout.engine import Engine, answer_tokens, with_stop_id
+from infra.rollout.engine import Engine, answer_tokens, with_stop_ids
 from infra.rollout.layouts import LAYOUTS
 from infra.rollout.sampling import Sampling
 from infra.run import flags
@@ -66,7 +66,7 @@ class Config:
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config] | directory | .jsonl .json .csv .parquet
     columns: str = ""  # question=...,answer=... of data and eval_data; "" = find by usual names
     eval_data: str = ""  # held-out questions, as data; "" = the held-out part of data | none
-    system: str = SYSTEM  # system prompt, for Qwen's tokenizer
+    system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
     steps: Steps = 200  # GRPO steps
@@ -783,10 +783,9 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     # The model's config and tokenizer, but not its weights yet.
     model_dir = model_directory(cfg, "*.json", "*.txt", "*.jinja")
     model_cfg = hf.read_config(model_dir)
-    tokenizer, end_of_turn = load_tokenizer(model_dir)
-    largest_id = max(tokenizer.get_vocab().values())
-    check_sizes(cfg, model_cfg, mesh, largest_id + 1)
-    model_cfg = with_stop_id(model_cfg, end_of_turn)
+    tokenizer = load_tokenizer(model_dir)
+    check_sizes(cfg, model_cfg, mesh, tokenizer.size)
+    model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
     # The data: questions to ask, examples to imitate, held-out questions.
     questions = load_questions(cfg.data, False, tokenizer, cfg)

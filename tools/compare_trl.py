@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 import train
-from infra.data import hf, rewards
-from infra.data.chat import chat, load_tokenizer
+from infra.data import columns, hf, rewards
+from infra.data.chat import load_tokenizer
 from infra.data.questions import load_questions, question_order
 from infra.host.console import check, say
 from tools import runs
@@ -142,11 +142,12 @@ def train_with_trl(cfg: train.Config) -> None:
     import transformers
     import trl
 
-    tokenizer, end_of_turn = load_tokenizer(cfg.model)
-    stop_ids = {*hf.read_config(cfg.model).stop_ids, end_of_turn}
+    tokenizer = load_tokenizer(cfg.model)
+    stop_ids = {*hf.read_config(cfg.model).stop_ids, *tokenizer.stop_ids}
     questions = load_questions(cfg.data, False, tokenizer, cfg)
     order = question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
-    prompts = [chat(cfg.system, questions[i]["question"]) for i in order]
+    asked = [columns.messages_of(questions[i], cfg.system) for i in order]
+    prompts = [tokenizer.render(messages) for messages in asked]
     scorer = Scorer(questions, tokenizer, stop_ids)
 
     theirs = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -170,9 +171,10 @@ def train_with_trl(cfg: train.Config) -> None:
             if step in evaluated_steps(cfg):
                 directory = f"{cfg.out}/step_{step}"
                 policy.save_pretrained(directory)
-                # Take config and tokenizer from the original checkpoint.
-                for path in Path(cfg.model).glob("*.json"):
-                    shutil.copy(path, directory)
+                # Take config, tokenizer and chat template from the original checkpoint.
+                for path in Path(cfg.model).iterdir():
+                    if path.suffix in (".json", ".jinja"):
+                        shutil.copy(path, directory)
             # Saving is not timed.
             self.began = time.time()
 

@@ -122,9 +122,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of problems and weights")
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
-    _, end_of_turn = load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer)
     stop_id = MODEL["eos_token_id"]
-    check(end_of_turn == stop_id, f"<|im_end|> is {end_of_turn}, not {stop_id} as in Qwen2.5")
+    check(
+        stop_id in tokenizer.stop_ids,
+        f"answers end with token {tokenizer.stop_ids}, not {stop_id} as in Qwen2.5",
+    )
 
     parts = problems(args.seed)
     write_model(f"{args.out}/model", args.tokenizer, args.seed)

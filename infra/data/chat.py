@@ -1,53 +1,212 @@
-"""Prompts as text: the chat template, and the tokenizer that turns the text into token ids."""
+"""A model's tokenizer and chat template: messages become text, and text becomes token ids."""
 
+import json
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
 
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
 import tokenizers
 
-from infra.data import columns
-from infra.host.console import check, exit_on
+from infra.host import files
+from infra.host.console import check, exit_on, say
 
-# No prompt may contain these: chat marks would end it early, and surrogates are half a character.
-MARKS = r"<\|(?:im_start|im_end|endoftext)\|>|[\ud800-\udfff]"
-
-
-# The tiny model is saved with this ChatML template, for other programs that load it. Qwen's own
-# tokenizers come with a template.
+# ChatML, the template of the tiny model and of tokenizers that come without one. If no system
+# message is sent, an empty one stands in its place, as in Qwen2.5's template a text of its own.
 CHAT_TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# The names by which templates write special tokens, as in tokenizer_config.json.
+TOKEN_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+# No tokenizer encodes surrogates, which are half a character.
+HALF_CHARACTER = "[\ud800-\udfff]"
 
 
-def chat(system: str, question: str) -> str:
-    """Qwen's chat template, ChatML: the system and user messages, and the start of the answer."""
-    return render(columns.messages_of({"question": question}, system))
+# ---------------------------------------------------------------- the tokenizer
+@dataclass(frozen=True)
+class Tokenizer:
+    """The tokenizer of a model, with its chat template."""
+
+    directory: str  # the model's, for messages
+    bpe: tokenizers.Tokenizer
+    special: str  # regular expression of the special tokens' texts
+    named: dict[str, str]  # {"eos_token": its text, ...}, for the template
+    template: jinja2.Template
+
+    def render(self, messages: Sequence[dict], answered: bool = False) -> str:
+        """The text of messages, up to the start of the answer. answered: the messages end with the
+        answer instead. Exits with code 2 if the template refuses them or fails."""
+        fix = ""
+        if messages[0]["role"] == "system":
+            fix = ' (if it takes no system message, give --system "")'
+        with exit_on(Exception, f"the chat template of {self.directory} fails{fix}"):
+            # Some templates look at tools and documents, which no prompt has here.
+            return self.template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=not answered,
+                **self.named,
+            )
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text."""
+        # The template has all special tokens that a prompt needs.
+        encoded = self.bpe.encode_batch(texts, add_special_tokens=False)
+        return [text.ids for text in encoded]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return self.bpe.decode(ids)
+
+    @property
+    def size(self) -> int:
+        """The largest token id, plus 1."""
+        return max(self.bpe.get_vocab().values()) + 1
+
+    @property
+    def refused(self) -> str:
+        """Regular expression of what no question may contain. A special token would end the
+        question early."""
+        return f"{self.special}|{HALF_CHARACTER}"
+
+    @cached_property
+    def end(self) -> str:
+        """The token that ends an answer: the special token that the template writes after one, or
+        else the tokenizer's eos."""
+        asked = {"role": "user", "content": "What is 2 + 3?"}
+        answer = "It is 5."
+        text = self.render([asked, {"role": "assistant", "content": answer}], answered=True)
+        _, found, rest = text.rpartition(answer)
+        written = re.match(rf"\s*({self.special})", rest)
+        if found and written:
+            return written[1]
+        return self.named.get("eos_token", "")
+
+    @property
+    def stop_ids(self) -> set[int]:
+        """The ids of the tokens that end an answer."""
+        ends = {self.end, self.named.get("eos_token", self.end)}
+        return {self.bpe.token_to_id(text) for text in ends}
 
 
-def render(messages: Sequence[dict]) -> str:
-    """The text of messages in ChatML, up to the start of the answer."""
-    turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
-    return "".join(turns) + "<|im_start|>assistant\n"
-
-
-def load_tokenizer(directory: str) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns (tokenizer, id of <|im_end|>). Exits with code 2 unless it is a Qwen2 tokenizer."""
+def load_tokenizer(directory: str) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory. Exits with code 2 if it cannot be used."""
     path = f"{directory}/tokenizer.json"
-    text = "<|im_start|>What is 2 + 3?<|im_end|>"
-    check(os.path.isfile(path), f"{path} is missing; a Qwen2's, with its model, is on the hub")
+    text = "What is 2 + 3?"
+    check(os.path.isfile(path), f"{path} is missing; the model's is on the hub")
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
-        tokenizer = tokenizers.Tokenizer.from_file(path)
+        bpe = tokenizers.Tokenizer.from_file(path)
         # The file may turn these on for other uses than training.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        start = tokenizer.token_to_id("<|im_start|>")
-        end = tokenizer.token_to_id("<|im_end|>")
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+        bpe.no_truncation()
+        bpe.no_padding()
+        decoded = bpe.decode(bpe.encode(text, add_special_tokens=False).ids)
+        added = bpe.get_added_tokens_decoder().values()
+    check(decoded == text, f"{path} makes {decoded!r} of {text!r}: not the tokenizer of a model")
+
+    # The longest comes first, as one special token may begin with another.
+    special = sorted((t.content for t in added if t.special), key=len, reverse=True)
+    # This expression matches nothing.
+    pattern = "|".join(map(re.escape, special)) or "(?!)"
+    named = named_tokens(read_config(directory))
+    source = template_of(directory) or CHAT_TEMPLATE
+    with exit_on(Exception, f"the chat template of {directory} cannot be read"):
+        template = compile_template(source)
+    tokenizer = Tokenizer(directory, bpe, pattern, named, template)
     check(
-        ids[:1] == [start] and ids[-1:] == [end] and decoded == text,
-        f"{path} makes {decoded!r} of {text!r}, or has no <|im_start|> and <|im_end|>: not the "
-        "tokenizer of a Qwen2",
+        None not in tokenizer.stop_ids,
+        f"{path} has no token {named.get('eos_token', tokenizer.end)!r} to end an answer; name a "
+        "token that it has as eos_token in tokenizer_config.json",
     )
-    return tokenizer, end
+    if "strftime_now" in source:
+        say(f"the chat template of {directory} writes today's date: prompts differ between days")
+    return tokenizer
+
+
+def read_config(directory: str) -> dict:
+    """The content of tokenizer_config.json, {} without one. Raises CheckpointError."""
+    path = f"{directory}/tokenizer_config.json"
+    return files.read_json(path) if os.path.exists(path) else {}
+
+
+def named_tokens(config: dict) -> dict[str, str]:
+    """{"eos_token": its text, ...} of a tokenizer_config.json."""
+    named = {}
+    for name in TOKEN_NAMES:
+        token = config.get(name)
+        # A token is its text, or a dict with its text and its options.
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            named[name] = text
+    return named
+
+
+# ---------------------------------------------------------------- the chat template
+def template_of(directory: str) -> str | None:
+    """The source of the chat template of a directory; None if it has none. Exits with code 2 if it
+    has several and none is the default."""
+    path = f"{directory}/chat_template.jinja"
+    if os.path.isfile(path):
+        with exit_on(Exception, f"{path} cannot be read"), open(path, encoding="utf-8") as f:
+            return f.read()
+    found = read_config(directory).get("chat_template")
+    # There may be several templates, with names.
+    if isinstance(found, list):
+        with exit_on(Exception, f"{directory}/tokenizer_config.json has no list of templates"):
+            found = {named["name"]: named["template"] for named in found}
+    if isinstance(found, dict):
+        names = ", ".join(map(str, found))
+        found = found.get("default")
+        check(
+            found is not None,
+            f"{directory} has the chat templates {names}, and no default; write the one to use "
+            "as chat_template.jinja",
+        )
+    return found
+
+
+class Generation(jinja2.ext.Extension):
+    """The block {% generation %}, which marks what an assistant writes. Its text is not changed."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """A chat template, which renders as in transformers' `apply_chat_template`.
+
+    A template comes from whoever published the model. jinja2's sandbox keeps it from everything
+    but the values that it is given. Raises jinja2.TemplateError.
+    """
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(source)
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # jinja2's own filter escapes characters of HTML.
+    options = dict(ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+    return json.dumps(value, separators=separators, **options)
+
+
+def raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -71,8 +71,9 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
 
 
 def messages_of(row: dict, system: str) -> Sequence[dict]:
-    """The messages of a row's prompt. A row's own system message replaces --system."""
+    """The messages of a row's prompt. A row's own system message replaces --system, and without
+    either none is sent."""
     turns = row.get("turns") or [{"role": "user", "content": row["question"]}]
-    if turns[0]["role"] == "system":
+    if turns[0]["role"] == "system" or not system:
         return turns
     return [{"role": "system", "content": system}, *turns]

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import model
+from infra.data import chat
 from infra.host import files
 from infra.host.files import CheckpointError
 
@@ -348,8 +349,9 @@ def write_final(
     mesh: Mesh,
     about: dict,
 ) -> None:
-    """Write OUT/final: the parameters, the other files of the model that training began from, and
-    podgrpo.json, which describes the training: its step, commit and system prompt.
+    """Write OUT/final: the parameters, the other files of the model that training began from, the
+    chat template if it had none, and podgrpo.json, which describes the training: its step, commit
+    and system prompt.
 
     The weights are written in the dtype that they came in. Every process must call this; process 0
     writes. The directory appears under its name once it is complete.
@@ -372,6 +374,9 @@ def write_final(
             # Copy config, tokenizer and chat template, but not an index, which is for old weights.
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(f"{source_directory}/{name}", unfinished)
+        if chat.template_of(source_directory) is None:
+            with open(f"{unfinished}/chat_template.jinja", "w", encoding="utf-8") as f:
+                f.write(chat.CHAT_TEMPLATE)
         files.write_json(f"{unfinished}/podgrpo.json", about)
         # safetensors creates files that other users may not read.
         for path in glob.glob(f"{unfinished}/*.safetensors"):

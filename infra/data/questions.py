@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tokenizers
 
 from infra.data import columns, hub
 from infra.data.answers import final_number
-from infra.data.chat import MARKS, chat, render
+from infra.data.chat import HALF_CHARACTER, Tokenizer
 from infra.data.tiny import arith
 from infra.host.console import check, exit_on, say
 from infra.host.processes import together
@@ -33,11 +32,14 @@ def is_file(name: str) -> bool:
     return os.path.splitext(name)[1] in FILE_KINDS
 
 
-def load_rows(name: str, held_out: bool, named: str = "") -> list[dict]:
+def load_rows(
+    name: str, held_out: bool, named: str = "", refused: str = HALF_CHARACTER
+) -> list[dict]:
     """The rows of a data set: arith, gsm8k, a file, a directory, or a data set of the hub.
 
-    named: --columns, for data whose columns have unusual names. Exits with code 2 if a row has no
-    question or answer, or if the data cannot be loaded.
+    named: --columns, for data whose columns have unusual names. refused: regular expression of what
+    no text may contain. Exits with code 2 if a row has no question or answer, or if the data cannot
+    be loaded.
     """
     if name == "arith":
         return arith(held_out)
@@ -53,7 +55,7 @@ def load_rows(name: str, held_out: bool, named: str = "") -> list[dict]:
             with exit_on(ValueError, "--columns cannot be used"):
                 chosen = columns.choose_columns(row, named)
         with exit_on_bad_row(name, number, row):
-            rows.append(check_row(columns.rename(row, chosen)))
+            rows.append(check_row(columns.rename(row, chosen), refused))
     check(rows, f"{name} is empty")
     if any(ours != theirs for ours, theirs in chosen.items()):
         say(f"{name}: " + ", ".join(f"{ours} = {theirs}" for ours, theirs in chosen.items()))
@@ -124,9 +126,9 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
     )
 
 
-def check_row(row: dict) -> dict:
+def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     """Returns a copy of the row in which the answer is a string, even if it was a number. Raises an
-    error if the row is malformed, or cannot be a prompt."""
+    error if the row is malformed, or has a text that matches `refused`."""
     # Copy the row; this raises if it is not a mapping.
     row = {**row}
     answer = row["answer"]
@@ -139,8 +141,8 @@ def check_row(row: dict) -> dict:
     contents = [(column, row[column]) for column in texts]
     contents += [("messages", turn["content"]) for turn in row.get("turns", [])]
     for column, text in contents:
-        if not isinstance(text, str) or not text.strip() or re.search(MARKS, text):
-            raise ValueError(f"{column} = {text!a:.50} is no text, or holds a mark of the chat")
+        if not isinstance(text, str) or not text.strip() or re.search(refused, text):
+            raise ValueError(f"{column} = {text!a:.50} is no text, or holds a special token")
     return row
 
 
@@ -152,36 +154,40 @@ def number_text(number: int | float) -> str:
 
 
 # ---------------------------------------------------------------- questions with their prompts
-def load_questions(
-    name: str, held_out: bool, tokenizer: tokenizers.Tokenizer, cfg: Any
-) -> list[dict]:
+def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) -> list[dict]:
     """The rows of a data set whose prompts have at most max_prompt tokens, with two new columns.
 
     `prompt` has the token ids of the chat template with the question. `demonstration_ids` has the
     token ids of the text that supervised steps imitate: the demonstration, or else the answer.
-    Exits with code 2 if no prompt is short enough.
+    Exits with code 2 if no prompt is short enough, or if a text holds a special token.
     """
     what = f"held out ({name})" if held_out else name
-    rows = load_rows(name, held_out, cfg.columns)
+    found = re.search(tokenizer.refused, cfg.system)
+    check(
+        not found,
+        f"system = {cfg.system[:50]!r} holds {found and found[0]!r}, a special token of "
+        f"{cfg.model}, which would end the system message; leave it out",
+    )
+    rows = load_rows(name, held_out, cfg.columns, tokenizer.refused)
     if held_out and cfg.eval_n:
         rows = rows[: cfg.eval_n]
 
     # Encode as token ids. The text to imitate ends with the token that ends an answer.
-    prompts = [render(columns.messages_of(row, cfg.system)) for row in rows]
-    demonstrations = [(row.get("demonstration") or row["answer"]) + "<|im_end|>" for row in rows]
+    prompts = [tokenizer.render(columns.messages_of(row, cfg.system)) for row in rows]
+    demonstrations = [(row.get("demonstration") or row["answer"]) + tokenizer.end for row in rows]
     with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
-        encoded_prompts = tokenizer.encode_batch(prompts, add_special_tokens=False)
-        encoded_demonstrations = tokenizer.encode_batch(demonstrations, add_special_tokens=False)
+        encoded_prompts = tokenizer.encode(prompts)
+        encoded_demonstrations = tokenizer.encode(demonstrations)
     questions = []
     encoded = zip(rows, encoded_prompts, encoded_demonstrations, strict=True)
     for row, prompt, demonstration in encoded:
-        if len(prompt.ids) <= cfg.max_prompt:
-            ids = {"prompt": prompt.ids, "demonstration_ids": demonstration.ids}
-            questions.append(row | ids)
+        if len(prompt) <= cfg.max_prompt:
+            questions.append(row | {"prompt": prompt, "demonstration_ids": demonstration})
 
     # Check that there are questions left.
-    shortest = min(len(prompt.ids) for prompt in encoded_prompts)
-    fixed = len(tokenizer.encode(chat(cfg.system, ""), add_special_tokens=False).ids)
+    shortest = min(map(len, encoded_prompts))
+    empty = tokenizer.render(columns.messages_of({"question": ""}, cfg.system))
+    fixed = len(tokenizer.encode([empty])[0])
     check(
         fixed < cfg.max_prompt,
         f"--system and the chat template alone take {fixed} tokens of max_prompt = "

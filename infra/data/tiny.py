@@ -5,8 +5,8 @@ import random
 
 import tokenizers
 
-from infra.data import hf
-from infra.data.chat import CHAT_TEMPLATE, chat
+from infra.data import columns, hf
+from infra.data.chat import CHAT_TEMPLATE, compile_template
 from infra.host import files
 
 # config.json of the tiny model: two layers, 0.3M parameters, random weights.
@@ -106,7 +106,12 @@ def tiny_tokenizer() -> tokenizers.ByteLevelBPETokenizer:
     split = pre_tokenizers.Split(words, "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    texts = [chat("", row["question"]) + row["answer"] for row in arith(False)[:99]]
+    template = compile_template(CHAT_TEMPLATE)
+    texts = []
+    for row in arith(False)[:99]:
+        messages = columns.messages_of(row, system="")
+        prompt = template.render(messages=messages, add_generation_prompt=True)
+        texts.append(prompt + row["answer"])
     tokenizer.train_from_iterator(
         texts,
         TINY_MODEL["vocab_size"],

@@ -13,13 +13,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra.data import hf
-from infra.data.chat import chat, load_tokenizer
+from infra.data import columns, hf
+from infra.data.chat import Tokenizer, load_tokenizer
 from infra.host.console import say
 from infra.host.processes import all_gather_processes, host_count
 from infra.rollout import decode_kernel, kv_cache, layouts, quantise
@@ -39,7 +38,7 @@ class Engine:
     them, `generate` decodes with them, and `unload` frees their memory."""
 
     model_cfg: ModelConfig
-    tokenizer: tokenizers.Tokenizer
+    tokenizer: Tokenizer
     layout: Layout
     dtype: str  # dtype of training's compute, and so of evaluations
     rollout_dtype: str  # dtype of rollouts in training, or int8
@@ -56,9 +55,9 @@ class Engine:
         Exits with code 2 if the directory holds no such model.
         """
         model_cfg = hf.read_config(directory)
-        tokenizer, end_of_turn = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory)
         # An answer ends with the turn, whatever the model's config says.
-        model_cfg = with_stop_id(model_cfg, end_of_turn)
+        model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
         # The mesh shards the weights over all devices, as in training by default.
         devices = np.array(jax.local_devices())
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
@@ -110,10 +109,8 @@ class Engine:
 
     def answer(self, questions: list[str], system: str = "", temperature: float = 0) -> list[str]:
         """Answers to questions as texts: greedy, or sampled at a temperature."""
-        texts = [chat(system, question) for question in questions]
-        # The template has all special tokens that a prompt needs.
-        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        prompts = [prompt.ids for prompt in encoded]
+        asked = [columns.messages_of({"question": question}, system) for question in questions]
+        prompts = self.tokenizer.encode([self.tokenizer.render(messages) for messages in asked])
         # Repeat the last prompt until the rows divide over the devices.
         missing = -len(prompts) % layouts.row_shards(self.layout)
         prompts += prompts[-1:] * missing
@@ -122,7 +119,7 @@ class Engine:
 
 
 def make_engine(
-    cfg, model_cfg: ModelConfig, mesh: Mesh, tokenizer, longest_prompt: int, resting: int
+    cfg, model_cfg: ModelConfig, mesh: Mesh, tokenizer: Tokenizer, longest_prompt: int, resting: int
 ) -> Engine:
     """The engine of a run, without weights: its layout fits beside `resting` bytes of a device.
 
@@ -142,11 +139,10 @@ def make_engine(
     )
 
 
-def with_stop_id(model_cfg: ModelConfig, token: int) -> ModelConfig:
-    """The config with one more token that ends an answer."""
+def with_stop_ids(model_cfg: ModelConfig, stop_ids: set[int]) -> ModelConfig:
+    """The config with more tokens that end an answer."""
     # The config is a static argument of jitted functions: sort, so that equal sets are equal.
-    stop_ids = tuple(sorted({*model_cfg.stop_ids, token}))
-    return replace(model_cfg, stop_ids=stop_ids)
+    return replace(model_cfg, stop_ids=tuple(sorted({*model_cfg.stop_ids, *stop_ids})))
 
 
 def answer_tokens(out: dict) -> list[list[int]]:

@@ -8,7 +8,7 @@ import os
 import re
 from typing import Annotated, Literal, get_args, get_origin
 
-from infra.data.chat import MARKS
+from infra.data.chat import HALF_CHARACTER
 from infra.data.questions import is_file
 from infra.host.console import check
 
@@ -121,15 +121,15 @@ def check_numbers(cfg) -> None:
 
 
 def check_texts(cfg) -> None:
-    """Exit with code 2 if a text cannot be a name, or if the system prompt would end the prompt."""
+    """Exit with code 2 if a text cannot be a name, or if the system prompt is no text."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         # Only the system prompt may have several lines.
-        odd = MARKS if field.name == "system" else NO_NAME
+        odd = HALF_CHARACTER if field.name == "system" else NO_NAME
         check(
             field.type is not str or not re.search(odd, value),
-            f"{field.name} = {str(value)[:50]!r} holds a line break, a mark of the chat or half a "
-            "character, or is too long",
+            f"{field.name} = {str(value)[:50]!r} holds a line break or half a character, or is too "
+            "long",
         )
     # For other flags, "" means a default; these two have none.
     for name in ("model", "data"):
