@@ -119,6 +119,12 @@ def tiny_directory(tmp_path_factory):
     return Path(make_tiny(tmp_path_factory.mktemp("tiny") / "model", 1))
 
 
+def chatml(system, question):
+    """The prompt of the tiny model; with a system prompt, also of Qwen2.5."""
+    turns = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+    return turns + "<|im_start|>assistant\n"
+
+
 # ---------------------------------------------------------------- numbers
 def check_errors(errors, bound, record_property, what="largest error"):
     """Assert that all errors, {case: error or errors}, are below the bound. Record the largest."""

@@ -96,7 +96,7 @@ BAD_DATA = [  # (name of a .jsonl file, its content, what the message must say)
     ("two", GOOD.strip() + GOOD, "Extra data"),
     # texts that cannot be a prompt
     ("spaces", '{"question": " ", "answer": "2"}', "question = ' '"),
-    ("marked", GOOD.replace("What", "<|im_end|>"), "mark of the chat"),
+    ("marked", GOOD.replace("What", "<|im_end|>"), "holds a special token"),
     ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
     # other encodings; \udce9 is written as the byte E9
     ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"),
@@ -137,6 +137,11 @@ BAD_MODELS = [  # (file, how to edit it, by conftest.edit, what the message must
     ("tokenizer.json", None, "tokenizer.json"),
     ("tokenizer.json", b"{}", "not a readable tokenizer"),
     ("tokenizer.json", b"\xff", "tokenizer"),
+    ("tokenizer_config.json", {"eos_token": "</s>"}, "has no token '</s>' to end an answer"),
+    ("tokenizer_config.json", {"chat_template": ["{{ 1 }}"]}, "has no list of templates"),
+    ("tokenizer_config.json", {"chat_template": 5}, "chat template of"),
+    ("tokenizer_config.json", {"chat_template": {"tools": ""}}, "chat templates tools, and no def"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
 ]
 # fmt: on
 
@@ -146,10 +151,10 @@ def bad_tokenizers(tokenizer):
 
     tokenizer: the content of a good tokenizer.json.
     """
-    tokens = [t for t in tokenizer["added_tokens"] if t["content"] != "<|im_start|>"]
+    tokens = [t for t in tokenizer["added_tokens"] if t["content"] != "<|im_end|>"]
     vocab = tokenizer["model"]["vocab"] | {"zzz": 1000}
     return [
-        ({"added_tokens": tokens}, "or has no <|im_start|>"),
+        ({"added_tokens": tokens}, "has no token '<|im_end|>' to end an answer"),
         ({"model": tokenizer["model"] | {"vocab": vocab}}, "ids below 1001"),
     ]
 

@@ -103,7 +103,7 @@ ODD_WORDS = [
     (["--data", ""], "--data"),
     (["--data", "\udce9.jsonl"], "half a character"),
     (["--system", "\udce9"], "system = "),
-    (["--system", "Be<|im_end|>"], "a mark of the chat"),
+    (["--system", "Be<|im_end|>"], "holds '<|im_end|>', a special token"),
     (["--model", " "], "--model is given nothing"),
     (["--mesh", "1\n2\n3"], "mesh = "),
     (["--batch", "4\n5\n6\n7"], "invalid int"),

@@ -6,10 +6,10 @@ import datasets
 import pytest
 
 from infra.data import columns
-from infra.data.chat import chat, render
 from infra.data.questions import load_rows
 
 ASK = "What is 1 + 1?"
+SYSTEM = {"role": "system", "content": "Think."}
 VERL_GSM8K = {
     "data_source": "openai/gsm8k",
     "prompt": [{"content": ASK, "role": "user"}],
@@ -44,7 +44,9 @@ def test_sets_of_the_hub_are_read_from_every_kind_of_file(name, kind, tmp_path, 
     assert [(row["question"], row["answer"]) for row in rows] == [(ASK, answer)] * 3
     # The chosen columns are printed unless they have the usual names.
     assert ("question = " in capsys.readouterr().out) == (name != "gsm8k")
-    assert render(columns.messages_of(rows[0], "Think.")) == chat("Think.", ASK)
+    asked = {"role": "user", "content": ASK}
+    assert columns.messages_of(rows[0], "") == [asked]
+    assert columns.messages_of(rows[0], "Think.") == [SYSTEM, asked]
 
 
 def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
@@ -59,10 +61,10 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     path.write_text(json.dumps({"messages": answered}))
     (row,) = load_rows(str(path), False)
     assert (row["question"], row["answer"]) == (ASK, "2")
-    assert columns.messages_of(row, "Think.") == turns
     # The prompt ends with the last question, without its answer.
-    end = f"Hi<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
-    assert render(turns).endswith(end)
+    assert columns.messages_of(row, "Think.") == columns.messages_of(row, "") == turns
+    row["turns"] = turns[1:]
+    assert columns.messages_of(row, "Think.") == [SYSTEM, *turns[1:]]
 
 
 def test_columns_of_other_names_are_named(tmp_path, capsys):

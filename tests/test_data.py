@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from conftest import (
     arguments,
+    chatml,
     evaluations,
     load,
     logits,
@@ -28,7 +29,7 @@ from safetensors.numpy import load_file
 
 import train
 from infra.data import answers, hf, rewards
-from infra.data.chat import chat, load_tokenizer
+from infra.data.chat import load_tokenizer
 from infra.data.questions import check_row, load_questions, load_rows, question_order
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
 from infra.host.console import first_line
@@ -57,49 +58,6 @@ def test_rewards_compare_final_numbers_and_look_at_the_form():
 
 
 # ---------------------------------------------------------------- prompts
-# The published chat template of Qwen2.5-Instruct, without its branches for tools.
-QWEN_TEMPLATE = """{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. ' }}
-    {{- 'You are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}{%- for message in messages %}{%- if message.role != "system" or not loop.first %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-
-def test_prompts_equal_the_published_chat_template():
-    transformers = pytest.importorskip("transformers")
-    path = str(shared("qwen2.5/tokenizer.json"))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=path, chat_template=QWEN_TEMPLATE)
-    ours = tokenizers.Tokenizer.from_file(path)
-    for system, question in (
-        ("Be brief.", "What is 2 + 2?"),
-        ("", "  spaces \n and\nlines \u00e9\U0001f600"),
-        (train.Config.system, "How much is $1,450 - 5%?"),
-    ):
-        text = theirs.apply_chat_template(
-            [{"role": "system", "content": system}, {"role": "user", "content": question}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        assert chat(system, question) == text
-        ids = ours.encode(text, add_special_tokens=False).ids
-        assert ids == theirs.encode(text, add_special_tokens=False)
-    assert ours.encode("hello").ids == [14990]
-
-
-def test_the_tiny_model_has_the_chat_template(tiny_directory):
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_directory)
-    asked = [{"role": "system", "content": "  Be brief."}, {"role": "user", "content": "2 + 2?\n"}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert prompt == chat("  Be brief.", "2 + 2?\n")
-    answered = [*asked, {"role": "assistant", "content": "4"}]
-    assert tokenizer.apply_chat_template(answered, tokenize=False) == f"{prompt}4<|im_end|>\n"
-
-
 def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directory, tmp_path):
     """tokenizer.json may have settings for truncation and padding, which are not for training."""
     data = tmp_path / "rows.jsonl"
@@ -199,10 +157,10 @@ def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directo
     written = {"question": "1 + 1?", "answer": 2, "unit": "kg", "tests": [1, None], "note": None}
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(written))
-    tokenizer, _ = load_tokenizer(tiny_directory)
+    tokenizer = load_tokenizer(tiny_directory)
     (row,) = load_questions(str(path), False, tokenizer, train.Config(system=""))
-    ids = {"prompt": chat("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
-    ids = {name: tokenizer.encode(text).ids for name, text in ids.items()}
+    ids = {"prompt": chatml("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
+    ids = {name: tokenizer.encode([text])[0] for name, text in ids.items()}
     assert row == written | {"answer": "2"} | ids
 
     def has_unit(row, answer):

@@ -11,11 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, calm_run, read_jsonl, run, run_train
+from conftest import ROOT, TINY_FLAGS, calm_run, chatml, read_jsonl, run, run_train
 from pods import clone_of_this_tree, write
 
 import train
-from infra.data.chat import chat
 from infra.host import chips
 from tools import bench_loss, bench_rollout, plan, what_fits
 
@@ -125,7 +124,7 @@ def test_the_model_of_final_is_asked_as_in_training(tmp_path, monkeypatch, capsy
     names = {}
     exec(with_transformers, names)
     prompt = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
-    assert prompt == chat("", "What is 159 + 855?")
+    assert prompt == chatml("", "What is 159 + 855?")
     answer = capsys.readouterr().out.strip().removesuffix("<|im_end|>")
     assert answer
     exec(with_engine, names)

@@ -22,6 +22,7 @@ from conftest import (
     TINY_FLAGS,
     arguments,
     calm_run,
+    chatml,
     evaluations,
     generate,
     lives,
@@ -40,7 +41,6 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra.data.chat import chat
 from infra.data.tiny import arith
 from infra.host import processes
 from infra.host.processes import Stop, check_for_stop, watch_signals
@@ -286,7 +286,7 @@ def test_a_killed_run_is_the_undisturbed_one(tmp_path, tmp_path_factory, record_
         return lives(tmp_path_factory, steps)
 
     out = check_kills(tmp_path, flags, 3, 1, 1, record_property)
-    prompts = [chat("", row["question"]) for row in arith(True)[:8]]
+    prompts = [chatml("", row["question"]) for row in arith(True)[:8]]
     check_transformers(out / "final", prompts)
 
 

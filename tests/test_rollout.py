@@ -15,6 +15,7 @@ import pytest
 from conftest import (
     TIED,
     UNTIED,
+    chatml,
     check_errors,
     edit,
     generate,
@@ -28,7 +29,6 @@ from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
 from infra.data import hf
-from infra.data.chat import chat
 from infra.host import chips
 from infra.rollout import engine, layouts, waves
 from infra.rollout.engine import Engine
@@ -70,11 +70,9 @@ def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_pro
     if has_stops:
         stops = [untruncated[0][20], untruncated[2][33]]
         wanted = greedy_answers(saved.theirs, prompts, n, eos_token_id=stops)
-        copy = spoiled_copy(
-            saved.directory, tmp_path, "config.json", {"eos_token_id": untruncated[3][0]}
-        )
-        # generation_config.json overrules config.json.
-        edit(copy / "generation_config.json", {"eos_token_id": stops})
+        copy = spoiled_copy(saved.directory, tmp_path, "config.json", {"eos_token_id": stops[0]})
+        # Both files may name stop tokens.
+        edit(copy / "generation_config.json", {"eos_token_id": stops[1:]})
         cfg = hf.read_config(copy)
 
     out = generate(saved.params, cfg, prompts, n, sampling=GREEDY)
@@ -96,11 +94,7 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
     transformers = pytest.importorskip("transformers")
     questions = ["What is 2 + 3?", "What is 159 + 855?", "Why?"]
     engine = Engine.of_directory(tiny_directory, max_answer=24)
-    prompts = []
-    for question in questions:
-        text = chat("Be brief.", question)
-        prompt = engine.tokenizer.encode(text, add_special_tokens=False)
-        prompts.append(prompt.ids)
+    prompts = engine.tokenizer.encode([chatml("Be brief.", question) for question in questions])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tiny_directory, dtype="float32")
     stop_ids = list(engine.model_cfg.stop_ids)
     answers = greedy_answers(theirs, prompts, 24, eos_token_id=stop_ids)

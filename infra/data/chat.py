@@ -17,7 +17,7 @@ from infra.host import files
 from infra.host.console import check, exit_on, say
 
 # ChatML, the template of the tiny model and of tokenizers that come without one. If no system
-# message is sent, an empty one stands in its place, as in Qwen2.5's template a text of its own.
+# message is sent, the template writes an empty one, where Qwen2.5's writes a text of its own.
 CHAT_TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -91,10 +91,14 @@ class Tokenizer:
         return self.named.get("eos_token", "")
 
     @property
+    def stops(self) -> set[str]:
+        """The tokens that end an answer: a base model's eos is often not what ends a turn."""
+        return {self.end, self.named.get("eos_token", self.end)}
+
+    @property
     def stop_ids(self) -> set[int]:
         """The ids of the tokens that end an answer."""
-        ends = {self.end, self.named.get("eos_token", self.end)}
-        return {self.bpe.token_to_id(text) for text in ends}
+        return {self.bpe.token_to_id(token) for token in self.stops}
 
 
 def load_tokenizer(directory: str) -> Tokenizer:
@@ -120,11 +124,14 @@ def load_tokenizer(directory: str) -> Tokenizer:
     with exit_on(Exception, f"the chat template of {directory} cannot be read"):
         template = compile_template(source)
     tokenizer = Tokenizer(directory, bpe, pattern, named, template)
-    check(
-        None not in tokenizer.stop_ids,
-        f"{path} has no token {named.get('eos_token', tokenizer.end)!r} to end an answer; name a "
-        "token that it has as eos_token in tokenizer_config.json",
-    )
+    for token in tokenizer.stops:
+        with exit_on(Exception, f"{path} is not a readable tokenizer"):
+            is_token = tokenizer.encode([token]) == [[bpe.token_to_id(token)]]
+        check(
+            is_token,
+            f"{path} has no token {token!r} to end an answer; name one that it has as eos_token in "
+            "tokenizer_config.json",
+        )
     if "strftime_now" in source:
         say(f"the chat template of {directory} writes today's date: prompts differ between days")
     return tokenizer
