@@ -74,7 +74,9 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 
 
 # ---------------------------------------------------------------- the memory of the update
-def plan_update(cfg, model_cfg, mesh, guess: fit.MemoryEstimate, limit: float) -> tuple[int, dict, dict]:
+def plan_update(
+    cfg, model_cfg, mesh, guess: fit.MemoryEstimate, limit: float
+) -> tuple[int, dict, dict]:
     """Compile the update with --micro_batch, or with several to find the largest that fits.
 
     limit: GiB per device.
