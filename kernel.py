@@ -1,15 +1,21 @@
 """The GRPO loss, computed from hidden states without ever holding [tokens, vocabulary] logits.
 
-For token i with hidden state h, target y, LM head W [V, D] and temperature T:
+For token i with hidden state h, target y, LM head W [V, D], temperature T and advantage A:
 
-    z = h W' / T      logp = z[y] - logsumexp(z)      H = -sum_v p_v log p_v,  p = softmax(z)
-    ratio  = exp(logp - old)                     old: the trainer's logprob of y at sampling time
+    z = h W' / T      p = softmax(z)      logp = z[y] - logsumexp(z)      H = -sum_v p_v log p_v
+
+    ratio  = exp(logp - old_logprobs)            the policy now and when it sampled y
     policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
                                                  PPO (arXiv 1707.06347, eq. 7); DAPO (2503.14476)
-    kl     = exp(ref - logp) - (ref - logp) - 1  KL to a frozen reference (GRPO, 2402.03300, eq. 4)
-    cap    = min(exp(old - sampler), is_cap)     truncated importance weight, without gradient
+    kl     = exp(ref_logprobs - logp) - (ref_logprobs - logp) - 1
+                                                 KL to a frozen reference (GRPO, 2402.03300, eq. 4)
+    cap    = min(exp(old_logprobs - sampler_logprobs), is_cap)
+                                                 truncated importance weight, without gradient
     loss   = sum_i weight_i (beta kl - cap policy - entropy_bonus H)
-    dz     = (g (onehot(y) - p) - e p (log p + H)) / T,  where g = dloss/dlogp, e = dloss/dH
+
+With d_logp = dloss/dlogp and d_entropy = dloss/dH, the gradients are:
+
+    dz     = (d_logp (onehot(y) - p) - d_entropy p (log p + H)) / T
     dh, dW = dz W, dz' h
 """
 
@@ -26,16 +32,23 @@ from jax.experimental.pallas import BlockSpec, cdiv, num_programs, pallas_call, 
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-# Array names end in their shapes: N tokens on all devices, n tokens on one; C tokens of a chunk, c
-# of these on one device; D model width, d columns of D on one device or in one tile; V vocabulary,
-# or the part of it in one shard or tile.
-HEAD = ("fsdp", "tp")  # mesh axes that shard the LM head; devices along them share each chunk
-TOKENS = ("dp", *HEAD)  # mesh axes that shard tokens; a chunk is gathered over HEAD
-GRID = ("parallel", "arbitrary")  # chips with two cores split a grid's first dimension
-VMEM = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}  # MiB, by device_kind
+# Start reading at the bottom. `grpo_loss` calls `fused_loss`, which calls `loss_and_gradients`,
+# which runs `on_one_device` on every device, which runs `compute_chunk` on chunks of the tokens.
+# A chunk takes the three matrix products, in plain JAX or in Pallas.
+#
+# Array names end in their shapes: N tokens on all devices, n tokens on one device; C tokens of a
+# chunk, c of these on one device; D model width, d columns of D on one device or in one tile;
+# V vocabulary, or the part of it in one shard or tile; P parts of V. In formulas, ' is a transpose.
+
+# Mesh axes that shard the LM head. Devices along these axes work on each chunk together.
+HEAD_AXES = ("fsdp", "tp")
+# Mesh axes that shard tokens. A chunk is gathered over HEAD_AXES only.
+TOKEN_AXES = ("dp", *HEAD_AXES)
+# MiB of VMEM by the start of device_kind. The first match counts, so "TPU v5 lite" precedes v5.
+VMEM_MIB = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}
 LOG2E = 1.4426950408889634  # log2(e)
-NO_LOGIT = -1e30  # logit of a row beyond the vocabulary
-FAR = 60.0  # upper bound on differences of logprobs, so that exp does not overflow
+PADDING_LOGIT = -1e30  # logit of a row of the head beyond the vocabulary
+MAX_LOG_RATIO = 60.0  # upper bound on differences of logprobs, so that exp does not overflow
 f32 = jnp.float32
 
 
@@ -61,150 +74,201 @@ def grpo_terms(
     mask = vectors["weight"] > 0
     vectors = {name: jnp.where(mask, a, 0.0) for name, a in vectors.items()}
     logp = jnp.where(mask, logp_N, 0.0)
-    old = vectors.get("old_logprobs", lax.stop_gradient(logp))
     advantage = vectors["advantage"]
-    ratio = jnp.exp(jnp.minimum(logp - old, FAR))
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    outside = clipped * advantage < ratio * advantage
+
+    # Without old_logprobs, the ratio is 1, but its gradient is not 0.
+    old_logprobs = vectors.get("old_logprobs", lax.stop_gradient(logp))
+    log_ratio = jnp.minimum(logp - old_logprobs, MAX_LOG_RATIO)
+    ratio = jnp.exp(log_ratio)
+    clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    is_clipped = clipped_ratio * advantage < ratio * advantage
     # This is min(), but jnp.minimum would halve the gradient at a tie.
-    policy = jnp.where(outside, clipped, ratio) * advantage
-    stats = {"clip_fraction": 1.0 * (mask & outside), "ratio": mask * ratio}
+    policy = jnp.where(is_clipped, clipped_ratio, ratio) * advantage
+    stats = {"clip_fraction": is_clipped.astype(f32), "ratio": jnp.where(mask, ratio, 0.0)}
     if "sampler_logprobs" in vectors:
-        gap = jnp.minimum(old - vectors["sampler_logprobs"], FAR)
+        gap = jnp.minimum(old_logprobs - vectors["sampler_logprobs"], MAX_LOG_RATIO)
         stats["logprob_gap"] = jnp.abs(gap)
         if is_cap:
-            policy *= lax.stop_gradient(jnp.minimum(jnp.exp(gap), is_cap))
+            importance = jnp.minimum(jnp.exp(gap), is_cap)
+            policy *= lax.stop_gradient(importance)
     loss = -policy
     if "ref_logprobs" in vectors:
-        log_ref = jnp.minimum(vectors["ref_logprobs"] - logp, FAR)
-        stats["kl"] = jnp.exp(log_ref) - log_ref - 1
-        loss += beta * stats["kl"]
+        ref_log_ratio = jnp.minimum(vectors["ref_logprobs"] - logp, MAX_LOG_RATIO)
+        kl = jnp.exp(ref_log_ratio) - ref_log_ratio - 1
+        stats["kl"] = kl
+        loss += beta * kl
     if entropy_bonus:
         loss -= entropy_bonus * jnp.where(mask, entropy_N, 0.0)
     return vectors["weight"] * loss, lax.stop_gradient(stats)
 
 
+# ---------------------------------------------------------------- the softmax of a part of V
+# Tiles and devices hold parts of V. They reduce the logits z of each token over their part to
+#     max               the maximum of z
+#     sum_exp           the sum of exp(z - max)
+#     sum_shifted_exp   the sum of (z - max) exp(z - max), which gives the entropy
+def combine(max_PC, sum_exp_PC, sum_shifted_exp_PC):
+    """Combine the three reductions over P parts of V, [P, C], into those over all of V, [C]."""
+    max_C = max_PC.max(0)
+    shift_PC = max_PC - max_C
+    scale_PC = jnp.exp(shift_PC)
+    sum_exp_C = (scale_PC * sum_exp_PC).sum(0)
+    # A part has subtracted its own maximum from z, not max_C.
+    shifted_PC = scale_PC * (sum_shifted_exp_PC + shift_PC * sum_exp_PC)
+    return max_C, sum_exp_C, shifted_PC.sum(0)
+
+
 # ---------------------------------------------------------------- a chunk in plain JAX
 # A chunk's gradients are computed while its logits are in memory: this takes three GEMMs (z, dh,
-# dW) instead of four. Only the first `rows` of the head's V rows are in the vocabulary.
+# dW) instead of four.
 def dot(a, b, a_axis, b_axis):
+    """The product of two matrices, summed over one axis of each, in float32."""
     # Products of float32 inputs must not be rounded.
     precision = "highest" if a.dtype == f32 else "default"
     axes = (([a_axis], [b_axis]), ([], []))
     return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=f32)
 
 
-def jax_forward(head_VD, rows, temperature, h_CD):
-    """Returns z [C, V] and its reductions over V, [C], all in float32.
+def jax_forward(head_VD, valid_rows, temperature, h_CD):
+    """Returns (logits [C, V], their three reductions over V, [C] each), all in float32.
 
-    These are the maximum m of z, the sum of exp(z - m), and the sum of (z - m) exp(z - m).
+    Only the first `valid_rows` rows of the head are in the vocabulary.
     """
     z_CV = dot(h_CD, head_VD, 1, 1) / temperature
-    z_CV = jnp.where(jnp.arange(len(head_VD)) < rows, z_CV, NO_LOGIT)
-    top_C = z_CV.max(-1, initial=NO_LOGIT)
-    off_CV = z_CV - top_C[:, None]
-    p_CV = jnp.exp(off_CV)
-    return z_CV, top_C, p_CV.sum(-1), (off_CV * p_CV).sum(-1)
+    is_valid_V = jnp.arange(len(head_VD)) < valid_rows
+    z_CV = jnp.where(is_valid_V, z_CV, PADDING_LOGIT)
+    # With Pallas, no row may be left for plain JAX; the maximum is then `initial`.
+    max_C = z_CV.max(-1, initial=PADDING_LOGIT)
+    shifted_CV = z_CV - max_C[:, None]
+    exp_CV = jnp.exp(shifted_CV)
+    sum_exp_C = exp_CV.sum(-1)
+    sum_shifted_exp_C = (shifted_CV * exp_CV).sum(-1)
+    return z_CV, (max_C, sum_exp_C, sum_shifted_exp_C)
 
 
-def jax_backward(head_VD, z_CV, h_CD, y_C, vectors, dW_VD, is_first):
+def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
     """Returns dh [C, D] and the new dW [V, D], in float32.
 
-    A chunk adds its gradient to dW_VD, except for the first chunk, which replaces dW_VD.
+    row_C: each target's row of the head; outside [0, V) if the head does not have the target.
+    per_token: (d_logp / T, d_entropy / T, logsumexp, entropy), [C] each. A chunk adds its gradient
+    to dW_VD, except for the first chunk, which replaces dW_VD.
     """
-    g, e, lse, entropy = (a[:, None] for a in vectors)
-    log_p = z_CV - lse
-    hit = y_C[:, None] == jnp.arange(len(head_VD))
-    dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + e * (log_p + entropy))
+    d_logp, d_entropy, logsumexp, entropy = (a_C[:, None] for a_C in per_token)
+    log_p = z_CV - logsumexp
+    is_target = row_C[:, None] == jnp.arange(len(head_VD))
+    from_softmax = jnp.exp(log_p) * (d_logp + d_entropy * (log_p + entropy))
+    dz = jnp.where(is_target, d_logp, 0.0) - from_softmax
     dz_CV = dz.astype(h_CD.dtype)
-    return dot(dz_CV, head_VD, 1, 0), jnp.where(is_first, 0.0, dW_VD) + dot(dz_CV, h_CD, 0, 0)
-
-
-def combine(top, total, product):
-    """Combine the maximum and sums of each part of V, [parts, C], into those of all of V, [C]."""
-    top_C = top.max(0)
-    scale = jnp.exp(top - top_C)
-    product_C = (scale * (product + (top - top_C) * total)).sum(0)
-    return top_C, (scale * total).sum(0), product_C
+    dh_CD = dot(dz_CV, head_VD, 1, 0)
+    dW_so_far = jnp.where(is_first_chunk, 0.0, dW_VD)
+    return dh_CD, dW_so_far + dot(dz_CV, h_CD, 0, 0)
 
 
 # ---------------------------------------------------------------- a chunk in Pallas
 # The two kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
-# sublanes, and per-token values lie along lanes. The forward saves z - m, where m is the maximum of
-# `step` rows: bfloat16 is most exact near the maximum, where precision matters. The backward
-# computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2, as in hardware.
+# sublanes, and per-token values lie along lanes. The forward saves z - max, where max is the
+# maximum of `step_rows` rows: bfloat16 is most exact near the maximum, where precision matters. The
+# backward computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2, as in hardware.
 @dataclass(frozen=True)
 class Blocks:
-    tokens: int  # tokens of a chunk, on all devices along HEAD; plain JAX uses only this field
-    rows: int = 0  # tokens of a tile in the forward
-    vocab: int = 0  # rows of the head in a tile
-    hidden: int = 0  # columns of D in a tile of the backward
-    vmem: int = 0  # bytes of VMEM that a kernel may use
+    """The sizes of a chunk, and of the tiles that the kernels split it into."""
+
+    chunk_tokens: int  # on all devices along HEAD_AXES; plain JAX uses only this field
+    tile_tokens: int = 0  # tokens of a tile in the forward; the backward takes all of the chunk
+    tile_vocab: int = 0  # rows of the head in a tile
+    tile_hidden: int = 0  # columns of D in a tile of the backward; the forward takes all of D
+    vmem_bytes: int = 0  # VMEM that a kernel may use
     interpret: object = False  # True or pltpu.InterpretParams: interpret the kernels
-    step: int = 256  # rows of z that share a maximum
+    step_rows: int = 256  # a kernel works on this many rows of a tile at a time
 
 
-def block_sizes(device_kind: str, D: int, impl: str = "pallas", tokens: int = 0) -> Blocks:
+def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: int = 0) -> Blocks:
     """Choose the Blocks for a chip and a bfloat16 model.
 
     A tile has all of D if that fits 7/8 of VMEM, because the backward reads z once for each tile of
-    D. It then has as much of V as fits. tokens: tokens of a chunk, or 0 to choose this, too. Raises
-    ValueError if pallas does not support the chip or D.
+    D. It then has as much of V as fits. chunk_tokens: 0 to choose this, too. Raises ValueError if
+    pallas does not support the chip or D.
     """
     if impl != "pallas":
-        return Blocks(tokens or 1024)
-    vmem = next((mib << 20 for kind, mib in VMEM.items() if device_kind.startswith(kind)), 0)
-    rows = 2048 if vmem > 16 << 20 else 256
-    C = tokens or max(rows, 1024)
+        return Blocks(chunk_tokens or 1024)
+    matches = [mib for kind, mib in VMEM_MIB.items() if device_kind.startswith(kind)]
+    vmem_mib = matches[0] if matches else 0
+    vmem_bytes = vmem_mib << 20
+    tile_tokens = 2048 if vmem_mib > 16 else 256
+    C = chunk_tokens or max(tile_tokens, 1024)
     for halvings in range(5):
-        hidden = cdiv(D, 128 << halvings) * 128
-        for vocab in (1024, 512, 256):
-            # VMEM holds h and dh, in two buffers each if D has several tiles, and the float32 sum
-            # of dh; two buffers each of W, dW in, dW out and z; dz; and a step's temporaries.
-            need = C * hidden * (10 if hidden >= D else 16)
-            need += vocab * (20 * hidden + 6 * C) + 256 * C * 8
-            if need < vmem * 7 // 8:
-                return Blocks(C, rows, vocab, hidden, vmem * 15 // 16)
-    chips = ", ".join(VMEM)
+        # A whole number of 128 lanes.
+        d = cdiv(D, 128 << halvings) * 128
+        for V in (1024, 512, 256):
+            # h and dh have two buffers each if D has several tiles; the sum of dh is float32.
+            h_and_dh = C * d * (10 if d >= D else 16)
+            # W, dW in and dW out have two buffers each, of bfloat16, float32 and float32.
+            head_and_dW = V * d * 20
+            # z has two buffers, and dz has one.
+            z_and_dz = V * C * 6
+            temporaries_of_a_step = 256 * C * 8
+            needed = h_and_dh + head_and_dW + z_and_dz + temporaries_of_a_step
+            if needed < vmem_bytes * 7 // 8:
+                return Blocks(C, tile_tokens, V, d, vmem_bytes * 15 // 16)
+    chips = ", ".join(VMEM_MIB)
     raise ValueError(f"pallas is for {chips} and D up to 8192, not for {device_kind} and D = {D}")
 
 
-def forward_kernel(scale, step, h_CD, w_VD, *outputs):
-    """Write [z - m,] m, sum of p and sum of p log2 p of a tile, where p = 2 ** (z - m)."""
-    *z_out, top_out, total_out, product_out = outputs
-    size = w_VD.shape[0]
-    z = dot(w_VD[:step], h_CD[...], 1, 1)
-    for i in range(size // step):
-        end = (i + 1) * step
+def compiler_params(blocks):
+    # Chips with two cores split a grid's first dimension.
+    semantics = ("parallel", "arbitrary")
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=blocks.vmem_bytes)
+
+
+def forward_kernel(scale, step_rows, h_CD, head_VD, *outputs):
+    """Compute a tile, with p = 2 ** (z - max) and the maximum of each step.
+
+    Write z - max (if there is an output for this), max, the sum of p and the sum of p log2(p).
+    """
+    *shifted_out, max_out, sum_exp_out, sum_shifted_exp_out = outputs
+    tile_rows = head_VD.shape[0]
+    z = dot(head_VD[:step_rows], h_CD[...], 1, 1)
+    for i in range(tile_rows // step_rows):
+        start = i * step_rows
+        end = start + step_rows
         # Issue the next step's GEMM before this step's exp, so that the compiler can run the matrix
         # unit and the vector unit at the same time.
-        next_z = dot(w_VD[end : end + step], h_CD[...], 1, 1) if end < size else None
+        next_z = None
+        if end < tile_rows:
+            next_z = dot(head_VD[end : end + step_rows], h_CD[...], 1, 1)
         z *= scale * LOG2E
-        top = z.max(0, keepdims=True)
-        off = z - top
-        p = jnp.exp2(off)
-        total = p.sum(0, keepdims=True)
-        top_out[0, i] = top
-        total_out[0, i] = total
-        product_out[0, i] = (off * p).sum(0, keepdims=True)
-        for ref in z_out:
-            ref[i * step : end] = off.astype(ref.dtype)
+        max_1C = z.max(0, keepdims=True)
+        shifted = z - max_1C
+        p = jnp.exp2(shifted)
+        max_out[0, i] = max_1C
+        sum_exp_out[0, i] = p.sum(0, keepdims=True)
+        sum_shifted_exp_out[0, i] = (shifted * p).sum(0, keepdims=True)
+        for out in shifted_out:
+            out[start:end] = shifted.astype(out.dtype)
         z = next_z
 
 
-def pallas_forward(blocks, tiles, save, head_VD, rows, temperature, h_CD):
-    """As `jax_forward`, but returns (z - m if save, m, z of the rest) in place of z.
+def pallas_forward(blocks, tiles, save, head_VD, valid_rows, temperature, h_CD):
+    """As `jax_forward`, but returns (z - max if `save`, max, logits of the rest) for the logits.
 
-    The kernel computes `tiles` tiles of the head's rows, and `jax_forward` computes the rest.
+    The kernel computes the first `tiles` tiles of the head's rows, and `jax_forward` computes the
+    rest. The kernel's z and max are in base 2: multiplied by log2(e).
     """
-    (C, D), V = h_CD.shape, blocks.vocab
-    tokens, steps, done = min(blocks.rows, C), V // blocks.step, tiles * V
-    vector = ShapeDtypeStruct((tiles, steps, 1, C), f32)
-    vector_spec = BlockSpec((1, steps, 1, tokens), lambda i, j: (j, 0, 0, i))
-    z_spec = BlockSpec((V, tokens), lambda i, j: (j, i))
-    params = pltpu.CompilerParams(dimension_semantics=GRID, vmem_limit_bytes=blocks.vmem)
-    *z_VC, top, total, product = pallas_call(
-        partial(forward_kernel, 1 / temperature, blocks.step),
+    C, D = h_CD.shape
+    V = blocks.tile_vocab
+    tokens = min(blocks.tile_tokens, C)
+    tiled_rows = tiles * V
+    # Every step of a tile has reductions of its own.
+    steps = V // blocks.step_rows
+    reduction_shape = ShapeDtypeStruct((tiles, steps, 1, C), f32)
+    reduction_spec = BlockSpec((1, steps, 1, tokens), lambda i, j: (j, 0, 0, i))
+    out_shape = [reduction_shape] * 3
+    out_specs = [reduction_spec] * 3
+    if save:
+        out_shape = [ShapeDtypeStruct((tiled_rows, C), h_CD.dtype), *out_shape]
+        out_specs = [BlockSpec((V, tokens), lambda i, j: (j, i)), *out_specs]
+    *shifted_VC, tile_max, tile_sum_exp, tile_sum_shifted_exp = pallas_call(
+        partial(forward_kernel, 1 / temperature, blocks.step_rows),
         name="grpo_forward",
         interpret=blocks.interpret,
         grid=(cdiv(C, tokens), tiles),
@@ -212,96 +276,138 @@ def pallas_forward(blocks, tiles, save, head_VD, rows, temperature, h_CD):
             BlockSpec((tokens, D), lambda i, j: (i, 0)),
             BlockSpec((V, D), lambda i, j: (j, 0)),
         ],
-        out_specs=[z_spec] * save + [vector_spec] * 3,
-        out_shape=[ShapeDtypeStruct((done, C), h_CD.dtype)] * save + [vector] * 3,
-        compiler_params=params,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=compiler_params(blocks),
     )(h_CD, head_VD)
-    z_rest, *rest = jax_forward(head_VD[done:], rows - done, temperature, h_CD)
-    sums = [top / LOG2E, total, product / LOG2E]
-    sums = jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, C), b[None]]), sums, rest)
-    return (*z_VC, top, z_rest), *combine(*sums)
+    valid_rest = valid_rows - tiled_rows
+    z_rest, rest = jax_forward(head_VD[tiled_rows:], valid_rest, temperature, h_CD)
+    # Change to base e, as in the rest.
+    of_tiles = (tile_max / LOG2E, tile_sum_exp, tile_sum_shifted_exp / LOG2E)
+    parts = [
+        jnp.concatenate([a_tile.reshape(-1, C), a_rest[None]])
+        for a_tile, a_rest in zip(of_tiles, rest, strict=True)
+    ]
+    return (*shifted_VC, tile_max, z_rest), combine(*parts)
 
 
-def backward_kernel(
-    step, entropic, is_first, y_1C, vectors, h_CD, w_VD, z_VC, top, dW_in, dh, dW, dz_VC, dh_CD
-):
-    """For a tile: dz = g onehot(y) - p (k + e log2 p), k = g + e H; dW += dz h; dh += dz' w."""
-    tile, size = program_id(1), w_VD.shape[0]
+def step_gradient(shifted, max_1C, row_1C, per_token, uses_entropy):
+    """Returns dz of one step's rows of the head, float32 [step_rows, C].
+
+    shifted: z - max of these rows, in base 2. row_1C: each target's row, counted from the first of
+    these rows. per_token: d_logp, offset, slope and logsumexp in base 2, [1, C] each, of which
+    `pallas_backward` makes `per_token_4C`.
+    """
+    d_logp, offset, slope, log2_sum_exp = per_token
+    log2_p = shifted.astype(f32) + (max_1C - log2_sum_exp)
+    is_target = lax.broadcasted_iota(jnp.int32, log2_p.shape, 0) == row_1C
+    factor = offset
+    if uses_entropy:
+        factor = offset + slope * log2_p
+    return jnp.where(is_target, d_logp, 0.0) - jnp.exp2(log2_p) * factor
+
+
+def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
+    """Compute dz of a tile, and from it dW += dz h and dh += dz' w."""
+    row_1C, per_token_4C, h_CD, head_VD, shifted_VC, tile_max, dW_in = refs[:7]
+    dh_out, dW_out = refs[7:9]
+    dz_VC, dh_CD = refs[9:]  # scratch; dh is the float32 sum over tiles of V
+    tile = program_id(1)
+    tile_rows = head_VD.shape[0]
+    per_token = [per_token_4C[k : k + 1] for k in range(4)]
 
     @when(tile == 0)
     def _():
         dh_CD[...] = jnp.zeros_like(dh_CD)
 
-    g, e, k, lse = (vectors[i : i + 1] for i in range(4))
-    wide = 1 if size // step % 2 else 2  # steps per GEMM: with more rows, h is read less often
+    # Take two steps per GEMM if possible: with more rows, h is read less often.
+    has_odd_steps = tile_rows // step_rows % 2
+    gemm_rows = step_rows if has_odd_steps else 2 * step_rows
 
-    def gradient(first):
+    def gradient(gemm_start):
         parts = []
-        for i in range(first, first + wide):
-            log2_p = z_VC[i * step : (i + 1) * step].astype(f32) + (top[0, i] - lse)
-            row = lax.broadcasted_iota(jnp.int32, log2_p.shape, 0)
-            hit = row == y_1C[...] - (tile * size + i * step)
-            factor = k + e * log2_p if entropic else k
-            dz = jnp.where(hit, g, 0.0) - jnp.exp2(log2_p) * factor
+        for start in range(gemm_start, gemm_start + gemm_rows, step_rows):
+            shifted = shifted_VC[start : start + step_rows]
+            max_1C = tile_max[0, start // step_rows]
+            row_of_step = row_1C[...] - (tile * tile_rows + start)
+            dz = step_gradient(shifted, max_1C, row_of_step, per_token, uses_entropy)
             parts.append(dz.astype(dz_VC.dtype))
         return jnp.concatenate(parts)
 
     dz = gradient(0)
-    for i in range(0, size // step, wide):
-        rows = slice(i * step, (i + wide) * step)
+    for start in range(0, tile_rows, gemm_rows):
+        end = start + gemm_rows
         # As in the forward, the next dz comes before the GEMM of this one.
-        next_dz = gradient(i + wide) if rows.stop < size else None
-        dz_VC[rows] = dz
-        dW[rows] = jnp.where(is_first[0] == 1, 0.0, dW_in[rows]) + dot(dz, h_CD[...], 1, 0)
+        next_dz = gradient(end) if end < tile_rows else None
+        dz_VC[start:end] = dz
+        dW_so_far = jnp.where(is_first_chunk[0] == 1, 0.0, dW_in[start:end])
+        dW_out[start:end] = dW_so_far + dot(dz, h_CD[...], 1, 0)
         dz = next_dz
-    dh_CD[...] += dot(dz_VC[...], w_VD[...], 0, 0)
+    dh_CD[...] += dot(dz_VC[...], head_VD[...], 0, 0)
 
     @when(tile == num_programs(1) - 1)
     def _():
-        dh[...] = dh_CD[...].astype(dh.dtype)
+        dh_out[...] = dh_CD[...].astype(dh_out.dtype)
 
 
-def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors, dW_VD, is_first):
-    """As `jax_backward`, but returns dh in `dtype` and updates dW_VD in place."""
-    (C, D), V, d = h_CD.shape, blocks.vocab, blocks.hidden
-    (z_VC, top, z_rest), (g, e, lse, entropy) = saved, vectors
-    done = len(z_VC)
-    rest = z_rest, h_CD, y_C - done, vectors, dW_VD[done:], is_first
-    dh_rest, dW_rest = jax_backward(head_VD[done:], *rest)
-    # Write dW's other rows before the kernel runs: after it, XLA would copy dW to do so.
-    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))
-    # log p = z - lse, and -p (g + e (log p + H)) = -p (k + e log p) with k = g + e H, in base 2.
-    vectors_4C = jnp.stack([g, e / LOG2E, g + e * entropy, lse * LOG2E])
-    column = BlockSpec((C, d), lambda i, j, _: (0, i))
-    tile = BlockSpec((V, d), lambda i, j, _: (j, i))
-    grid_spec = pltpu.PrefetchScalarGridSpec(
+def backward_grid(blocks, h_CD, tile_max):
+    """Returns the grid of `backward_kernel`, over tiles of D and tiles of V, with its blocks."""
+    C, D = h_CD.shape
+    V, d = blocks.tile_vocab, blocks.tile_hidden
+    columns_of_h = BlockSpec((C, d), lambda i, j, _: (0, i))
+    tile_of_head = BlockSpec((V, d), lambda i, j, _: (j, i))
+    # In the first chunk, dW is not written yet and not added to: only fetch its tile 0.
+    tile_of_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
+    return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        grid=(cdiv(D, d), len(top)),
+        grid=(cdiv(D, d), len(tile_max)),
+        # In the order of the kernel's refs.
         in_specs=[
-            *(BlockSpec((k, C), lambda i, j, _: (0, 0)) for k in (1, 4)),
-            column,
-            tile,
+            BlockSpec((1, C), lambda i, j, _: (0, 0)),
+            BlockSpec((4, C), lambda i, j, _: (0, 0)),
+            columns_of_h,
+            tile_of_head,
             BlockSpec((V, C), lambda i, j, _: (j, 0)),
-            BlockSpec((1, *top.shape[1:]), lambda i, j, _: (j, 0, 0, 0)),
-            # In the first chunk, dW is not written yet and not added to: only fetch its tile 0.
-            BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i)),
+            BlockSpec((1, *tile_max.shape[1:]), lambda i, j, _: (j, 0, 0, 0)),
+            tile_of_dW,
         ],
-        out_specs=[column, tile],
+        out_specs=[columns_of_h, tile_of_head],
         scratch_shapes=[pltpu.VMEM((V, C), h_CD.dtype), pltpu.VMEM((C, d), f32)],
     )
-    params = pltpu.CompilerParams(dimension_semantics=GRID, vmem_limit_bytes=blocks.vmem)
+
+
+def pallas_backward(
+    blocks, uses_entropy, dh_dtype, head_VD, saved, h_CD, row_C, per_token, dW_VD, is_first_chunk
+):
+    """As `jax_backward`, but returns dh in `dh_dtype` and updates dW_VD in place."""
+    shifted_VC, tile_max, z_rest = saved
+    tiled = len(shifted_VC)
+    # Plain JAX computes the rows that do not fill a tile.
+    dh_rest, dW_rest = jax_backward(
+        head_VD[tiled:], z_rest, h_CD, row_C - tiled, per_token, dW_VD[tiled:], is_first_chunk
+    )
+    # Write these rows of dW before the kernel runs: after it, XLA would copy dW to do so.
+    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))
+    # In dz, p has the factor d_logp + d_entropy (log p + H) = offset + slope log2(p).
+    d_logp, d_entropy, logsumexp, entropy = per_token
+    offset = d_logp + d_entropy * entropy
+    slope = d_entropy / LOG2E
+    per_token_4C = jnp.stack([d_logp, offset, slope, logsumexp * LOG2E])
+    # Input 7, dW, becomes output 1. The interpreter would pad an input that is an output.
+    aliases = {} if blocks.interpret else {7: 1}
     dh_CD, dW_VD = pallas_call(
-        partial(backward_kernel, blocks.step, entropic),
+        partial(backward_kernel, blocks.step_rows, uses_entropy),
         name="grpo_backward",
         interpret=blocks.interpret,
-        grid_spec=grid_spec,
-        out_shape=[ShapeDtypeStruct((C, D), dtype), ShapeDtypeStruct(dW_VD.shape, f32)],
-        input_output_aliases={} if blocks.interpret else {7: 1},  # the interpreter would pad dW
-        compiler_params=params,
-    )(is_first[None], y_C[None], vectors_4C, h_CD, head_VD, z_VC, top, dW_VD)
-    if blocks.interpret:  # the kernel did not update dW in place
-        dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (done, 0))
-    return (dh_CD + dh_rest).astype(dtype), dW_VD
+        grid_spec=backward_grid(blocks, h_CD, tile_max),
+        out_shape=[ShapeDtypeStruct(h_CD.shape, dh_dtype), ShapeDtypeStruct(dW_VD.shape, f32)],
+        input_output_aliases=aliases,
+        compiler_params=compiler_params(blocks),
+    )(is_first_chunk[None], row_C[None], per_token_4C, h_CD, head_VD, shifted_VC, tile_max, dW_VD)
+    if blocks.interpret:
+        # The kernel did not update dW in place, so the output lacks the rows written above.
+        dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))
+    return (dh_CD + dh_rest).astype(dh_dtype), dW_VD
 
 
 # ---------------------------------------------------------------- over a mesh
@@ -312,9 +418,11 @@ def pallas_backward(blocks, entropic, dtype, head_VD, saved, h_CD, y_C, vectors,
 # an all-to-all turns its rows into columns.
 @dataclass(frozen=True)
 class Settings:
+    """What is computed, and how. All fields are static in compiled programs."""
+
     mesh: Mesh
     terms: Callable | None  # (logp, entropy, vectors) -> (loss, stats); None: no gradients
-    entropic: bool  # whether terms uses the entropy; if not, Pallas leaves out its gradient
+    uses_entropy: bool  # whether terms uses the entropy; if not, Pallas leaves out its gradient
     temperature: float = 1.0
     impl: str = "jax"  # or pallas, or full
     blocks: Blocks | None = None  # None: chosen by block_sizes
@@ -325,124 +433,186 @@ def rows_to_columns(dW_VD, shards):
     if shards == 1:
         return lax.psum(dW_VD, "dp")
     V, D = dW_VD.shape
+    d = D // shards
     piece = min(2048, V)
 
     # Move one piece at a time, because XLA copies what it sends. Without the layout constraint, XLA
     # would also copy all of the columns.
     def move(i, columns):
+        # The last piece may overlap the one before.
         start = jnp.minimum(i * piece, V - piece)
-        rows = lax.dynamic_slice_in_dim(dW_VD, start, piece).reshape(piece, shards, D // shards)
-        rows = with_layout_constraint(rows.transpose(1, 0, 2), Layout((0, 1, 2)))
-        rows = lax.all_to_all(rows, HEAD, split_axis=0, concat_axis=0)
-        return lax.dynamic_update_slice(columns, lax.psum(rows, "dp"), (0, start, 0))
+        rows = lax.dynamic_slice_in_dim(dW_VD, start, piece)
+        rows = rows.reshape(piece, shards, d).transpose(1, 0, 2)
+        rows = with_layout_constraint(rows, Layout((0, 1, 2)))
+        moved = lax.all_to_all(rows, HEAD_AXES, split_axis=0, concat_axis=0)
+        moved = lax.psum(moved, "dp")
+        return lax.dynamic_update_slice(columns, moved, (0, start, 0))
 
-    columns = lax.empty((shards, V, D // shards), f32)
+    columns = lax.empty((shards, V, d), f32)
     columns = lax.fori_loop(0, cdiv(V, piece), move, columns)
-    return columns.reshape(shards * V, D // shards)
+    return columns.reshape(shards * V, d)
 
 
-def chunk_logp(forward, head_VD, temperature, h_CD, y_C):
-    """Returns (saved, logp, logsumexp, entropy): what the backward needs, and [C] over all shards.
-
-    y_C: targets, counted from the first row of this device's shard of the head.
-    """
-    saved, *sums = forward(h_CD)
+def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
+    """Returns (logp, logsumexp, entropy) over all of V, [C] each. reductions: over this shard."""
     # Only one device has the target's row of the head; the others get zeros.
-    w_CD = head_VD.at[y_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    target = lax.psum(jnp.sum(h_CD.astype(f32) * w_CD, -1) / temperature, HEAD)
-    top, total, product = combine(*lax.all_gather(sums, HEAD))
-    log_total = jnp.log(total)
+    w_CD = head_VD.at[row_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    products_CD = h_CD.astype(f32) * w_CD
+    target_logit = lax.psum(jnp.sum(products_CD, -1) / temperature, HEAD_AXES)
+    of_all_shards = lax.all_gather(reductions, HEAD_AXES)
+    max_C, sum_exp, sum_shifted_exp = combine(*of_all_shards)
+    log_sum = jnp.log(sum_exp)
     # One Newton step, because a TPU's log is only good to 1e-4.
-    log_total += total * jnp.exp(-log_total) - 1
-    return saved, target - top - log_total, top + log_total, log_total - product / total
+    log_sum += sum_exp * jnp.exp(-log_sum) - 1
+    logp_C = target_logit - max_C - log_sum
+    entropy_C = log_sum - sum_shifted_exp / sum_exp
+    return logp_C, max_C + log_sum, entropy_C
 
 
-def chunk_loss(settings, forward, backward, head_VD, dW_VD, is_first, h_cD, y_c, vectors_c):
-    """Compute a chunk. Returns (dW_VD plus the chunk's dW, results of this device's c tokens).
+def gather(a_c):
+    """The chunk's values of all devices along HEAD_AXES, [c, ...] -> [C, ...]."""
+    return lax.all_gather(a_c, HEAD_AXES, tiled=True)
 
-    The results are (logp, entropy), and with terms (logp, entropy, loss, dh).
+
+def token_gradients(settings, logp_c, entropy_c, vectors_c):
+    """Returns (loss_c, d_logp_C / T, d_entropy_C / T)."""
+
+    def loss_of(logp_c, entropy_c):
+        loss_c, _ = settings.terms(logp_c, entropy_c, vectors_c)
+        return loss_c
+
+    # The loss is algebra on vectors of c tokens, so JAX can differentiate it.
+    loss_c, vjp = jax.vjp(loss_of, logp_c, entropy_c)
+    d_logp_c, d_entropy_c = vjp(jnp.ones_like(loss_c))
+    d_logp_C = gather(d_logp_c) / settings.temperature
+    d_entropy_C = gather(d_entropy_c) / settings.temperature
+    return loss_c, d_logp_C, d_entropy_C
+
+
+def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, inputs, i, carry):
+    """Compute chunk i: the body of the loop in `on_one_device`.
+
+    forward, backward: in plain JAX or in Pallas. order: see `order_in_chunks`. inputs: hidden
+    states, targets and vectors of all n tokens. carry: (dW of the chunks before, results of all n
+    tokens: logp and entropy, and with terms loss and dh). The chunk adds to dW, and writes the
+    results of its tokens.
     """
-    rank, c = lax.axis_index(HEAD), len(h_cD)
-    gather = partial(lax.all_gather, axis_name=HEAD, tiled=True)
+    dW_VD, results = carry
+    token_c = order[i]
+    c = len(token_c)
+    rank = lax.axis_index(HEAD_AXES)
+
+    # Take this device's c tokens, and gather all C tokens of the devices along HEAD_AXES.
+    take = partial(jnp.take, indices=token_c, axis=0, mode="fill", fill_value=0)
+    h_cD, targets_c, vectors_c = jax.tree.map(take, inputs)
     # A NaN of a masked token must not reach dW.
     h_cD = jnp.where(vectors_c["weight"][:, None] > 0, h_cD, 0)
     h_CD = gather(h_cD)
-    y_C = gather(y_c) - rank * len(head_VD)
-    saved, logp_C, lse_C, entropy_C = chunk_logp(forward, head_VD, settings.temperature, h_CD, y_C)
+    # Count each target's row from the first row of this device's shard of the head.
+    row_C = gather(targets_c) - rank * len(head_VD)
+
+    # The first product, and the logprobs.
+    temperature = settings.temperature
+    saved, reductions = forward(head_VD, valid_rows, temperature, h_CD)
+    logp_C, logsumexp_C, entropy_C = chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions)
     logp_c = lax.dynamic_slice_in_dim(logp_C, rank * c, c)
     entropy_c = lax.dynamic_slice_in_dim(entropy_C, rank * c, c)
-    if not settings.terms:
-        return dW_VD, (logp_c, entropy_c)
-    # The loss is algebra on vectors of c tokens, so JAX can derive g and e.
-    loss_c, vjp = jax.vjp(lambda *a: settings.terms(*a, vectors_c)[0], logp_c, entropy_c)
-    g_C, e_C = (gather(a) / settings.temperature for a in vjp(jnp.ones_like(loss_c)))
-    dh_CD, dW_VD = backward(saved, h_CD, y_C, (g_C, e_C, lse_C, entropy_C), dW_VD, is_first)
-    dh_cD = lax.psum_scatter(dh_CD, HEAD, tiled=True)
-    return dW_VD, (logp_c, entropy_c, loss_c, dh_cD.astype(h_cD.dtype))
+    new_results = [logp_c, entropy_c]
+
+    if settings.terms:
+        # The loss, and the other two products.
+        loss_c, d_logp_C, d_entropy_C = token_gradients(settings, logp_c, entropy_c, vectors_c)
+        per_token = (d_logp_C, d_entropy_C, logsumexp_C, entropy_C)
+        is_first_chunk = (i == 0).astype(jnp.int32)
+        dh_CD, dW_VD = backward(head_VD, saved, h_CD, row_C, per_token, dW_VD, is_first_chunk)
+        dh_cD = lax.psum_scatter(dh_CD, HEAD_AXES, tiled=True)
+        new_results += [loss_c, dh_cD.astype(h_cD.dtype)]
+
+    results = [
+        old.at[token_c].set(new, mode="drop", unique_indices=True)
+        for old, new in zip(results, new_results, strict=True)
+    ]
+    return dW_VD, results
 
 
-def one_device(settings, h_nD, head_Vd, targets_n, vectors):
-    """`loss_and_gradients` for this device's tokens and columns of the head, chunk by chunk."""
-    (n, D), (V, d) = h_nD.shape, head_Vd.shape
-    terms, temperature, blocks = settings.terms, settings.temperature, settings.blocks
-    # Exchange the head's columns for rows, equally many on each device; rows past V are zeros.
-    shards = D // d
-    share = cdiv(V, shards)
-    head_Vd = jnp.pad(head_Vd.astype(h_nD.dtype), ((0, share * shards - V), (0, 0)))
-    head_VD = lax.all_to_all(head_Vd, HEAD, split_axis=0, concat_axis=1, tiled=True)
-    rows = V - lax.axis_index(HEAD) * share
-    forward = partial(jax_forward, head_VD, rows, temperature)
-    backward = partial(jax_backward, head_VD)
-    # Pallas computes as many tiles as every device has; the last device has the fewest rows.
-    tiles = max(0, V - (shards - 1) * share) // blocks.vocab if settings.impl == "pallas" else 0
-    if tiles:
-        forward = partial(pallas_forward, blocks, tiles, bool(terms), head_VD, rows, temperature)
-        # If dh is summed over shards, the parts stay in float32.
-        dtype = h_nD.dtype if shards == 1 else f32
-        backward = partial(pallas_backward, blocks, settings.entropic, dtype, head_VD)
-    # All chunks have equally many tokens; for compiled kernels, a multiple of the 128 lanes.
-    c = cdiv(n, cdiv(n * shards, blocks.tokens))
-    while tiles and not blocks.interpret and c * shards % 128:
-        c += 1
-    # Tokens with a weight come first, so that chunks without any can be skipped. Indices from n on
-    # fill up the last chunk: they read zeros, and their writes are dropped.
-    has_weight = vectors["weight"] > 0
-    order = jnp.concatenate([jnp.argsort(~has_weight, stable=True), jnp.arange(n, n + -n % c)])
+def order_in_chunks(has_weight, c):
+    """Returns (indices of tokens in the order of chunks, [all chunks, c]; chunks to compute)."""
+    n = len(has_weight)
+    # Tokens with a weight come first, so that chunks without any can be skipped.
+    order = jnp.argsort(~has_weight, stable=True)
+    # Indices from n on fill up the last chunk: they read zeros, and their writes are dropped.
+    filler = jnp.arange(n, n + -n % c)
+    order = jnp.concatenate([order, filler]).reshape(-1, c)
+    most_tokens = lax.pmax(has_weight.sum(), HEAD_AXES)
     # Always compute the first chunk, because it initialises dW.
-    chunks = jnp.maximum(1, cdiv(lax.pmax(has_weight.sum(), HEAD), c))
-
-    def body(i, carry):
-        dW_VD, outputs = carry
-        index = lax.dynamic_slice_in_dim(order, i * c, c)
-        inputs = h_nD, targets_n, vectors
-        inputs = jax.tree.map(lambda a: a.at[index].get(mode="fill", fill_value=0), inputs)
-        is_first = (i == 0).astype(jnp.int32)
-        dW_VD, new = chunk_loss(settings, forward, backward, head_VD, dW_VD, is_first, *inputs)
-        pairs = zip(outputs, new, strict=True)
-        return dW_VD, [a.at[index].set(b, mode="drop", unique_indices=True) for a, b in pairs]
-
-    start = None, [jnp.zeros(n)] * 2
-    if terms:
-        start = lax.empty(head_VD.shape, f32), [jnp.zeros(n)] * 3 + [jnp.zeros_like(h_nD)]
-    dW_VD, outputs = lax.fori_loop(0, chunks, body, start)
-    if not terms:
-        return tuple(outputs)
-    return *outputs, rows_to_columns(dW_VD, shards)[:V]
+    return order, jnp.maximum(1, cdiv(most_tokens, c))
 
 
-def with_all_logits(settings, targets_N, vectors, h_ND, head_VD):
-    """Compute from full logits, for JAX to differentiate. Returns (loss [N], (logp, entropy)).
+def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
+    """`loss_and_gradients` for this device's tokens and columns of the head, chunk by chunk."""
+    n, D = h_nD.shape
+    V, d = head_Vd.shape
+    shards = D // d
+    blocks = settings.blocks
 
-    Without terms, the loss is None.
-    """
-    h_ND = jnp.where(vectors["weight"][:, None] > 0, h_ND, 0)
-    shardings = [NamedSharding(settings.mesh, spec) for spec in (P(TOKENS), P())]
-    inputs = lax.with_sharding_constraint([h_ND, head_VD.astype(h_ND.dtype)], shardings)
-    log_p = jax.nn.log_softmax(dot(*inputs, 1, 1) / settings.temperature)
-    logp_N = jnp.take_along_axis(log_p, targets_N[:, None], 1)[:, 0]
-    entropy_N = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-    loss_N = settings.terms(logp_N, entropy_N, vectors)[0] if settings.terms else None
-    return loss_N, (logp_N, entropy_N)
+    # Exchange the head's columns for rows, equally many on each device; rows past V are zeros.
+    rows_each = cdiv(V, shards)
+    padding = rows_each * shards - V
+    head_Vd = jnp.pad(head_Vd.astype(h_nD.dtype), ((0, padding), (0, 0)))
+    head_VD = lax.all_to_all(head_Vd, HEAD_AXES, split_axis=0, concat_axis=1, tiled=True)
+    valid_rows = V - lax.axis_index(HEAD_AXES) * rows_each
+
+    # All chunks have equally many tokens.
+    most_chunks = cdiv(n * shards, blocks.chunk_tokens)
+    c = cdiv(n, most_chunks)
+    forward = jax_forward
+    backward = jax_backward
+    # Pallas computes as many tiles as every device has; the last device has the fewest rows.
+    fewest_rows = max(0, V - (shards - 1) * rows_each)
+    if settings.impl == "pallas" and fewest_rows >= blocks.tile_vocab:
+        tiles = fewest_rows // blocks.tile_vocab
+        forward = partial(pallas_forward, blocks, tiles, settings.terms is not None)
+        # If dh is summed over shards, the parts stay in float32.
+        dh_dtype = h_nD.dtype if shards == 1 else f32
+        backward = partial(pallas_backward, blocks, settings.uses_entropy, dh_dtype)
+        # Compiled kernels need a multiple of the 128 lanes.
+        while not blocks.interpret and c * shards % 128:
+            c += 1
+
+    order, chunks = order_in_chunks(vectors["weight"] > 0, c)
+    inputs = (h_nD, targets_n, vectors)
+    step = partial(compute_chunk, settings, forward, backward, head_VD, valid_rows, order, inputs)
+    if not settings.terms:
+        _, results = lax.fori_loop(0, chunks, step, (None, [jnp.zeros(n)] * 2))
+        return tuple(results)
+    dW_VD = lax.empty(head_VD.shape, f32)
+    results = [jnp.zeros(n)] * 3 + [jnp.zeros_like(h_nD)]
+    dW_VD, results = lax.fori_loop(0, chunks, step, (dW_VD, results))
+    return *results, rows_to_columns(dW_VD, shards)[:V]
+
+
+def with_all_logits(settings, h_ND, head_VD, targets_N, vectors):
+    """`loss_and_gradients` from the logits of all tokens at once; JAX differentiates them."""
+
+    def loss_of(h_ND, head_VD):
+        h_ND = jnp.where(vectors["weight"][:, None] > 0, h_ND, 0)
+        head_VD = head_VD.astype(h_ND.dtype)
+        shardings = [NamedSharding(settings.mesh, spec) for spec in (P(TOKEN_AXES), P())]
+        h_ND, head_VD = lax.with_sharding_constraint([h_ND, head_VD], shardings)
+        log_p = jax.nn.log_softmax(dot(h_ND, head_VD, 1, 1) / settings.temperature)
+        logp_N = jnp.take_along_axis(log_p, targets_N[:, None], 1)[:, 0]
+        entropy_N = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        loss_N = None
+        if settings.terms:
+            loss_N, _ = settings.terms(logp_N, entropy_N, vectors)
+        return loss_N, (logp_N, entropy_N)
+
+    if not settings.terms:
+        _, logprobs = loss_of(h_ND, head_VD)
+        return logprobs
+    loss_N, vjp, logprobs = jax.vjp(loss_of, h_ND, head_VD, has_aux=True)
+    dh_ND, dW_VD = vjp(jnp.ones_like(loss_N))
+    return *logprobs, loss_N, dh_ND, dW_VD
 
 
 def loss_and_gradients(
@@ -452,18 +622,20 @@ def loss_and_gradients(
 
     dh has h's dtype, everything else is float32.
     """
-    mesh, terms, impl = settings.mesh, settings.terms, settings.impl
-    if impl == "full":
-        run = partial(with_all_logits, settings, targets_N, vectors)
-        if not terms:
-            return run(h_ND, head_VD)[1]
-        loss_N, vjp, outputs = jax.vjp(run, h_ND, head_VD, has_aux=True)
-        return *outputs, loss_N, *vjp(jnp.ones_like(loss_N))
-    blocks = settings.blocks or block_sizes(mesh.devices.flat[0].device_kind, h_ND.shape[1], impl)
-    run = partial(one_device, replace(settings, blocks=blocks))
-    tokens, columns = P(TOKENS), P(None, HEAD)
-    in_specs = tokens, columns, tokens, tokens
-    out_specs = (tokens,) * 4 + (columns,) if terms else (tokens, tokens)
+    if settings.impl == "full":
+        return with_all_logits(settings, h_ND, head_VD, targets_N, vectors)
+    if settings.blocks is None:
+        kind = settings.mesh.devices.flat[0].device_kind
+        D = h_ND.shape[1]
+        settings = replace(settings, blocks=block_sizes(kind, D, settings.impl))
+    tokens = P(TOKEN_AXES)
+    columns = P(None, HEAD_AXES)
+    in_specs = (tokens, columns, tokens, tokens)
+    out_specs = (tokens, tokens)
+    if settings.terms:
+        out_specs = (tokens, tokens, tokens, tokens, columns)
+    run = partial(on_one_device, settings)
+    mesh = settings.mesh
     run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return run(h_ND, head_VD, targets_N, vectors)
 
@@ -473,31 +645,43 @@ def loss_and_gradients(
 # Chunks are recomputed only if the caller builds terms of its own from logp or entropy, which then
 # have cotangents.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_loss(settings, *inputs):
-    logp_N, entropy_N = loss_and_gradients(replace(settings, terms=None), *inputs)
-    return settings.terms(logp_N, entropy_N, inputs[-1])[0].sum(), logp_N, entropy_N
+def fused_loss(settings, h_ND, head_VD, targets_N, vectors):
+    """Returns (loss, logp [N], entropy [N]). This body runs only if nothing is differentiated."""
+    score_only = replace(settings, terms=None)
+    logp_N, entropy_N = loss_and_gradients(score_only, h_ND, head_VD, targets_N, vectors)
+    loss_N, _ = settings.terms(logp_N, entropy_N, vectors)
+    return loss_N.sum(), logp_N, entropy_N
 
 
 def fused_loss_forward(settings, *primals):
+    # With symbolic_zeros, JAX passes each primal together with whether it is differentiated.
     inputs = jax.tree.map(lambda primal: primal.value, primals)
-    logp_N, entropy_N, loss_N, *gradients = loss_and_gradients(settings, *inputs)
-    return (loss_N.sum(), logp_N, entropy_N), (inputs, gradients)
+    logp_N, entropy_N, loss_N, dh_ND, dW_VD = loss_and_gradients(settings, *inputs)
+    return (loss_N.sum(), logp_N, entropy_N), (inputs, dh_ND, dW_VD)
 
 
 def fused_loss_backward(settings, saved, cotangents):
-    (h_ND, head_VD, targets_N, vectors), gradients = saved
-    d_loss, *outer = cotangents
-    dh_ND, dW_VD = (0.0 if isinstance(d_loss, SymbolicZero) else a * d_loss for a in gradients)
-    outer = {k: a for k, a in zip("ge", outer, strict=True) if not isinstance(a, SymbolicZero)}
-    if outer:
-        # Add the gradients of a loss whose derivatives g and e are these cotangents.
-        settings = replace(
-            settings,
-            terms=lambda logp, entropy, v: (v.get("g", 0) * logp + v.get("e", 0) * entropy, {}),
-            entropic="e" in outer,
-        )
-        more = loss_and_gradients(settings, h_ND, head_VD, targets_N, vectors | outer)
-        dh_ND, dW_VD = dh_ND + more[3], dW_VD + more[4]
+    (h_ND, head_VD, targets_N, vectors), dh_ND, dW_VD = saved
+    d_loss, d_logp_N, d_entropy_N = cotangents
+    if isinstance(d_loss, SymbolicZero):
+        dh_ND = 0.0
+        dW_VD = 0.0
+    else:
+        dh_ND = dh_ND * d_loss
+        dW_VD = dW_VD * d_loss
+    extra = {"d_logp": d_logp_N, "d_entropy": d_entropy_N}
+    extra = {name: d for name, d in extra.items() if not isinstance(d, SymbolicZero)}
+    if extra:
+        # The derivatives of this loss are the cotangents of logp and entropy.
+        def linear_terms(logp, entropy, v):
+            loss = v.get("d_logp", 0) * logp + v.get("d_entropy", 0) * entropy
+            return loss, {}
+
+        settings = replace(settings, terms=linear_terms, uses_entropy="d_entropy" in extra)
+        outputs = loss_and_gradients(settings, h_ND, head_VD, targets_N, vectors | extra)
+        _, _, _, more_dh_ND, more_dW_VD = outputs
+        dh_ND = dh_ND + more_dh_ND
+        dW_VD = dW_VD + more_dW_VD
     return dh_ND.astype(h_ND.dtype), dW_VD.astype(head_VD.dtype), None, None
 
 
@@ -524,12 +708,13 @@ def grpo_loss(
     """
     with jax.named_scope("grpo_loss"):
         terms = partial(grpo_terms, **options)
-        entropic = bool(options.get("entropy_bonus"))
-        settings = Settings(mesh, terms, entropic, temperature, impl, blocks)
+        uses_entropy = bool(options.get("entropy_bonus"))
+        settings = Settings(mesh, terms, uses_entropy, temperature, impl, blocks)
         loss, logp_N, entropy_N = fused_loss(settings, hidden_ND, head_VD, targets_N, vectors)
         _, stats = terms(logp_N, entropy_N, vectors)
         tokens = stats | {"logp": logp_N, "entropy": entropy_N}
-        return loss, {k: jnp.where(vectors["weight"] > 0, a, 0.0) for k, a in tokens.items()}
+        mask = vectors["weight"] > 0
+        return loss, {name: jnp.where(mask, a_N, 0.0) for name, a_N in tokens.items()}
 
 
 def score(
@@ -539,6 +724,6 @@ def score(
 
     how: temperature, impl and blocks, as for `grpo_loss`.
     """
-    settings = Settings(mesh, None, False, **how)
+    settings = Settings(mesh, terms=None, uses_entropy=False, **how)
     hidden_ND, head_VD = lax.stop_gradient((hidden_ND, head_VD))
     return loss_and_gradients(settings, hidden_ND, head_VD, targets_N, {"weight": weight_N})

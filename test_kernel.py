@@ -68,9 +68,10 @@ def relative(a, b):
 
 # ---------------------------------------------------------------- inputs and the reference
 IMPLS = ("jax", "pallas", "full")
+# What the loss knows of a token: see `grpo_terms`.
 VECTORS = ("weight", "advantage", "old_logprobs", "sampler_logprobs", "ref_logprobs")
 KNOBS = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.3, "is_cap": 1.5, "entropy_bonus": 0.05}
-# Everything that a gradient can be taken of: the loss, and sums of log-probs and of entropies with
+# Everything that a gradient can be taken of: the loss, and sums of logprobs and of entropies with
 # random cotangents.
 EVERYTHING = "loss logp entropy"
 
@@ -80,8 +81,9 @@ def blocks(impl, cores=1):
     """Blocks so small that tests reach every edge, as far as a TPU can compile them."""
     if impl != "pallas":
         return kernel.Blocks(128)
+    sizes = {"chunk_tokens": 128, "tile_vocab": 32, "vmem_bytes": 8 << 20}
     if jax.default_backend() == "tpu":
-        return kernel.Blocks(128, rows=128, vocab=32, hidden=128, vmem=8 << 20, step=16)
+        return kernel.Blocks(**sizes, tile_tokens=128, tile_hidden=128, step_rows=16)
     # The interpreter reads memory that was never written as NaN. Two cores can race, but are slow.
     interpret = pltpu.InterpretParams(
         num_cores_or_threads=cores,
@@ -89,9 +91,7 @@ def blocks(impl, cores=1):
         uninitialized_memory="nan",
         out_of_bounds_reads="raise",
     )
-    return kernel.Blocks(
-        128, rows=64, vocab=32, hidden=16, vmem=8 << 20, step=8, interpret=interpret
-    )
+    return kernel.Blocks(**sizes, tile_tokens=64, tile_hidden=16, step_rows=8, interpret=interpret)
 
 
 def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.float32):
@@ -106,14 +106,17 @@ def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.floa
     head = 0.3 * rng.standard_normal((V, 24)).astype(np.float32)
     largest = abs(hidden[::3] @ head.T).max(-1, keepdims=True)
     hidden[::3] *= top * T / largest
+    # Everything else follows from the rounded values, which are what the loss sees.
     hidden = np.asarray(jnp.asarray(hidden, dtype), np.float64)
     rounded_head = np.asarray(jnp.asarray(head, dtype), np.float64)
     z = hidden @ rounded_head.T / T
+    # Some targets are the likeliest token, as most sampled tokens are.
     is_likely = rng.random(N) < 0.3
     targets = np.where(is_likely, z.argmax(-1), rng.integers(0, V, N))
     log_p = special.log_softmax(z, -1)
     logp = log_p[np.arange(N), targets]
 
+    # Logs of 1 - clip_low and 1 + clip_high are -0.22 and 0.26.
     off_policy = rng.choice([-3, -0.5, -0.1, 0.1, 0.5, 3], N)
     off_policy += rng.uniform(-0.05, 0.05, N)
     vectors = {}
@@ -123,79 +126,100 @@ def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.floa
     vectors["sampler_logprobs"] = vectors["old_logprobs"] + rng.uniform(-1, 1, N)
     vectors["ref_logprobs"] = logp + rng.uniform(-1, 1, N)
 
-    out = rng.random(N) < masked
-    vectors["weight"][out] = 0
+    is_masked = rng.random(N) < masked
+    vectors["weight"][is_masked] = 0
     not_finite = [np.nan, np.inf, -np.inf]
     for name, a in {"hidden": hidden, **vectors}.items():
         if name != "weight":
-            a[out] = rng.choice(not_finite, a[out].shape)
-    vectors = {k: vectors[k].astype(np.float32) for k in VECTORS if k in have}
+            a[is_masked] = rng.choice(not_finite, a[is_masked].shape)
+    vectors = {name: vectors[name].astype(np.float32) for name in VECTORS if name in have}
     cotangents = rng.standard_normal((2, N)).astype(np.float32)
     hidden = jnp.asarray(hidden, dtype)
     targets = targets.astype(np.int32)
     return hidden, head, targets, vectors, cotangents
 
 
+def numpy_token(logp, entropy, token, knobs):
+    """The formulas of kernel.py for one token. token: {vector: number}.
+
+    Returns (loss, dloss/dlogp, dloss/dentropy, {statistic: number}, its clip and cap cases).
+    """
+    weight = token["weight"]
+    advantage = token["advantage"]
+    low = 1 - knobs["clip_low"]
+    high = 1 + knobs["clip_high"]
+    old = token.get("old_logprobs", logp)
+    ratio = np.exp(logp - old)
+    side = "above" if ratio > high else "below" if ratio < low else "within"
+    bound = None
+    if side == "above" and advantage > 0:
+        bound = high
+    if side == "below" and advantage < 0:
+        bound = low
+    is_clipped = bound is not None
+    policy = advantage * (bound if is_clipped else ratio)
+    # A clipped ratio is a constant.
+    d_policy = 0 if is_clipped else advantage * ratio
+    stats = {"logp": logp, "entropy": entropy, "ratio": ratio, "clip_fraction": is_clipped}
+
+    cap = 1.0
+    if "sampler_logprobs" in token:
+        gap = old - token["sampler_logprobs"]
+        stats["logprob_gap"] = abs(gap)
+        if knobs["is_cap"]:
+            cap = min(np.exp(gap), knobs["is_cap"])
+    kl = 0.0
+    d_kl = 0.0
+    if "ref_logprobs" in token:
+        ref_log_ratio = token["ref_logprobs"] - logp
+        kl = np.exp(ref_log_ratio) - ref_log_ratio - 1
+        d_kl = 1 - np.exp(ref_log_ratio)
+        stats["kl"] = kl
+    loss = knobs["beta"] * kl - cap * policy - knobs["entropy_bonus"] * entropy
+    d_logp = knobs["beta"] * d_kl - cap * d_policy
+    d_entropy = -knobs["entropy_bonus"]
+    capped = "capped" if cap == knobs["is_cap"] else "not capped"
+    cases = [(side, advantage > 0), capped]
+    return weight * loss, weight * d_logp, weight * d_entropy, stats, cases
+
+
 def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
-    """The formulas of kernel.py in float64, token by token.
+    """The loss in float64. The gradients are of the parts that `of` names, as in EVERYTHING.
 
     Returns (loss [N], {statistic: [N]}, dh [N, D], dW [V, D], a Counter of clip and cap cases).
     """
-    clip_low, clip_high, beta, is_cap, entropy_bonus = (KNOBS | knobs).values()
-    low, high = 1 - clip_low, 1 + clip_high
+    N = len(y)
     live = v["weight"] > 0
+    # The loss rounds the head to the dtype of h.
     W = np.asarray(jnp.asarray(W, h.dtype), np.float64)
     h = np.asarray(jnp.where(live[:, None], h, 0), np.float64)
     log_p = special.log_softmax(h @ W.T / T, -1)
     p = np.exp(log_p)
 
-    loss = np.zeros(len(y))
-    tokens = defaultdict(lambda: np.zeros(len(y)))
+    loss = np.zeros(N)
+    stats = defaultdict(lambda: np.zeros(N))
     cases = Counter()
-    # The gradient of the parts that `of` names, with respect to each log-prob (g) and entropy (e).
-    g = live * cotangents[0] if "logp" in of else np.zeros(len(y))
-    e = live * cotangents[1] if "entropy" in of else np.zeros(len(y))
+    # Derivatives of the parts with respect to each token's logprob and entropy.
+    d_logp = live * cotangents[0] if "logp" in of else np.zeros(N)
+    d_entropy = live * cotangents[1] if "entropy" in of else np.zeros(N)
     for i in np.flatnonzero(live):
-        weight = float(v["weight"][i])
-        advantage = float(v["advantage"][i])
-        logp = log_p[i, y[i]]
+        token = {name: float(a[i]) for name, a in v.items()}
         entropy = -p[i] @ log_p[i]
-        old = float(v["old_logprobs"][i]) if "old_logprobs" in v else logp
-        ratio = np.exp(logp - old)
-        side = "above" if ratio > high else "below" if ratio < low else "within"
-        bound = None
-        if side == "above" and advantage > 0:
-            bound = high
-        if side == "below" and advantage < 0:
-            bound = low
-        cap = 1.0
-        if "sampler_logprobs" in v:
-            gap = old - float(v["sampler_logprobs"][i])
-            tokens["logprob_gap"][i] = abs(gap)
-            cap = min(np.exp(gap), is_cap) if is_cap else 1.0
-        kl, dkl = 0.0, 0.0
-        if "ref_logprobs" in v:
-            d = float(v["ref_logprobs"][i]) - logp
-            kl = np.exp(d) - d - 1
-            dkl = 1 - np.exp(d)
-            tokens["kl"][i] = kl
-        surrogate = cap * advantage * (bound or ratio)
-        loss[i] = weight * (beta * kl - surrogate - entropy_bonus * entropy)
+        result = numpy_token(log_p[i, y[i]], entropy, token, KNOBS | knobs)
+        loss[i], dloss_dlogp, dloss_dentropy, stats_of_token, cases_of_token = result
         if "loss" in of:
-            d_surrogate = 0 if bound else cap * advantage * ratio
-            g[i] += weight * (beta * dkl - d_surrogate)
-            e[i] -= weight * entropy_bonus
-        tokens["logp"][i] = logp
-        tokens["entropy"][i] = entropy
-        tokens["ratio"][i] = ratio
-        tokens["clip_fraction"][i] = bound is not None
-        capped = "capped" if cap == is_cap else "not capped"
-        cases.update([(side, advantage > 0), capped])
+            d_logp[i] += dloss_dlogp
+            d_entropy[i] += dloss_dentropy
+        for name, value in stats_of_token.items():
+            stats[name][i] = value
+        cases.update(cases_of_token)
+
+    # d/dz_v of log p_y is 1[v = y] - p_v.
+    dlogp_dz = np.eye(len(W))[y] - p
     # d/dz_v of -sum p log p, where dp_u/dz_v = p_u (1[u=v] - p_v)
-    d_entropy = -p * (log_p + 1) + p * (p * (log_p + 1)).sum(-1, keepdims=True)
-    d_logp = np.eye(len(W))[y] - p
-    dz = (g[:, None] * d_logp + e[:, None] * d_entropy) / T
-    return loss, tokens, dz @ W, dz.T @ h, cases
+    dentropy_dz = -p * (log_p + 1) + p * (p * (log_p + 1)).sum(-1, keepdims=True)
+    dz = (d_logp[:, None] * dlogp_dz + d_entropy[:, None] * dentropy_dz) / T
+    return loss, stats, dz @ W, dz.T @ h, cases
 
 
 # ---------------------------------------------------------------- running kernel.py
@@ -208,24 +232,28 @@ def gradients(h, W, y, v, cotangents, impl, T, of, on, cores, **knobs):
             h, W, y, v, on, temperature=T, impl=impl, blocks=blocks(impl, cores), **knobs
         )
         parts = {"loss": loss}
-        for name, cotangent in zip(("logp", "entropy"), cotangents, strict=True):
-            parts[name] = jnp.sum(cotangent * tokens[name])
+        parts["logp"] = jnp.sum(cotangents[0] * tokens["logp"])
+        parts["entropy"] = jnp.sum(cotangents[1] * tokens["entropy"])
+        total = sum(parts[name] for name in of.split())
         # Differentiate half the sum, so that the cotangent of the loss is not 1.
-        return sum(parts[name] for name in of.split()) / 2, (loss, tokens)
+        return total / 2, (loss, tokens)
 
-    gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-    (_, aux), (dh, dW) = gradient(h, W)
-    loss, tokens = aux
+    gradient = jax.grad(objective, argnums=(0, 1), has_aux=True)
+    (dh, dW), (loss, tokens) = gradient(h, W)
     return loss, tokens, 2 * dh, 2 * dW
 
 
 def without_races(f, *args, **settings):
     """Returns f's result. Asserts that no race was found; memory that nobody wrote reads as NaN."""
-    unwritten = mock.patch.object(
-        jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)
-    )
+
+    def nan_array(shape, dtype):
+        return jnp.full(shape, jnp.nan, dtype)
+
+    # kernel.py takes the memory of dW from lax.empty, without writing to it first.
+    unwritten_is_nan = mock.patch.object(jax.lax, "empty", nan_array)
+    # The interpreter prints the races that it finds.
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as said, unwritten:
+        with contextlib.redirect_stdout(io.StringIO()) as said, unwritten_is_nan:
             out = jax.block_until_ready(f(*args, **settings))
     finally:
         # After a failure, the interpreter's state would leak into the next call.
@@ -235,6 +263,7 @@ def without_races(f, *args, **settings):
 
 
 def run_loss(impl, inputs, T, of="loss", on=None, cores=1, **knobs):
+    """Returns `gradients` of loss_inputs' inputs, on one device unless `on` is another mesh."""
     on = on or mesh()
     knobs = KNOBS | knobs
     settings = {"impl": impl, "T": T, "of": of, "on": on, "cores": cores}
@@ -245,6 +274,7 @@ compiled_score = jax.jit(kernel.score, static_argnames=("mesh", "temperature", "
 
 
 def run_score(impl, inputs, T, on=None):
+    """Returns (logp [N], entropy [N]) of all tokens, also of those that are masked in the loss."""
     hidden, head, targets, *_ = inputs
     ones = np.ones(len(targets), np.float32)
     inputs = (hidden, head, targets, ones, on or mesh())
@@ -256,9 +286,9 @@ compiled_terms = jax.jit(kernel.grpo_terms, static_argnames=tuple(KNOBS))
 
 
 def check_loss(impl, inputs, T, of="loss", eps=1e-5, **knobs):
-    """Assert that the loss equals NumPy's, and that log-probs and entropies equal `score`'s.
+    """Assert that the loss equals NumPy's, and that logprobs and entropies equal `score`'s.
 
-    Returns (errors of log-prob, loss, dh and dW; a Counter of clip and cap cases).
+    Returns (errors of logp, loss, dh and dW; a Counter of clip and cap cases).
     """
     hidden, _, _, vectors, _ = inputs
     loss, tokens, dh, dW = run_loss(impl, inputs, T, of, **knobs)
@@ -266,18 +296,22 @@ def check_loss(impl, inputs, T, of="loss", eps=1e-5, **knobs):
     assert dh.dtype == hidden.dtype
     assert dW.dtype == np.float32
     assert set(tokens) == set(want_tokens)
+
+    # The loss is a sum over tokens: compare each token's share, too.
     all_knobs = KNOBS | knobs
     loss_N, _ = compiled_terms(tokens["logp"], tokens["entropy"], vectors, **all_knobs)
-    for name, a in (tokens | {"loss": loss_N}).items():
-        wanted = want_N if name == "loss" else want_tokens[name]
-        assert_allclose(a, wanted, eps, eps, err_msg=f"{impl}, {of}, {knobs}: {name}")
+    assert_allclose(loss_N, want_N, eps, eps, err_msg=f"{impl}, {of}, {knobs}: loss")
+    for name, a in tokens.items():
+        assert_allclose(a, want_tokens[name], eps, eps, err_msg=f"{impl}, {of}, {knobs}: {name}")
+
     live = vectors["weight"] > 0
-    scores = run_score(impl, inputs, T)
-    for name, a in zip(("logp", "entropy"), scores, strict=True):
-        scored = np.where(live, a, 0)
-        assert_allclose(scored, tokens[name], 1e-6, 1e-6, err_msg=name)
+    logp, entropy = run_score(impl, inputs, T)
+    assert_allclose(np.where(live, logp, 0), tokens["logp"], 1e-6, 1e-6)
+    assert_allclose(np.where(live, entropy, 0), tokens["entropy"], 1e-6, 1e-6)
+
     errors = [
         abs(tokens["logp"] - want_tokens["logp"]).max(),
+        # The terms of the sum have both signs: relate the error to their sizes.
         abs(loss - want_N.sum()) / abs(want_N).sum(),
         relative(dh, want_dh),
         relative(dW, want_dW),
@@ -318,7 +352,8 @@ def test_loss_equals_numpy(impl, record_property):
         worst[dtype] = max(worst[dtype], *errors)
         seen += cases
     # All three sides of the clip with either sign of the advantage, and both sides of the cap.
-    assert len(seen) == 8 and min(seen.values()) > 5, seen
+    assert len(seen) == 8, seen
+    assert min(seen.values()) > 5, seen
     for dtype, error in worst.items():
         record_property(f"largest error in {dtype}", f"{error:.1e}")
 
@@ -326,21 +361,26 @@ def test_loss_equals_numpy(impl, record_property):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_masked_tokens_are_as_if_they_were_not_there(impl):
     """This holds whatever masked tokens contain. If all tokens are masked, everything is 0."""
-    hidden, head, targets, vectors, cotangents = loss_inputs(296, 203, 1.3, 9)
+    # loss_inputs puts NaN and infinity into masked tokens; replace these by zeros.
+    dirty_inputs = loss_inputs(296, 203, 1.3, 9)
+    hidden, head, targets, vectors, cotangents = dirty_inputs
     live = vectors["weight"] > 0
-    clean_vectors = {k: np.where(live, a, 0) for k, a in vectors.items()}
     clean_hidden = jnp.where(live[:, None], hidden, 0)
-    dirty = run_loss(impl, (hidden, head, targets, vectors, cotangents), 1.3, EVERYTHING)
+    clean_vectors = {name: np.where(live, a, 0) for name, a in vectors.items()}
     clean_inputs = (clean_hidden, head, targets * live, clean_vectors, cotangents)
+    dirty = run_loss(impl, dirty_inputs, 1.3, EVERYTHING)
     clean = run_loss(impl, clean_inputs, 1.3, EVERYTHING)
     assert is_finite(dirty)
     jax.tree.map(assert_array_equal, dirty, clean)
+
     _, tokens, dh, _ = dirty
     for a in (dh, *tokens.values()):
         a = np.asarray(a)
-        assert not a[~live].any() and a[live].any()
-    masked_inputs = loss_inputs(296, 203, 1.3, 10, masked=1)
-    nothing = run_loss(impl, masked_inputs, 1.3, EVERYTHING)
+        assert not a[~live].any()
+        assert a[live].any()
+
+    all_masked = loss_inputs(296, 203, 1.3, 10, masked=1)
+    nothing = run_loss(impl, all_masked, 1.3, EVERYTHING)
     assert not any(np.asarray(a).any() for a in jax.tree.leaves(nothing))
 
 
@@ -349,14 +389,16 @@ def test_loss_equals_liger(kind, record_property):
     """Compare Liger's three ways to weigh answers, off-policy, with KL and importance weights."""
     torch = pytest.importorskip("torch")
     liger = pytest.importorskip("liger_kernel.chunked_loss", exc_type=ImportError)
-    B, T = 8, 24
+    # Liger takes answers of equal length, each with one advantage, and masks their ends.
+    B = 8
+    T = 24
     rng = np.random.default_rng(13)
     hidden, head, targets, v, cotangents = loss_inputs(B * T, 203, 0.7, 13, masked=0)
     v["advantage"] = np.repeat(v["advantage"][:B], T)
     lengths = rng.integers(1, T + 1, B)
     mask = np.float32(np.arange(T) < lengths[:, None])
-    weights = {"grpo": 1 / lengths / B, "bnpo": 1 / mask.sum()}
-    weights["dr_grpo"] = 1 / (B * T)
+    # The weight of a token, by the length of its answer or for all alike.
+    weights = {"grpo": 1 / lengths / B, "bnpo": 1 / mask.sum(), "dr_grpo": 1 / (B * T)}
     theirs = liger.LigerFusedLinearGRPOLoss(
         beta=0.3,
         compiled=False,
@@ -380,13 +422,14 @@ def test_loss_equals_liger(kind, record_property):
         vllm_is_ratio=importance,
     )
     want.backward()
+
     weight = mask * np.reshape(weights[kind], (-1, 1))
     v["weight"] = np.float32(weight.ravel())
     inputs = (hidden, head, targets, v, cotangents)
-    cases = numpy_loss(*inputs, 0.7)[-1].values()
+    *_, cases = numpy_loss(*inputs, 0.7)
     # All three sides of the clip with either sign of the advantage, and both sides of the cap.
     assert len(cases) == 8
-    assert min(cases) > 10
+    assert min(cases.values()) > 10
     worst = 0.0
     for impl in IMPLS:
         loss, _, dh, dW = run_loss(impl, inputs, 0.7, entropy_bonus=0.0)

@@ -36,9 +36,9 @@ def main(tiles):
     device = chips.absent_devices("v6e-1")[0]
     array = jax.ShapeDtypeStruct
     blocks = kernel.block_sizes(device.device_kind, HIDDEN)
-    tokens = blocks.tokens
+    tokens = blocks.chunk_tokens
     # Only complete tiles, so that no row is left to plain JAX.
-    vocab = tiles * blocks.vocab
+    vocab = tiles * blocks.tile_vocab
     on_device = SingleDeviceSharding(device)
 
     head_VD = array((vocab, HIDDEN), jnp.bfloat16)
@@ -49,16 +49,17 @@ def main(tiles):
 
     compile_kernel("grpo_forward", on_device, forward, head_VD, h_CD)
 
-    z_VC = array((vocab, tokens), jnp.bfloat16)
-    top = array((tiles, blocks.vocab // blocks.step, 1, tokens), jnp.float32)
+    shifted_VC = array((vocab, tokens), jnp.bfloat16)
+    steps = blocks.tile_vocab // blocks.step_rows
+    tile_max = array((tiles, steps, 1, tokens), jnp.float32)
     z_rest = array((tokens, 0), jnp.float32)
-    saved = (z_VC, top, z_rest)
-    targets_C = array((tokens,), jnp.int32)
-    vectors = [array((tokens,), jnp.float32)] * 4
+    saved = (shifted_VC, tile_max, z_rest)
+    row_C = array((tokens,), jnp.int32)
+    per_token = [array((tokens,), jnp.float32)] * 4
     dW_VD = array((vocab, HIDDEN), jnp.float32)
     is_first_chunk = array((), jnp.int32)
     backward = partial(kernel.pallas_backward, blocks, False, jnp.bfloat16)
-    inputs = (head_VD, saved, h_CD, targets_C, vectors, dW_VD, is_first_chunk)
+    inputs = (head_VD, saved, h_CD, row_C, per_token, dW_VD, is_first_chunk)
     # The last input, dW, is donated: as in the trainer, the kernel adds to it in place.
     compile_kernel("grpo_backward", on_device, backward, *inputs, donate=7)
 

@@ -150,7 +150,7 @@ def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
     kernel is the larger of its compute time, by cycles, and its memory time, by bytes."""
     V, D, tokens = 151936, 2048, 4096
     blocks = kernel.block_sizes("TPU v6 lite", D)
-    C = blocks.tokens
+    C = blocks.chunk_tokens
     # Counting cycles for the complete head would take much time and memory. Extrapolate from two
     # small heads instead: each additional tile takes the same number of cycles.
     few = 4
@@ -164,7 +164,7 @@ def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
     ms = {}
     for name in bytes_moved:
         per_tile = (cycles_of_more[name] - cycles_of_few[name]) / (more - few)
-        cycles = cycles_of_few[name] + per_tile * (V / blocks.vocab - few)
+        cycles = cycles_of_few[name] + per_tile * (V / blocks.tile_vocab - few)
         slower = max(cycles / CYCLES_PER_MS, bytes_moved[name] / BYTES_PER_MS)
         ms[name] = tokens / C * slower
     assert 8.3 < sum(ms.values()) <= 9.5, ms

@@ -82,20 +82,20 @@ def compile_case(args, impl, mesh):
     kind = mesh.devices.flat[0].device_kind
     blocks = kernel.block_sizes(kind, args.hidden, impl, args.block_tokens)
     if args.block_vocab:
-        blocks = replace(blocks, vocab=args.block_vocab)
+        blocks = replace(blocks, tile_vocab=args.block_vocab)
     if args.block_hidden:
-        blocks = replace(blocks, hidden=args.block_hidden)
+        blocks = replace(blocks, tile_hidden=args.block_hidden)
     terms = partial(kernel.grpo_terms, clip_low=args.epsilon_low, clip_high=args.epsilon_high)
     settings = kernel.Settings(
-        mesh, terms, entropic=False, temperature=args.temperature, impl=impl, blocks=blocks
+        mesh, terms, uses_entropy=False, temperature=args.temperature, impl=impl, blocks=blocks
     )
 
     def loss_and_gradients(hidden_ND, head_VD, targets_N, vectors):
         hidden_ND = hidden_ND.astype(args.compute_dtype)
         return kernel.loss_and_gradients(settings, hidden_ND, head_VD, targets_N, vectors)
 
-    tokens = NamedSharding(mesh, P(kernel.TOKENS))
-    columns = NamedSharding(mesh, P(None, kernel.HEAD))
+    tokens = NamedSharding(mesh, P(kernel.TOKEN_AXES))
+    columns = NamedSharding(mesh, P(None, kernel.HEAD_AXES))
     program = jax.jit(loss_and_gradients, in_shardings=(tokens, columns, tokens, tokens))
     inputs = partial(make_inputs, args, N)
     compiled = program.lower(*jax.eval_shape(inputs)).compile()
@@ -197,7 +197,7 @@ def benchmark(argv=None):
                 f"--aot {slice_type} cannot be compiled for here ({e}); "
                 "try v6e-8, pip install libtpu"
             )
-        mesh = Mesh(np.array(devices).reshape(1, -1, 1), kernel.TOKENS)
+        mesh = Mesh(np.array(devices).reshape(1, -1, 1), kernel.TOKEN_AXES)
         name = slice_type or devices[0].device_kind
         took = {}
         for impl in args.impl.split(","):

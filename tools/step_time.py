@@ -78,7 +78,7 @@ def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
     # tokens it loops over.
     blocks = kernel.block_sizes(device.device_kind, model_cfg.D, cfg.loss_impl)
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
-    chunks = -(-micro_batch * cfg.max_answer * shards // blocks.tokens)
+    chunks = -(-micro_batch * cfg.max_answer * shards // blocks.chunk_tokens)
     return lambda hlo: program_clock(hlo, chunks, chip) if chip.clock else None
 
 
