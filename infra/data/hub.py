@@ -9,7 +9,7 @@ import contextlib
 import email.utils
 import fcntl
 import functools
-import http
+import http.client
 import os
 import re
 import ssl
@@ -61,7 +61,8 @@ def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
                     tries = 1 + len(PATIENCE)
                     raise HubError(f"{reason}, after {tries} tries") from e
             # Processes that failed at the same time wait for different times.
-            pause = max(seconds, min(asked_seconds, LONGEST_WAIT)) + seconds * place_among_all()
+            share = jax.process_index() / jax.process_count()
+            pause = max(seconds, min(asked_seconds, LONGEST_WAIT)) + seconds * share
             warn(f"{reason} for {what}; trying again in {pause:.0f} s")
             time.sleep(pause)
 
@@ -94,7 +95,8 @@ def fault(error: BaseException) -> tuple[str, float] | None:
         if status is not None:
             if status not in (408, 429) and status < 500:
                 return None
-            return f"the hub answers {status} {phrase(status)}", seconds_asked(response.headers)
+            reason = f"the hub answers {status} {response.reason_phrase}"
+            return reason, seconds_asked(response.headers)
         if isinstance(error, broken):
             # A certificate that is not trusted now will not be trusted later.
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -105,13 +107,6 @@ def fault(error: BaseException) -> tuple[str, float] | None:
             return f"the hub's store breaks off ({first_line(error)})", 0
         error = error.__cause__ or error.__context__
     return None
-
-
-def phrase(status: int) -> str:
-    """The standard phrase for an HTTP status, or "" if it has none."""
-    with contextlib.suppress(ValueError):
-        return http.HTTPStatus(status).phrase
-    return ""
 
 
 def seconds_asked(headers: Mapping[str, str]) -> float:
@@ -131,11 +126,6 @@ def seconds_asked(headers: Mapping[str, str]) -> float:
 
 
 # ---------------------------------------------------------------- who asks when
-def place_among_all() -> float:
-    """0 for process 0, up to nearly 1 for the last process of the run."""
-    return jax.process_index() / jax.process_count()
-
-
 def seconds_until_first(index: int, count: int) -> float:
     """Seconds that process `index` of `count` waits before its first request to the hub."""
     return index * min(APART, SPREAD / count)
