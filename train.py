@@ -25,8 +25,6 @@ from jax.sharding import PartitionSpec as P
 
 import kernel
 import model
-
-# isort: off
 from infra.data import hf, rewards
 from infra.data.answers import final_number
 from infra.data.chat import load_tokenizer
@@ -39,15 +37,23 @@ from infra.rollout.engine import Engine, answer_tokens, with_stop_ids
 from infra.rollout.layouts import LAYOUTS
 from infra.rollout.sampling import Sampling
 from infra.run import flags
-from infra.run.flags import Fraction, Natural, NonNegative, Positive, Probability, Process
-from infra.run.flags import Processes, Steps, Temperature
+from infra.run.flags import (
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Probability,
+    Process,
+    Processes,
+    Steps,
+    Temperature,
+)
 from infra.run.run import Run
 from infra.run.run_dir import claimed_out
 from infra.update import packing
 from infra.update.attention import ATTENTION, segment_attention
 from infra.update.fit import UpdatePrograms, device_metrics, fit
 from infra.update.state import abstract_state, initial_state, is_vector, memory_of, reference
-# isort: on
 from model import DEVICE, REMAT
 
 # Start reading at the bottom: `train` is the algorithm.
@@ -125,11 +131,13 @@ class Config:
 
 
 # Defaults for `--model tiny`: the same job, but small enough for two CPU cores.
+# fmt: off
 TINY = dict(
     data="arith", system="", steps=80, sft_steps=80,
     batch=32, npq=8, max_prompt=32, max_answer=40,
     lr=2e-4, sft_lr=2e-3, decay="linear", b2=0.95, minibatches=4,
     eval_every=20, eval_n=1000)
+# fmt: on
 
 
 def parse(argv: list[str]) -> Config:
@@ -176,20 +184,26 @@ def make_mesh(spec: str, devices: list) -> Mesh:
     named = {"auto": "1,-1,1", "host_local": f"{processes},{n // processes},1"}
     sizes = named.get(spec, spec).split(",")
     is_mesh = len(sizes) == 3 and all(re.fullmatch(r"-1|[1-9]\d*", size) for size in sizes)
-    check(is_mesh and sizes.count("-1") <= 1, f"mesh {spec} is neither auto nor host_local nor "
-          "three sizes dp,fsdp,tp, of which one may be -1, as in --mesh=-1,8,1")
+    check(
+        is_mesh and sizes.count("-1") <= 1,
+        f"mesh {spec} is neither auto nor host_local nor three sizes dp,fsdp,tp, "
+        "of which one may be -1, as in --mesh=-1,8,1",
+    )
     # A size of -1 becomes the number of devices divided by the other sizes.
     known = math.prod(int(size) for size in sizes if size != "-1")
     has_free_size = "-1" in sizes
     wanted = f"a multiple of {known}" if has_free_size else str(known)
-    check(n % known == 0 and (has_free_size or n == known),
-          f"mesh {spec} needs {wanted} devices; there are {n}; try --mesh auto")
+    check(
+        n % known == 0 and (has_free_size or n == known),
+        f"mesh {spec} needs {wanted} devices; there are {n}; try --mesh auto",
+    )
     dims = [n // known if size == "-1" else int(size) for size in sizes]
     return Mesh(devices.reshape(dims), model.AXES)
 
 
 def resolve(cfg: Config, mesh: Mesh) -> Config:
-    """Replace `auto` in the flags by the choice for this kind of device."""
+    """Replace `auto` in the flags by the choice for this kind of device. Exits with code 2 if a
+    kernel is not for this kind."""
     platform = mesh.devices.flat[0].platform
     dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
     attention = "blockwise"
@@ -200,12 +214,23 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
         loss_impl = "pallas"
     elif dtype == "bfloat16" and platform == "gpu":
         attention = "cudnn"
-    return dataclasses.replace(
+    cfg = dataclasses.replace(
         cfg,
         dtype=dtype,
         rollout_dtype=cfg.rollout_dtype.replace("auto", dtype),
         attention=cfg.attention.replace("auto", attention),
-        loss_impl=cfg.loss_impl.replace("auto", loss_impl))
+        loss_impl=cfg.loss_impl.replace("auto", loss_impl),
+    )
+    kind = (platform, dtype)
+    check(
+        cfg.loss_impl != "pallas" or kind == ("tpu", "bfloat16"),
+        f"pallas is for tpu, bfloat16, not {', '.join(kind)}; try --loss_impl jax",
+    )
+    check(
+        cfg.attention != "cudnn" or kind == ("gpu", "bfloat16"),
+        f"cudnn is for gpu, bfloat16, not {', '.join(kind)}; try --attention auto",
+    )
+    return cfg
 
 
 def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer_size: int) -> None:
@@ -213,44 +238,61 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     processes = host_count(mesh)
     local_devices = mesh.size // processes
     dp, fsdp, tp = mesh.devices.shape
-    kind = (mesh.devices.flat[0].platform, cfg.dtype)
-    check(cfg.loss_impl != "pallas" or kind == ("tpu", "bfloat16"),
-          f"pallas is for tpu, bfloat16, not {', '.join(kind)}; try --loss_impl jax")
-    check(cfg.attention != "cudnn" or kind == ("gpu", "bfloat16"),
-          f"cudnn is for gpu, bfloat16, not {', '.join(kind)}; try --attention auto")
 
     # The rollout splits sequences over all devices of a host: npq must be a multiple of `unit`.
     sequences = cfg.batch * cfg.npq
     unit = local_devices // math.gcd(cfg.batch, local_devices)
     low = max(1, cfg.npq // unit) * unit
-    check(sequences % local_devices == 0, f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} "
-          f"sequences per host do not divide over {local_devices} local devices; try --npq {low} "
-          f"or --npq {low + unit}")
+    check(
+        sequences % local_devices == 0,
+        f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do not divide over "
+        f"{local_devices} local devices; try --npq {low} or --npq {low + unit}",
+    )
 
     # The update splits rows over dp and fsdp; tp stays within a host.
-    check(dp * fsdp % processes == 0, f"mesh dp*fsdp = {dp}*{fsdp} does not divide over "
-          f"{processes} processes; a tp = {tp} must stay within a host's {local_devices} devices")
+    check(
+        dp * fsdp % processes == 0,
+        f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} processes; a tp = {tp} must "
+        f"stay within a host's {local_devices} devices",
+    )
     rows = sequences * processes // (dp * fsdp)
-    check(rows % cfg.minibatches == 0, f"{rows} rows per device do not divide into minibatches = "
-          f"{cfg.minibatches}; try --minibatches {math.gcd(rows, cfg.minibatches)}")
-    check(cfg.micro_batch * cfg.minibatches <= rows, f"micro_batch = {cfg.micro_batch} is more "
-          f"than a minibatch's {rows // cfg.minibatches} rows per device; try --micro_batch 0: the "
-          "largest")
+    check(
+        rows % cfg.minibatches == 0,
+        f"{rows} rows per device do not divide into minibatches = {cfg.minibatches}; try "
+        f"--minibatches {math.gcd(rows, cfg.minibatches)}",
+    )
+    check(
+        cfg.micro_batch * cfg.minibatches <= rows,
+        f"micro_batch = {cfg.micro_batch} is more than a minibatch's {rows // cfg.minibatches} "
+        "rows per device; try --micro_batch 0: the largest",
+    )
 
     # Weights are sharded by hidden size over fsdp and tp, and by heads and feed-forward over tp.
     common = math.gcd(model_cfg.D, mesh.size)
-    check(model_cfg.D % (fsdp * tp) == 0, f"hidden size {model_cfg.D} does not divide over "
-          f"fsdp*tp = {fsdp}*{tp}; try --mesh {mesh.size // common},{common},1")
-    split = {"query heads": model_cfg.N, "key/value heads": model_cfg.K,
-             "feed-forward size": model_cfg.F}
+    check(
+        model_cfg.D % (fsdp * tp) == 0,
+        f"hidden size {model_cfg.D} does not divide over fsdp*tp = {fsdp}*{tp}; try --mesh "
+        f"{mesh.size // common},{common},1",
+    )
+    split = {
+        "query heads": model_cfg.N,
+        "key/value heads": model_cfg.K,
+        "feed-forward size": model_cfg.F,
+    }
     for what, n in split.items():
-        check(n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; try a tp of "
-              f"{math.gcd(n, tp)}")
-    check(tokenizer_size <= model_cfg.V, f"the tokenizer has ids below {tokenizer_size}, more than "
-          f"the model's vocabulary of {model_cfg.V}; take both from one model")
-    check(cfg.max_prompt + cfg.max_answer <= model_cfg.max_positions, f"max_prompt + max_answer = "
-          f"{cfg.max_prompt} + {cfg.max_answer} exceed the model's {model_cfg.max_positions} "
-          "positions")
+        check(
+            n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; try a tp of {math.gcd(n, tp)}"
+        )
+    check(
+        tokenizer_size <= model_cfg.V,
+        f"the tokenizer has ids below {tokenizer_size}, more than the model's vocabulary of "
+        f"{model_cfg.V}; take both from one model",
+    )
+    check(
+        cfg.max_prompt + cfg.max_answer <= model_cfg.max_positions,
+        f"max_prompt + max_answer = {cfg.max_prompt} + {cfg.max_answer} exceed the model's "
+        f"{model_cfg.max_positions} positions",
+    )
 
 
 def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None:
@@ -260,10 +302,15 @@ def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None
     asked = cfg.batch * processes
     most = len(questions) // processes
     fix = f"--batch {most}" if most else "fewer processes"
-    check(asked <= len(questions) or cfg.steps == 0, f"batch = {cfg.batch} on {processes} "
-          f"processes asks {asked} questions a step; {cfg.data} has {len(questions)}; try {fix}")
-    check(examples or cfg.sft_steps == 0,
-          f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}")
+    check(
+        asked <= len(questions) or cfg.steps == 0,
+        f"batch = {cfg.batch} on {processes} processes asks {asked} questions a step; {cfg.data} "
+        f"has {len(questions)}; try {fix}",
+    )
+    check(
+        examples or cfg.sft_steps == 0,
+        f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}",
+    )
 
 
 # ---------------------------------------------------------------- what a run is made of
@@ -410,7 +457,8 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
         batch = []
         for packed in micro_batches:
             rows = make_rows(
-                packed, prompts, answers, advantages, plan.shape, cfg, sampler_logprobs)
+                packed, prompts, answers, advantages, plan.shape, cfg, sampler_logprobs
+            )
             rows["weight"] /= normaliser
             # Each host passes its own rows; together they form one global array.
             batch.append({name: to_global(array) for name, array in rows.items()})
@@ -474,7 +522,8 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
     inputs = loss_inputs(on_device, params, rows, cfg, model_cfg, mesh)
     weight_N = rows["weight"].reshape(-1)
     logprob_N, _ = kernel.score(
-        *inputs, weight_N, mesh, temperature=cfg.temperature, impl=cfg.loss_impl)
+        *inputs, weight_N, mesh, temperature=cfg.temperature, impl=cfg.loss_impl
+    )
     return model.constrain(logprob_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
 
 
@@ -490,14 +539,17 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     # Supervised steps have no entropy bonus: demonstrations are to be imitated, not varied.
     entropy_bonus = cfg.entropy_bonus if "sampler_logprobs" in rows else 0.0
     loss, stats = kernel.grpo_loss(
-        *inputs, vectors, mesh,
+        *inputs,
+        vectors,
+        mesh,
         temperature=cfg.temperature,
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high,
         beta=cfg.beta,
         is_cap=cfg.is_cap,
         entropy_bonus=entropy_bonus,
-        impl=cfg.loss_impl)
+        impl=cfg.loss_impl,
+    )
     # Report logprobs as the negative log-likelihood.
     stats["nll"] = -stats.pop("logp")
     sums = {name: a.sum() for name, a in stats.items()}
@@ -565,8 +617,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     total = None
     parts = []
     for rows in batch:
-        grads, metrics = gradients(
-            state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
+        grads, metrics = gradients(state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
         # Do not add the first gradients to zeros: that would hold them twice.
         total = grads if total is None else sum_of_trees(total, grads)
         del grads
@@ -580,8 +631,8 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     opt = {}
     for name, param in model.flatten(state["params"]).items():
         params[name], opt[name] = optimizer_step(
-            param, state["opt"][name], grads.pop(name), factor, lr,
-            name=name, cfg=cfg, mesh=mesh)
+            param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg, mesh=mesh
+        )
     return state | {"params": model.nest(params), "opt": opt}, parts, norm
 
 
@@ -621,8 +672,10 @@ def count_skipped(step: int, norms: list, skipped: int) -> int:
         skipped = 0 if np.isfinite(norm) else skipped + 1
     count = int(np.sum(~np.isfinite(norms)))
     if count:
-        say(f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
-            "finite")
+        say(
+            f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
+            "finite"
+        )
     return skipped
 
 
@@ -706,7 +759,8 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
         # A solved answer has a number, so do not parse it again.
         per_answer["no_number"] = [
             not solved and final_number(text) is None
-            for solved, text in zip(scores[:, 0], texts, strict=True)]
+            for solved, text in zip(scores[:, 0], texts, strict=True)
+        ]
     table = np.column_stack(list(per_answer.values()))
     table = all_gather_processes(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
@@ -890,8 +944,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ update: packed rows, one step a minibatch
         answers = answer_tokens(out)
-        batches, counts = make_batches(
-            prompts, answers, advantages, cfg, setup, out["logprobs_BT"])
+        batches, counts = make_batches(prompts, answers, advantages, cfg, setup, out["logprobs_BT"])
         run.show("update", step)
         state, parts, norms = update_policy(state, batches, step, cfg, setup)
         t_end = time.time()
@@ -909,8 +962,13 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         }
         for i in range(2):
             run.write_sample(
-                step, rows[i], texts[i], reward=reward_B[i], truncated=bool(out["truncated_B"][i]),
-                **rewards.by_name(scores[i], REWARDS))
+                step,
+                rows[i],
+                texts[i],
+                reward=reward_B[i],
+                truncated=bool(out["truncated_B"][i]),
+                **rewards.by_name(scores[i], REWARDS),
+            )
         end_step(step, state, norms, metrics, cfg, setup, run)
 
     run.finish(state["params"], setup)
