@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import kernel
-from infra.host import chips
+from tools import absent_devices
 
 HIDDEN = 2048
 
@@ -33,7 +33,7 @@ def compile_kernel(name, sharding, function, *inputs, donate=()):
 
 
 def main(tiles):
-    device = chips.absent_devices("v6e-1")[0]
+    device = absent_devices.of_kind("v6e-1")[0]
     array = jax.ShapeDtypeStruct
     blocks = kernel.block_sizes(device.device_kind, HIDDEN)
     tokens = blocks.chunk_tokens

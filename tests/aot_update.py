@@ -12,8 +12,8 @@ import sys
 from collections import Counter
 
 import train
-from infra.host import chips
 from infra.update import fit, packing
+from tools import absent_devices
 from tools.hlo import array_sizes
 from tools.sizes import model_of_size
 
@@ -49,7 +49,7 @@ def facts(text: str, vocab: int) -> dict:
 def main(size: str, device_type: str, attention: str, micro_batches: str) -> None:
     flags = ["--model", size, "--max_prompt", "1024", "--max_answer", "1024"]
     cfg = train.parse([*flags, "--attention", attention])
-    mesh = train.make_mesh(cfg.mesh, chips.absent_devices(device_type))
+    mesh = train.make_mesh(cfg.mesh, absent_devices.of_kind(device_type))
     cfg = train.resolve(cfg, mesh)
     model_cfg = model_of_size(size)
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)

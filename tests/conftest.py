@@ -240,8 +240,8 @@ def cached_logits(params, cfg, tokens, on, kind, prompt=9):
     """Logits [B, T - prompt + 1, V] of the cached forward: a prefill, then token by token."""
     tokens_BT = np.array(tokens, np.int32)
     B, T = tokens_BT.shape
-    work = layouts.Work(B, 1, prompt, T - prompt)
-    layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", work)
+    size = layouts.RolloutSize(B, 1, prompt, T - prompt)
+    layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", size)
     weights = layouts.to_rollout(params, layout, "float32")
     sizes = dict(B=B, n_prompts=B, width=prompt, slots=T - prompt)
     state = layouts.empty_state(**sizes, cfg=cfg, layout=layout, dtype="float32")
@@ -286,22 +286,27 @@ def generate(
     seed=0,
     sampling=None,
     by_layer=False,
+    group=1,
+    at_once=None,
+    stage=128,
     **options,
 ):
-    """rollout.generate in float32, after resharding the weights to the rollout layout `kind`.
-    by_layer: each layer has arrays of its own, as on GPUs."""
-    work = layouts.Work(len(prompts), options.get("group", 1), 8, max_answer)
-    layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32", work)
+    """Engine.generate in float32, after resharding the weights to the rollout layout `kind`.
+
+    by_layer: each layer has arrays of its own, as on GPUs. at_once: rows that a device decodes
+    together, else all. stage: tokens per call of `decode`."""
+    size = layouts.RolloutSize(len(prompts), group, 8, max_answer)
+    layout, _ = layouts.rollout_layout(kind, cfg, on or mesh(), "float32", size)
     layout = dataclasses.replace(layout, by_layer=by_layer)
     weights = layouts.to_rollout(params, layout, "float32")
     for name, a in model.flatten(weights).items():
         wanted = NamedSharding(layout.mesh, layouts.rollout_spec(name, layout))
         assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
-    key = jax.random.key(seed)
-    sampling = sampling or Sampling()
-    return engine.generate(
-        weights, cfg, layout, prompts, key, sampling, max_answer=max_answer, **options
-    )
+    at_once = {group: at_once} if at_once else {}
+    sampler = engine.Engine(cfg, None, layout, "float32", "float32", max_answer, at_once, weights)
+    with mock.patch.object(engine, "STAGE", stage):
+        key = jax.random.key(seed)
+        return sampler.generate(prompts, key, sampling or Sampling(), group, **options)
 
 
 # ---------------------------------------------------------------- train.py as a process

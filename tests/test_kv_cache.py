@@ -99,7 +99,7 @@ def test_attention_goes_on_from_cache_to_cache(how, size, monkeypatch):
     B, K, M, H, *slots = SIZES[size]
     rng = np.random.default_rng(0)
     q_BKMH = random_queries(rng, B, K, M, H)
-    result = kv_cache.nothing(q_BKMH)
+    result = kv_cache.no_slots(q_BKMH)
     parts = []
     for layer, S in enumerate(slots):
         cache = random_cache(rng, B, K, S, H)
@@ -125,7 +125,7 @@ def test_attention_in_bfloat16_is_as_exact_as_its_operands():
     cache = random_cache(rng, B, K, S, H, "bfloat16")
     filled_B = np.array([S, 7, 1, 30])
     reference = float64_attention(q_BKMH, [(cache, 1, filled_B)])
-    nothing = kv_cache.nothing(q_BKMH)
+    nothing = kv_cache.no_slots(q_BKMH)
     for attend in ATTEND.values():
         result = attend(q_BKMH, cache, 1, jnp.array(filled_B), nothing)
         # The softmax weights are rounded to 8 bits.
@@ -163,7 +163,7 @@ def test_keys_beyond_the_last_slot_do_not_matter(monkeypatch):
     spoilt = Cache(cache.keys.at[:, :, :, 32:].set(jnp.nan), cache.values)
     for longest, has_one in ((32, False), (33, True)):
         filled_B = jnp.array([3, longest])
-        nothing = kv_cache.nothing(q_BKMH)
+        nothing = kv_cache.no_slots(q_BKMH)
         out, _ = ATTEND["pallas"](q_BKMH, spoilt, 0, filled_B, nothing)
         assert np.isnan(out[1]).any() == has_one
 

@@ -28,7 +28,7 @@ from infra.host import chips
 from infra.rollout import layouts
 from infra.update import fit
 from test_kernel import mesh
-from tools import plan
+from tools import absent_devices, plan
 
 
 # ---------------------------------------------------------------- the largest micro-batch that fits
@@ -195,7 +195,7 @@ def test_known_memory_of_gpus_is_that_of_their_specification():
 @pytest.mark.parametrize("kind", ["h100-3", "h100-12", "h100-0", "h100", "b200-8", "v6e-3", "v9-8"])
 def test_types_that_there_are_not_are_refused(kind):
     with pytest.raises(ValueError, match=f"^{kind} is not one of"):
-        chips.absent_devices(kind)
+        absent_devices.of_kind(kind)
 
 
 # ---------------------------------------------------------------- plans for devices that are here

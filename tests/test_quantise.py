@@ -31,6 +31,7 @@ from infra.rollout import engine, layouts, quantise
 from infra.rollout.sampling import Sampling
 from infra.run.log import read_jsonl
 from test_kernel import mesh
+from tools import abstract_rollout
 
 # The axes of each matrix, as stacked over layers, that its product sums over.
 SUMMED = {
@@ -54,7 +55,7 @@ WAYS = {  # (model, training mesh, layout)
     "fsdp": ("tied", (2, 2, 2), "fsdp"),
     "maxtext": ("untied", (2, 4, 1), "maxtext"),
 }
-INT8 = layouts.Work(answers=8, group=1, prompt_slots=8, answer_slots=12, quantised=True)
+INT8 = layouts.RolloutSize(answers=8, group=1, prompt_slots=8, answer_slots=12, quantised=True)
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -138,7 +139,7 @@ def test_no_matrix_is_held_in_more_than_a_byte(way):
         assert matrix.sharding.is_equivalent_to(place, matrix.ndim), (name, matrix.sharding)
     # The abstract weights, which are compiled for absent devices, have the same shapes and
     # shardings.
-    abstract = layouts.abstract_weights(cfg, layout, jnp.dtype("float32"), True)
+    abstract = abstract_rollout.abstract_weights(cfg, layout, jnp.dtype("float32"), True)
     for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(abstract), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
@@ -185,9 +186,8 @@ def test_bytes_that_a_step_reads_count_a_matrix_as_a_byte():
 
 # ---------------------------------------------------------------- rollouts
 def sampled(weights, cfg, layout, prompts, seed):
-    return engine.generate(
-        weights, cfg, layout, prompts, jax.random.key(seed), Sampling(), max_answer=12
-    )
+    sampler = engine.Engine(cfg, None, layout, "float32", "int8", 12, weights=weights)
+    return sampler.generate(prompts, jax.random.key(seed), Sampling())
 
 
 @each_way

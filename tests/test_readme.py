@@ -1,4 +1,4 @@
-"""README.md and assets/*.md: all that they name exists, and their commands work."""
+"""README.md and assets/*.md: all that they name exists, and their commands size."""
 
 import importlib.util
 import itertools
@@ -15,8 +15,7 @@ from conftest import ROOT, TINY_FLAGS, calm_run, chatml, read_jsonl, run, run_tr
 from pods import clone_of_this_tree, write
 
 import train
-from infra.host import chips
-from tools import bench_loss, bench_rollout, plan, what_fits
+from tools import absent_devices, bench_loss, bench_rollout, plan, what_fits
 
 FLAGS = train.Config.__annotations__
 README = ROOT / "README.md"
@@ -105,7 +104,7 @@ class Parsed(BaseException):
 
 
 def test_flags_of_what_is_compiled_elsewhere(monkeypatch):
-    monkeypatch.setattr(chips, "absent_devices", mock.Mock(side_effect=Parsed))
+    monkeypatch.setattr(absent_devices, "of_kind", mock.Mock(side_effect=Parsed))
     monkeypatch.setattr(what_fits, "table", mock.Mock(side_effect=Parsed))
     mains = dict(bench_loss=bench_loss.benchmark, bench_rollout=bench_rollout.main, plan=plan.main)
     for command in of_kind("flags", all_commands()):

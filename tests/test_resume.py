@@ -313,18 +313,19 @@ def test_many_kills(processes, kills, tmp_path, tmp_path_factory, record_propert
 def main_stopped_in_evaluation(number, flags):
     """Run train.main, and send a signal while it samples in an evaluation: SIGTERM in the first, or
     SIGUSR1, Slurm's warning of the time limit, in the second."""
-    real_generate = engine.generate
+    real_generate = engine.Engine.generate
     evaluations_begun = 0
 
-    def generate_or_stop(*args, group, **options):
+    def generate_or_stop(self, prompts, key, sampling, group, progress):
         nonlocal evaluations_begun
         # Only an evaluation samples one answer per question.
         evaluations_begun += group == 1
         if evaluations_begun == number:
             signal.raise_signal([signal.SIGTERM, signal.SIGUSR1][number - 1])
-        return real_generate(*args, group=group, **options)
+        return real_generate(self, prompts, key, sampling, group, progress)
 
-    with mock.patch.object(engine, "generate", generate_or_stop), pytest.raises(SystemExit) as end:
+    patched = mock.patch.object(engine.Engine, "generate", generate_or_stop)
+    with patched, pytest.raises(SystemExit) as end:
         train.main(flags)
     assert end.value.code == 143
 

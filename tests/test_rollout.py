@@ -34,7 +34,7 @@ from infra.rollout import engine, layouts, waves
 from infra.rollout.engine import Engine
 from infra.update import attention
 from test_kernel import mesh
-from tools import bench_rollout
+from tools import abstract_rollout, bench_rollout
 
 
 # ---------------------------------------------------------------- against transformers
@@ -310,17 +310,17 @@ def largest_collective(program):
 def test_decode_moves_no_cache_between_devices(kind):
     """Decode moves no KV cache between devices. jax 0.10 would gather the complete cache if its
     layout were constrained outside of a shard_map."""
-    work = layouts.Work(64, group=8, prompt_slots=2048, answer_slots=2048)
-    layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32", work)
-    program = engine.lower_decode(TIED, layout, jnp.dtype("float32"), work).compile()
-    _, cache = layouts.bytes_of_step(TIED, layout, jnp.dtype("float32"), work)
+    size = layouts.RolloutSize(64, group=8, prompt_slots=2048, answer_slots=2048)
+    layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32", size)
+    program = abstract_rollout.lower_decode(TIED, layout, jnp.dtype("float32"), size).compile()
+    _, cache = layouts.bytes_of_step(TIED, layout, jnp.dtype("float32"), size)
     assert largest_collective(program) < cache / 10
     assert program.memory_analysis().temp_size_in_bytes < cache, "the cache is copied"
 
 
 # ---------------------------------------------------------------- plans
 GIB = 2**30
-WORK = layouts.Work(answers=128, group=8, prompt_slots=1024, answer_slots=256)
+SIZE = layouts.RolloutSize(answers=128, group=8, prompt_slots=1024, answer_slots=256)
 
 
 def sizes(name):
@@ -345,7 +345,7 @@ def test_layout_is_chosen_by_size_and_memory(monkeypatch):
     # fmt: on
     for name, gib, kind, tp in cases:
         set_memory(monkeypatch, gib)
-        layout, why = layouts.rollout_layout("auto", sizes(name), on, "bfloat16", WORK)
+        layout, why = layouts.rollout_layout("auto", sizes(name), on, "bfloat16", SIZE)
         assert layout.kind == kind, (name, gib, why)
         assert why.startswith(kind), (name, gib, why)
         assert list(layout.mesh.devices.flat) == list(on.devices.flat)
@@ -367,7 +367,7 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
     # fmt: on
     for cfg, chip, kind, tp in cases:
         monkeypatch.setattr(chips, "chip", lambda device, chip=chip: chips.CHIPS[chip])
-        layout, why = layouts.rollout_layout("auto", cfg, on, "bfloat16", WORK)
+        layout, why = layouts.rollout_layout("auto", cfg, on, "bfloat16", SIZE)
         assert (layout.kind, layout.mesh.shape["tp"]) == (kind, tp), why
         times = [float(ms) for ms in re.findall(r"([\d.]+) ms", why)]
         assert len(times) > 1, why
@@ -379,7 +379,7 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
 def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
     """Replicated weights are complete on each device. tp splits weights by heads, feed-forward and
     vocabulary, but not by D: otherwise each decode step would gather them."""
-    layout, _ = layouts.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16", WORK)
+    layout, _ = layouts.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16", SIZE)
     for name in model.shapes(sizes("3B")):
         dims = model.letters(name)
         axes = layouts.rollout_spec(name, layout)
@@ -388,13 +388,13 @@ def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
             assert (parts > 1) == (dim in split), (name, dim)
 
 
-def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
+def test_rows_that_fit_fill_half_of_the_free_memory(monkeypatch):
     """The KV cache of the rows that decode at once fills half of the free memory. In an evaluation
     each row has its own prompt; in a rollout a group shares one."""
     cfg = sizes("3B")
     resting = 12 * GIB
     for kind, parts, heads in (("replicated", 1, 2), ("fsdp", 8, 2), ("tp", 2, 1)):
-        layout, _ = layouts.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16", WORK)
+        layout, _ = layouts.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16", SIZE)
         weights = 2 * cfg.n_params / parts
         half = (32 * GIB - resting - weights) / 2
         for group, slots in ((1, 1024 + 256), (8, 128 + 256)):
@@ -402,7 +402,7 @@ def test_rows_at_once_fill_half_of_the_free_memory(monkeypatch):
             cases = [(32, half // keys_and_values), (12, 1), (math.inf, 2**30)]
             for gib, rows in cases:
                 set_memory(monkeypatch, gib)
-                found = layouts.rows_that_fit(cfg, layout, "bfloat16", WORK, resting, group)
+                found = layouts.rows_that_fit(cfg, layout, "bfloat16", SIZE, resting, group)
                 assert found == rows, (kind, group, gib)
 
 

@@ -4,7 +4,6 @@ python tools/bench_loss.py --impl jax,full
 python tools/bench_loss.py --aot v6e-8 --impl jax,pallas    # compiled for absent TPUs, not run
 """
 
-import argparse
 import math
 import sys
 import timeit
@@ -22,7 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernel
-from infra.host import chips
+from infra.host.console import exit_on
+from tools import absent_devices
+from tools.arguments import parser_of
 
 # A device has batch * time tokens. A block size of 0 means kernel.py's choice for the device.
 FLAGS = dict(
@@ -176,27 +177,13 @@ def run_case(args, case):
 
 
 # ---------------------------------------------------------------- the command
-def parse(argv=None):
-    parser = argparse.ArgumentParser(
-        description="Time and memory of the GRPO loss with both its gradients."
-    )
-    for name, default in FLAGS.items():
-        help_text = f"default {default!r}"
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
-    return parser, parser.parse_args(argv)
-
-
 def benchmark(argv=None):
-    parser, args = parse(argv)
+    args = parser_of(__doc__, FLAGS).parse_args(argv)
     for slice_type in args.aot.split(","):
-        try:
-            devices = chips.absent_devices(slice_type) if slice_type else jax.devices()[:1]
-        # The name is unknown, libtpu does not support this slice, or libtpu is not installed.
-        except Exception as e:
-            parser.error(
-                f"--aot {slice_type} cannot be compiled for here ({e}); "
-                "try v6e-8, pip install libtpu"
-            )
+        # The name may be unknown, or libtpu may not support this slice, or not be installed.
+        fault = f"--aot {slice_type} cannot be compiled for here; try v6e-8, pip install libtpu"
+        with exit_on(Exception, fault):
+            devices = absent_devices.of_kind(slice_type) if slice_type else jax.devices()[:1]
         mesh = Mesh(np.array(devices).reshape(1, -1, 1), kernel.TOKEN_AXES)
         name = slice_type or devices[0].device_kind
         took = {}

@@ -4,7 +4,6 @@ With --aot TYPE nothing runs: the decode loop is compiled for absent devices, th
 reads and moves are counted in the compiled program, and on TPUs the compiler estimates its time.
 """
 
-import argparse
 import itertools
 import sys
 import tempfile
@@ -24,11 +23,14 @@ from jax.sharding import Mesh, NamedSharding
 import model
 from infra.data import hf
 from infra.host import chips
-from infra.rollout import engine, layouts
-from infra.rollout.layouts import Layout, Work
+from infra.host.console import check
+from infra.rollout import layouts
+from infra.rollout.engine import Engine
+from infra.rollout.layouts import Layout, RolloutSize
 from infra.rollout.sampling import Sampling
 from model import ModelConfig
-from tools import clock, hlo
+from tools import absent_devices, abstract_rollout, clock, hlo
+from tools.arguments import parser_of
 from tools.sizes import SIZES, model_of_size
 
 # model, layout and aot each take a list: a,b,c
@@ -46,15 +48,15 @@ FLAGS = dict(
 
 
 # ---------------------------------------------------------------- compiled for absent TPUs
-def check_loop(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> str:
+def check_loop(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> str:
     """Compile the last stage of decoding, and describe the traffic, memory and time of a step."""
     chip = chips.chip(layout.mesh.devices.flat[0])
-    program = engine.lower_decode(cfg, layout, dtype, work).compile()
+    program = abstract_rollout.lower_decode(cfg, layout, dtype, size).compile()
     text = program.as_text()
     traffic = hlo.loop_traffic(text, cfg.L)
 
     # Every step must read the weights and the KV cache.
-    weight_bytes, cache_bytes = layouts.bytes_of_step(cfg, layout, dtype, work)
+    weight_bytes, cache_bytes = layouts.bytes_of_step(cfg, layout, dtype, size)
     least = weight_bytes + cache_bytes
     least_ms = least / chip.bandwidth * 1e3
     compiled_ms = traffic.device_memory / chip.bandwidth * 1e3
@@ -92,21 +94,17 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
 def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tuple:
     """Returns (seconds of prefill, seconds of decode) of the faster of two runs after one that
     compiles."""
+    engine = Engine(cfg, None, layout, args.dtype, args.dtype, args.answer, weights=weights)
+    key = jax.random.key(0)
     runs = []
     for _ in range(3):
         # `generate` reports progress after the prefill and after each stage.
         times = [time.perf_counter()]
-        engine.generate(
-            weights,
-            cfg,
-            layout,
-            prompts,
-            jax.random.key(0),
-            Sampling(),
-            max_answer=args.answer,
-            group=args.npq,
-            progress=lambda *_, times=times: times.append(time.perf_counter()),
-        )
+
+        def note(*_, times=times):
+            times.append(time.perf_counter())
+
+        engine.generate(prompts, key, Sampling(), args.npq, note)
         began, prefilled, *_, ended = times
         runs.append((prefilled - began, ended - prefilled))
     return min(runs[1:], key=sum)
@@ -162,13 +160,13 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
     return min(seconds[1:])
 
 
-def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, work: Work, args) -> str:
+def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, args) -> str:
     """Time a rollout on the devices of this machine, and describe its speed."""
     if name in SIZES:
-        weights = random_weights(cfg, layout, dtype, work.quantised)
+        weights = random_weights(cfg, layout, dtype, size.quantised)
     else:
         params = hf.load(hf.ModelFiles(name, cfg), layout.mesh)
-        weights = layouts.to_rollout(params, layout, dtype, work.quantised)
+        weights = layouts.to_rollout(params, layout, dtype, size.quantised)
         del params
     rng = np.random.default_rng(0)
     groups = rng.integers(0, cfg.V, (args.batch // args.npq, args.prompt))
@@ -177,7 +175,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, work: Work, args
     step_s = decode_s / args.answer
 
     # Averaged over the steps, half of the answer is in the KV cache.
-    half = replace(work, answer_slots=args.answer // 2)
+    half = replace(size, answer_slots=args.answer // 2)
     least = sum(layouts.bytes_of_step(cfg, layout, dtype, half))
     bandwidth = memory_speed()
     text = (
@@ -195,32 +193,28 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, work: Work, args
 
 # ---------------------------------------------------------------- the command
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ".")
-    for name, default in FLAGS.items():
-        help_text = f"default {default!r}"
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
-    args = parser.parse_args(argv)
-    if args.transformers and args.dtype == "int8":
-        parser.error("--transformers 1 compares equal weights: not --dtype int8")
+    args = parser_of(__doc__, FLAGS).parse_args(argv)
+    is_int8 = args.dtype == "int8"
+    check(not (args.transformers and is_int8), "--transformers compares equal weights: not int8")
     models, absent_types, kinds = (x.split(",") for x in (args.model, args.aot, args.layout))
     for name, absent, kind in itertools.product(models, absent_types, kinds):
         cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
         # Without stop tokens every row decodes its full length.
         cfg = replace(cfg, stop_ids=())
-        devices = np.array(chips.absent_devices(absent) if absent else jax.devices())
+        devices = np.array(absent_devices.of_kind(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)
-        if not is_kind or args.batch % args.npq or args.batch % devices.size:
-            parser.error(
-                f"--layout is one of auto, {', '.join(layouts.LAYOUTS)}; --npq {args.npq} and "
-                f"{devices.size} devices must divide --batch {args.batch}"
-            )
+        check(
+            is_kind and args.batch % args.npq == 0 and args.batch % devices.size == 0,
+            f"--layout is one of auto, {', '.join(layouts.LAYOUTS)}; --npq {args.npq} and "
+            f"{devices.size} devices must divide --batch {args.batch}",
+        )
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         default = "float32" if devices[0].platform == "cpu" else "bfloat16"
         dtype = args.dtype.replace("int8", default)
-        work = Work(args.batch, args.npq, args.prompt, args.answer, args.dtype == "int8")
-        layout, why = layouts.rollout_layout(kind, cfg, mesh, dtype, work)
+        size = RolloutSize(args.batch, args.npq, args.prompt, args.answer, args.dtype == "int8")
+        layout, why = layouts.rollout_layout(kind, cfg, mesh, dtype, size)
         print(f"{name} on {absent or devices[0].device_kind}: {why}", flush=True)
-        setting = cfg, layout, dtype, work
+        setting = cfg, layout, dtype, size
         text = check_loop(*setting) if absent else measure(name, *setting, args)
         print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
 

@@ -27,10 +27,13 @@ from infra.host import chips, nvidia
 from infra.host.console import check, exit_on, open_streams, say
 from infra.host.files import CheckpointError
 from infra.host.processes import host_count
-from infra.rollout import engine, layouts
+from infra.rollout import layouts
+from infra.rollout.engine import make_engine, size_of_step
 from infra.run import flags
 from infra.update import fit, packing
-from tools import remembered, step_time, what_fits
+from infra.update.state import abstract_state
+from tools import absent_devices, remembered, step_time, what_fits
+from tools.arguments import parser_of
 
 # The flags that --sweep can vary.
 SWEPT = "micro_batch", "max_prompt", "max_answer", "loss_impl", "remat", "offload"
@@ -43,9 +46,8 @@ def split_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]
     if argv and not argv[0].startswith("-"):
         device_type, *argv = argv
     usage = "python tools/plan.py [v6e-8, h100-8 or such | here] [--sweep name=a,b] [--flag ...]"
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, allow_abbrev=False)
-    # A wrong flag prints one line and exits with code 2, like every mistake.
-    parser.error = lambda message: check(False, f"{message}; see --help")
+    parser = parser_of(__doc__)
+    parser.usage = usage
     parser.add_argument("--sweep", default="", help=f"values of one of {', '.join(SWEPT)}")
     parser.add_argument("--table", action="store_true", help="all models on all types of devices")
     args, train_flags = parser.parse_known_args(argv)
@@ -150,7 +152,7 @@ def devices_of(device_type: str) -> list:
         nvidia.find_devices()
         return jax.devices()
     with exit_on(Exception, f"{device_type} cannot be compiled for here: {takes}"):
-        return chips.absent_devices(device_type)
+        return absent_devices.of_kind(device_type)
 
 
 def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
@@ -187,17 +189,18 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         # If the update does not fit, do not plan the rollout.
         return rows
     # Plan the rollout of the last setting.
-    work = engine.work_of_step(cfg, host_count(mesh), cfg.max_prompt)
-    layout, why = layouts.rollout_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
-    planned = step_time.plan_rollout(cfg, model_cfg, layout, mesh, work)
+    size = size_of_step(cfg, host_count(mesh), cfg.max_prompt)
+    resting = fit.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
+    engine = make_engine(cfg, model_cfg, mesh, None, cfg.max_prompt, resting)
+    planned = step_time.plan_rollout(cfg, model_cfg, engine, mesh, size, resting)
     verdict = "" if planned.fits else "; too much"
     say(
-        f"rollout: {why}\n  {planned.rows} rows per device, {planned.at_once} at once: "
+        f"  {planned.rows} rows per device, {planned.at_once} at once: "
         f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} in parameters and optimizer{verdict}"
     )
     update = step_time.clock_of_update(clocks, min(largest, filled))
-    say(step_time.time_of_step(cfg, model_cfg, layout, mesh, work, planned, update))
-    rows[-1] |= {"layout": layouts.name_of(layout)}
+    say(step_time.time_of_step(cfg, model_cfg, engine.layout, mesh, size, planned, update))
+    rows[-1] |= {"layout": layouts.name_of(engine.layout)}
     return rows
 
 

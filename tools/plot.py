@@ -8,7 +8,6 @@ A run is the directory of a run, or a file like its metrics.jsonl; `*` matches s
 under one label are drawn as one curve: their mean, in a band from their minimum to their maximum.
 """
 
-import argparse
 import glob
 import math
 import os
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, exit_on
 from infra.run.log import json_line, read_jsonl
+from tools.arguments import parser_of
 
 # Evaluations are drawn as dots, in the panel of the same metric in training.
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"
@@ -207,11 +207,7 @@ def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("runs", nargs="+", metavar="OUT", help="OUT, or label=OUT1,OUT2,...")
     parser.add_argument("--to", default="plot.svg", help="the picture, .svg or .png")
     parser.add_argument("--panels", default="", help="metrics, as reward/mean,eval/solved")

@@ -11,6 +11,7 @@ import train
 from infra.host.console import check
 from infra.run.log import read_jsonl
 from tools import plot
+from tools.arguments import parser_of
 
 # ---------------------------------------------------------------- runs
 TRAIN = Path(train.__file__)
@@ -70,10 +71,7 @@ def median_seconds(rows: list[dict]) -> float:
 # ---------------------------------------------------------------- the command line
 def flags_parser(description: str) -> argparse.ArgumentParser:
     """Returns a parser with the flags of a tool that trains from a checkpoint, seed by seed."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.formatter_class = argparse.RawTextHelpFormatter
-    # A wrong flag prints one line and exits with code 2, like every mistake.
-    parser.error = lambda message: check(False, f"{message}; see --help")
+    parser = parser_of(description)
     parser.add_argument("--model", required=True, help="the checkpoint: a Hugging Face directory")
     parser.add_argument("--out", required=True, help="where runs and their rows go")
     parser.add_argument("--seeds", default="1,2,3", help="of questions and sampling")

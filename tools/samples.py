@@ -7,7 +7,6 @@ Held-out questions come first, with their answers in several evaluations, each m
 wrong. Questions of training follow, with their sampled answers and rewards.
 """
 
-import argparse
 import shutil
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, open_streams
+from tools.arguments import parser_of
 from tools.plot import read_rows
 
 # The least width of a column, in characters: a terminal has room for two columns.
@@ -103,11 +103,7 @@ def print_rows(title: str, rows: list[dict], steps: list[int], width: int) -> No
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("out", metavar="OUT", help="a run's directory, or its samples.jsonl")
     parser.add_argument("--steps", default="", help="as 80,160; else as many as fit side by side")
     args = parser.parse_args(argv)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 import kernel
 import model
-import train
 from infra.host import chips
-from infra.rollout import engine, layouts, quantise
-from infra.rollout.layouts import Work
+from infra.rollout import layouts, quantise
+from infra.rollout.engine import Engine
+from infra.rollout.layouts import RolloutSize
 from infra.rollout.waves import plan_waves
-from infra.update import fit, packing
-from infra.update.state import abstract_state
-from tools import remembered
+from infra.update import packing
+from tools import abstract_rollout, remembered
 from tools.clock import Clock, program_clock, step_clock
 
 # The assumed MFU of the update. MaxText reaches 0.45 with an 8B model on v6e.
@@ -35,16 +34,19 @@ class RolloutPlan:
     clock: Clock | None  # of a decode step with a full cache; None if it does not fit, or no TPU
 
 
-def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
-    """Compile the decode loop for prompts and answers of full length."""
+def plan_rollout(
+    cfg, model_cfg, engine: Engine, mesh, size: RolloutSize, resting: int
+) -> RolloutPlan:
+    """Compile the decode loop for prompts and answers of full length, next to `resting` bytes of a
+    device."""
+    layout = engine.layout
     shards = layouts.row_shards(layout)
-    resting = fit.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
-    most = layouts.rows_that_fit(model_cfg, layout, cfg.dtype, work, resting, work.group)
-    waves, group = plan_waves(work.answers, shards, work.group, most)
+    most = engine.rows_by_group[size.group]
+    waves, group = plan_waves(size.answers, shards, size.group, most)
     at_once = waves[0].shape[1]
-    wave = replace(work, answers=at_once * shards, group=group)
+    wave = replace(size, answers=at_once * shards, group=group)
     dtype, _ = quantise.dtypes(cfg)
-    decode = engine.lower_decode(model_cfg, layout, dtype, wave)
+    decode = abstract_rollout.lower_decode(model_cfg, layout, dtype, wave)
     chip = chips.chip(mesh.devices.flat[0])
 
     def clock_of(hlo):
@@ -55,8 +57,8 @@ def plan_rollout(cfg, model_cfg, layout, mesh, work: Work) -> RolloutPlan:
     # The compiler does not count the parameters and optimizer state that stay on the device.
     gib = found.gib + resting_gib
     fits = found.fits and gib <= chips.device_memory(mesh.devices.flat[0])
-    rows = work.answers // shards
-    return RolloutPlan(work.answers, rows, at_once, len(waves), gib, resting_gib, fits, found.clock)
+    rows = size.answers // shards
+    return RolloutPlan(size.answers, rows, at_once, len(waves), gib, resting_gib, fits, found.clock)
 
 
 # ---------------------------------------------------------------- the update, by the compiler
@@ -102,7 +104,13 @@ def passes(cfg) -> float:
 
 
 def time_of_step(
-    cfg, model_cfg, layout, mesh, work: Work, planned: RolloutPlan, update: UpdateClock | None
+    cfg,
+    model_cfg,
+    layout,
+    mesh,
+    size: RolloutSize,
+    planned: RolloutPlan,
+    update: UpdateClock | None,
 ) -> str:
     """Describe how long a step takes if prompts and answers have their full length, and show the
     arithmetic: memory traffic bounds the rollout, and matrix products bound the update."""
@@ -112,7 +120,7 @@ def time_of_step(
         return f"no estimate of the time: the peak of a {device.device_kind} is not known"
     # Each decode step of a wave reads the weights once, and the cache of each row. The cache grows
     # with the answer, so on average half of the answer is in it.
-    half = replace(work, answer_slots=cfg.max_answer // 2)
+    half = replace(size, answer_slots=cfg.max_answer // 2)
     dtype, _ = quantise.dtypes(cfg)
     weights, cached = layouts.bytes_of_step(model_cfg, layout, dtype, half)
     bytes_per_token = planned.waves * weights + cached

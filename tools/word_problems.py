@@ -7,7 +7,6 @@ The `answer` of a row is worked out in words, as in GSM8K. Its `demonstration`, 
 steps, has only numbers.
 """
 
-import argparse
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from infra.data.chat import load_tokenizer
 from infra.data.tiny import TINY_MODEL
 from infra.host import files
 from infra.host.console import check, exit_on, say
+from tools.arguments import parser_of
 
 NAMES = ["Mia", "Tom", "Anna", "Ben", "Emma", "Jack", "Lily", "Sam"]
 THINGS = [("boxes", "pens"), ("bags", "apples"), ("shelves", "books"), ("packs", "cards")]
@@ -114,9 +114,7 @@ def write_model(directory: str, tokenizer: str, seed: int) -> None:
 
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawTextHelpFormatter
-    parser.error = lambda message: check(False, f"{message}; see --help")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="a directory with a Qwen2's")
     parser.add_argument("--out", required=True, help="where files go")
     parser.add_argument("--seed", type=int, default=1, help="of problems and weights")

@@ -1,8 +1,7 @@
-"""Figures of known chips, and devices of absent TPUs and GPUs to compile for."""
+"""Figures of known chips, and the memory of devices and hosts."""
 
 import math
 import os
-import re
 from dataclasses import dataclass
 
 import jax
@@ -88,112 +87,7 @@ def least_memory(mesh) -> float:
     return float(all_gather_processes(np.float32(least)).min())
 
 
-# ---------------------------------------------------------------- absent devices
-def absent_devices(kind: str) -> list:
-    """Returns the devices of a kind such as v6e-8 or h100-8, to compile for. Raises ValueError for
-    an unknown kind, and other errors if the compiler for the kind is not installed."""
-    # Otherwise JAX looks for this machine's devices, and registers no CUDA if there is no GPU.
-    jax.config.update("jax_platforms", "cpu")
-    return tpu_devices(kind) if kind.startswith("v") else gpu_devices(kind)
-
-
-def tpu_devices(slice_type: str) -> list:
-    """Returns the devices of a slice such as v6e-8. Raises ValueError for an unknown type."""
-    from jax.experimental import topologies
-
-    # The sizes that Google offers and that we have compiled for.
-    sizes = "1|4|8|16|32|64|128|256"
-    known = re.fullmatch(rf"(v4|v5p|v5litepod|v6e)-({sizes})", slice_type)
-    if not known:
-        raise ValueError(
-            f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256"
-        )
-    # Otherwise libtpu looks for a TPU, waits for it, and warns that it does not know its type.
-    os.environ |= {
-        "TPU_ACCELERATOR_TYPE": slice_type,
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-    }
-    kind, size = known.groups()
-    # The sizes of v4 and v5p count cores, two per chip, and their slices have three dimensions.
-    dimensions = 3 if kind in ("v4", "v5p") else 2
-    chips = int(size) // (dimensions - 1)
-    if dimensions == 3:
-        options = {"chip_config_name": "megacore"}
-    else:
-        # A host has one chip in a slice of one, eight in a slice of eight, else four.
-        bounds = {1: [1, 1, 1], 8: [2, 4, 1]}.get(chips, [2, 2, 1])
-        options = {"chips_per_host_bounds": bounds}
-    sides = "x".join(str(side) for side in slice_sides(chips, dimensions))
-    name = f"{kind.replace('litepod', 'e')}:{sides}"
-    return topologies.get_topology_desc(name, "tpu", **options).devices
-
-
-def slice_sides(chips, dimensions):
-    """The sides of a slice: powers of two, as equal as possible. Sides of 1 come last."""
-    exponent = chips.bit_length() - 1
-    sides = [2 ** ((exponent + i) // dimensions) for i in range(dimensions)]
-    return sorted(sides, key=lambda side: (side == 1, side))
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What XLA needs to know to compile for an absent GPU, from XLA's published specs (openxla/xla,
-    xla/backends/gpu/target_config/specs)."""
-
-    name: str  # JAX's device_kind
-    capability: str  # CUDA compute capability; the accelerated features are Hopper's alone
-    cores: int
-    units_of_core: int  # float32 units
-    clock_ghz: float
-    memory_bytes: int
-    bandwidth: int  # bytes per second
-    l2_bytes: int
-    shared_bytes_of_core: int
-    shared_bytes_of_block: int
-
-
-# fmt: off
-GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", "major: 8", 108, 64, 1.41, 85100068864,
-                2039000000000, 41943040, 167936, 166912),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", "major: 9 feature_extension: ACCELERATED_FEATURES",
-                132, 128, 1.98, 84942979072, 3352320000000, 52428800, 233472, 232448),
-    "h200": Gpu("NVIDIA H200", "major: 9 feature_extension: ACCELERATED_FEATURES",
-                132, 128, 1.98, 151397597184, 4800000000000, 52428800, 233472, 232448),
-}
-# fmt: on
-# A GpuTargetConfigProto. Values that all these GPUs share are literals; the versions are those that
-# programs are compiled for.
-TARGET = """
-gpu_device_info {{
-  cuda_compute_capability {{ {gpu.capability} }}
-  core_count: {gpu.cores}
-  fpus_per_core: {gpu.units_of_core}
-  clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {gpu.memory_bytes}
-  memory_bandwidth: {gpu.bandwidth}
-  l2_cache_size: {gpu.l2_bytes}
-  shared_memory_per_core: {gpu.shared_bytes_of_core}
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {gpu.shared_bytes_of_block}
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 12 }}
-runtime_version {{ major: 13 }}
-device_description_str: "{gpu.name}"
-"""
-
-
+# ---------------------------------------------------------------- host memory
 class PinnedHost(NamedSharding):
     """A sharding in the hosts' pinned memory, over absent GPUs. JAX does not know their memory
     kinds, and so drops the memory kind of an ordinary sharding over them."""
@@ -214,25 +108,3 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     """Returns the same sharding in the hosts' pinned memory. The devices may be absent."""
     on_host = sharding.with_memory_kind("pinned_host")
     return on_host if on_host.memory_kind else PinnedHost(sharding.mesh, sharding.spec)
-
-
-def gpu_devices(kind: str) -> list:
-    """Returns the GPUs of a kind such as h100-16, eight per host. Raises ValueError for an unknown
-    kind."""
-    from jax.experimental import topologies
-
-    known = re.fullmatch(rf"({'|'.join(GPUS)})-([1-9]\d*)", kind)
-    n = int(known[2]) if known else 0
-    if not known or not (n in (1, 2, 4) or n % 8 == 0):
-        raise ValueError(
-            f"{kind} is not one of {'-, '.join(GPUS)}-, and 1, 2, 4, 8 or a multiple of 8"
-        )
-    # Hide warnings: XLA prints one, and raises no error, if a program takes too much GPU memory.
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    per_host = min(n, 8)
-    return topologies.get_topology_desc(
-        known[1],
-        "cuda",
-        topology=f"1x{n // per_host}x{per_host}",
-        target_config=TARGET.format(gpu=GPUS[known[1]]),
-    ).devices

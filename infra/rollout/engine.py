@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import model
@@ -22,13 +22,15 @@ from infra.data.chat import Tokenizer, load_tokenizer
 from infra.host.console import say
 from infra.host.processes import all_gather_processes, host_count
 from infra.rollout import decode_kernel, kv_cache, layouts, quantise
-from infra.rollout.layouts import Layout, State, Work
+from infra.rollout.layouts import DecodeState, Layout, RolloutSize
 from infra.rollout.sampling import Sampling, sample_token
 from infra.rollout.waves import Rows, Wave, plan_waves, resize_wave, rows_of
 from model import ModelConfig
 
 # Prompt tokens that a device runs at once.
 PREFILL_TOKENS = 4096
+# Tokens of each answer per call of `decode`.
+STAGE = 128
 
 
 # ---------------------------------------------------------------- the engine
@@ -44,7 +46,7 @@ class Engine:
     rollout_dtype: str  # dtype of rollouts in training, or int8
     max_answer: int  # most tokens of an answer
     # {answers that share a prompt: answers that a device decodes at once}; without an entry, all
-    rows_at_once: dict[int, int] = field(default_factory=dict)
+    rows_by_group: dict[int, int] = field(default_factory=dict)
     # What `layouts.to_rollout` returns; None before `load` and after `unload`.
     weights: dict | None = None
 
@@ -62,8 +64,8 @@ class Engine:
         devices = np.array(jax.local_devices())
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
-        work = Work(answers=mesh.size, group=1, prompt_slots=max_answer, answer_slots=max_answer)
-        layout = layouts.choose_layout("auto", model_cfg, mesh, dtype, work)
+        size = RolloutSize(mesh.size, group=1, prompt_slots=max_answer, answer_slots=max_answer)
+        layout = layouts.choose_layout("auto", model_cfg, mesh, dtype, size)
         engine = cls(model_cfg, tokenizer, layout, dtype, dtype, max_answer)
         engine.load(hf.load(hf.ModelFiles(directory, model_cfg), mesh))
         return engine
@@ -89,19 +91,53 @@ class Engine:
         group: int = 1,
         progress: Callable = lambda done, tokens: None,
     ) -> dict:
-        """Sample an answer to each prompt: `generate` below, with the engine's weights."""
-        return generate(
-            self.weights,
-            self.model_cfg,
-            self.layout,
-            prompts,
-            key,
-            sampling,
-            max_answer=self.max_answer,
-            group=group,
-            at_once=self.rows_at_once.get(group, 0),
-            progress=progress,
-        )
+        """Sample an answer to each prompt, until a stop token or for max_answer tokens.
+
+        prompts: this process's lists of token ids, equally many on each process; every `group`
+        consecutive ones are equal. key: a row's tokens depend on the key and on the row's index
+        among the rows of all processes, not on the layout. progress(rows that have ended, tokens)
+        is called after each prefill and stage.
+
+        Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after
+        the stop token; lengths_B, stop token included; truncated_B, true if no stop token came;
+        logprobs_BT float32, under the distribution that tokens were drawn from, after temperature,
+        top_k and top_p.
+        """
+        prompts_BP, length_B = pad_prompts(prompts)
+        B = len(prompts_BP)
+        answers = empty_answers(B, self.max_answer)
+        steps = min(STAGE, self.max_answer)
+        where = dict(model_cfg=self.model_cfg, layout=self.layout)
+        at_once = self.rows_by_group.get(group, B)
+        waves, group = plan_waves(B, layouts.row_shards(self.layout), group, at_once)
+        # A step reads fewer bytes with quantised weights, so dropping rows saves a larger share.
+        quantised = isinstance(model.head(self.weights), model.Quantised)
+        for row_ids in waves:
+            # Free the cache of the last wave before the next one is made.
+            wave = state = None
+            slots = slots_for(steps, self.max_answer)
+            wave = prefill_wave(self.weights, prompts_BP, length_B, row_ids, group, slots, **where)
+            progress(*totals(answers))
+
+            for t in range(0, self.max_answer, STAGE):
+                until = min(t + STAGE, self.max_answer)
+                if t > 0:
+                    # Grow the cache, and drop rows that have ended.
+                    slots = slots_for(until, self.max_answer)
+                    wave = resize_wave(wave, slots, self.model_cfg, self.layout, quantised)
+                rows = rows_of(wave, length_B, self.layout)
+                static = dict(steps=steps, sampling=sampling, **where)
+                state, new = decode(self.weights, wave.state, rows, key, t, until, **static)
+                new = jax.device_get(new)
+                record(answers, new, wave.row_ids.ravel(), t, until)
+                is_live = new["live_B"].reshape(wave.row_ids.shape)
+                wave = replace(wave, state=state, is_live=is_live)
+                progress(*totals(answers))
+                if not is_live.any():
+                    break
+        # Every process has the answers of all processes. Return only this process's own.
+        first = jax.process_index() * len(prompts)
+        return {name: a[first : first + len(prompts)] for name, a in answers.items()}
 
     def texts(self, out: dict) -> list[str]:
         """The answers of `generate` as texts."""
@@ -126,17 +162,13 @@ def make_engine(
     cfg: the trainer's Config. Exits with code 2 if --rollout_sharding tp is impossible.
     """
     # Choose the layout for answers of full length: shorter ones take less.
-    work = work_of_step(cfg, host_count(mesh), longest_prompt)
-    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, work)
-    return Engine(
-        model_cfg,
-        tokenizer,
-        layout,
-        cfg.dtype,
-        cfg.rollout_dtype,
-        cfg.max_answer,
-        rows_by_group(model_cfg, layout, cfg.dtype, work, resting),
-    )
+    size = size_of_step(cfg, host_count(mesh), longest_prompt)
+    layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, size)
+    rows_that_fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, size, resting)
+    # A prompt has one answer in evaluations, and a group of answers in training.
+    rows_by_group = {group: rows_that_fit(group) for group in (1, size.group)}
+    dtypes = cfg.dtype, cfg.rollout_dtype
+    return Engine(model_cfg, tokenizer, layout, *dtypes, cfg.max_answer, rows_by_group)
 
 
 def with_stop_ids(model_cfg: ModelConfig, stop_ids: set[int]) -> ModelConfig:
@@ -151,69 +183,7 @@ def answer_tokens(out: dict) -> list[list[int]]:
     return [tokens[:length].tolist() for tokens, length in rows]
 
 
-# ---------------------------------------------------------------- generate
-def generate(
-    weights: dict,
-    model_cfg: ModelConfig,
-    layout: Layout,
-    prompts: list,
-    key: jax.Array,
-    sampling: Sampling,
-    *,
-    max_answer: int,
-    group: int = 1,
-    at_once: int = 0,
-    stage: int = 128,
-    progress: Callable = lambda done, tokens: None,
-) -> dict:
-    """Sample an answer to each prompt, until one of model_cfg.stop_ids or for max_answer tokens.
-
-    weights: from `layouts.to_rollout`. prompts: this process's lists of token ids, equally many on
-    each process; every `group` consecutive ones are equal. key: a row's tokens depend on the key
-    and on the row's index among the rows of all processes, not on the layout. at_once: rows that a
-    device decodes together; 0 for all. stage: tokens per call of `decode`. progress(rows that have
-    ended, tokens) is called after each prefill and stage.
-
-    Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after the
-    stop token; lengths_B, stop token included; truncated_B, true if no stop token came; logprobs_BT
-    float32, under the distribution that tokens were drawn from, after temperature, top_k and top_p.
-    """
-    prompts_BP, length_B = pad_prompts(prompts)
-    B = len(prompts_BP)
-    answers = empty_answers(B, max_answer)
-    steps = min(stage, max_answer)
-    static = dict(model_cfg=model_cfg, layout=layout, steps=steps, sampling=sampling)
-    waves, group = plan_waves(B, layouts.row_shards(layout), group, at_once or B)
-    # A step reads fewer bytes with quantised weights, so dropping rows saves a larger share.
-    quantised = isinstance(model.head(weights), model.Quantised)
-    for row_ids in waves:
-        # Free the cache of the last wave before the next one is made.
-        wave = state = None
-        slots = slots_for(steps, max_answer)
-        wave = prefill_wave(weights, model_cfg, layout, prompts_BP, length_B, row_ids, group, slots)
-        progress(*totals(answers))
-
-        for t in range(0, max_answer, stage):
-            until = min(t + stage, max_answer)
-            if t > 0:
-                # Grow the cache, and drop rows that have ended.
-                slots = slots_for(until, max_answer)
-                wave = resize_wave(wave, slots, model_cfg, layout, quantised)
-            rows = rows_of(wave, length_B, layout)
-            state, new = decode(weights, wave.state, rows, key, t, until, **static)
-            new = jax.device_get(new)
-            record(answers, new, wave.row_ids.ravel(), t, until)
-            is_live = new["live_B"].reshape(wave.row_ids.shape)
-            wave = replace(wave, state=state, is_live=is_live)
-            progress(*totals(answers))
-            if not is_live.any():
-                break
-    # Every process has the answers of all processes.
-    first = jax.process_index() * len(prompts)
-    # Return only this process's own.
-    return {name: a[first : first + len(prompts)] for name, a in answers.items()}
-
-
+# ---------------------------------------------------------------- prompts and answers
 def pad_prompts(prompts: list) -> tuple:
     """Returns (prompts of all processes, padded on the right, int32 [B, P]; their lengths [B])."""
     longest = max(len(prompt) for prompt in prompts)
@@ -227,21 +197,12 @@ def pad_prompts(prompts: list) -> tuple:
     return tokens_BP, all_gather_processes(lengths).ravel()
 
 
-def work_of_step(cfg, hosts: int, longest_prompt: int) -> Work:
-    """The Work of a step's rollout, if all answers have their full length."""
+def size_of_step(cfg, hosts: int, longest_prompt: int) -> RolloutSize:
+    """The RolloutSize of a step's rollout, if all answers have their full length."""
     sequences = cfg.batch * cfg.npq * hosts
     quantised = cfg.rollout_dtype == "int8"
     prompt_slots = padded_length(longest_prompt)
-    return Work(sequences, cfg.npq, prompt_slots, cfg.max_answer, quantised)
-
-
-def rows_by_group(model_cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int) -> dict:
-    """{rows that share a prompt: rows that a device decodes at once next to `resting` bytes}.
-
-    A prompt has one row in evaluations, and a group of rows in training.
-    """
-    groups = (1, work.group)
-    return {n: layouts.rows_that_fit(model_cfg, layout, dtype, work, resting, n) for n in groups}
+    return RolloutSize(sequences, cfg.npq, prompt_slots, cfg.max_answer, quantised)
 
 
 def padded_length(n: int) -> int:
@@ -289,13 +250,14 @@ def totals(answers: dict) -> tuple[int, int]:
 # ---------------------------------------------------------------- prefill
 def prefill_wave(
     weights,
-    model_cfg: ModelConfig,
-    layout: Layout,
     prompts_BP,
     length_B,
     row_ids,
     group: int,
     slots: int,
+    *,
+    model_cfg: ModelConfig,
+    layout: Layout,
 ) -> Wave:
     """Make the wave of these rows and prefill its prompts. Each `group` rows share a prompt."""
     # One prompt for each group of rows.
@@ -324,7 +286,7 @@ def prefill_wave(
 @partial(jax.jit, static_argnames=("model_cfg", "layout", "group"), donate_argnames="state")
 def prefill(
     weights,
-    state: State,
+    state: DecodeState,
     prompts_PT,
     length_P,
     first,
@@ -332,7 +294,7 @@ def prefill(
     model_cfg: ModelConfig,
     layout: Layout,
     group: int,
-) -> State:
+) -> DecodeState:
     """Run prompts, and write their keys, values and hidden states into the state.
 
     Keys and values go to each device's prompts from `first` on. The hidden state after each prompt
@@ -355,7 +317,7 @@ def prefill(
 
     rows = P(layout.rows)
     put = jax.shard_map(put, mesh=layout.mesh, in_specs=(rows, rows, P()), out_specs=rows)
-    return State(prompts, state.answers, put(state.hidden_BD, hidden_PD, first))
+    return DecodeState(prompts, state.answers, put(state.hidden_BD, hidden_PD, first))
 
 
 # ---------------------------------------------------------------- decode
@@ -364,7 +326,7 @@ def prefill(
 )
 def decode(
     weights,
-    state: State,
+    state: DecodeState,
     rows: Rows,
     key: jax.Array,
     t,
@@ -374,7 +336,7 @@ def decode(
     layout: Layout,
     steps: int,
     sampling: Sampling,
-) -> tuple[State, dict]:
+) -> tuple[DecodeState, dict]:
     """Decode answer tokens t .. until - 1, at most `steps`. Stops early once no row is live.
 
     Returns (state, {tokens_BT int32 [B, steps], logprobs_BT float32 [B, steps], lengths_B: number
@@ -416,7 +378,7 @@ def decode(
     return state, {name: model.constrain(a, layout.mesh) for name, a in out.items()}
 
 
-def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sampling) -> tuple:
+def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, sampling) -> tuple:
     """Sample token t of each row from its hidden state. Returns (token_B, logprob_B)."""
     # Logits are float32, with the vocabulary split over tp.
     z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))
@@ -437,7 +399,7 @@ def sample_next(weights, state: State, rows: Rows, key, t, layout, sampling: Sam
     return sample(z_BV, jax.vmap(uniform)(rows.id_B))
 
 
-def run_token(weights, state: State, rows: Rows, token_B, t, model_cfg, layout) -> State:
+def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) -> DecodeState:
     """Run token t of each answer, and write its keys and values to slot t of the answers' cache."""
     attend = partial(kv_cache.decode_attention, slot=t, length_B=rows.length_B, layout=layout)
     # The prompt comes before the answer.
@@ -446,35 +408,4 @@ def run_token(weights, state: State, rows: Rows, token_B, t, model_cfg, layout) 
     cache = zip(state.prompts, state.answers, strict=True)
     hidden_BD, cache = model.cached_forward(weights, model_cfg, layout, *new_tokens, attend, cache)
     prompts, answers = zip(*cache, strict=True)
-    return State(prompts, answers, hidden_BD)
-
-
-def lower_decode(model_cfg: ModelConfig, layout: Layout, dtype, work: Work):
-    """Lower `decode` for the last stage of a rollout, with all of its rows.
-
-    The result can be compiled for devices that are not attached.
-    """
-
-    def abstract(shape, dtype, spec):
-        sharding = NamedSharding(layout.mesh, spec)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    def abstract_in_state(a):
-        return abstract(a.shape, a.dtype, layouts.spec_in_state(a, layout))
-
-    weights = layouts.abstract_weights(model_cfg, layout, dtype, work.quantised)
-    B = work.answers
-    _, group = work.of_device(layout)
-    slots = slots_for(work.answer_slots, work.answer_slots)
-    sizes = dict(B=B, n_prompts=B // group, width=work.prompt_slots, slots=slots)
-    make_state = partial(layouts.empty_state, **sizes, cfg=model_cfg, layout=layout, dtype=dtype)
-    state = jax.tree.map(abstract_in_state, jax.eval_shape(make_state))
-    by_rows = P(layout.rows)
-    rows = Rows(
-        length_B=abstract((B,), jnp.int32, by_rows),
-        id_B=abstract((B,), jnp.int32, by_rows),
-        live_B=abstract((B,), bool, by_rows),
-    )
-    key = jax.eval_shape(jax.random.key, 0)
-    static = dict(model_cfg=model_cfg, layout=layout, steps=128, sampling=Sampling())
-    return decode.lower(weights, state, rows, key, 0, 1, **static)
+    return DecodeState(prompts, answers, hidden_BD)

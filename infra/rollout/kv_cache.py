@@ -72,7 +72,7 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layou
         group = B // n_prompts
         q_joined = join_group(q_BKGH, group)
         length_of_prompt = length_B[::group]
-        joined = attend(q_joined, prompts, layer, length_of_prompt, nothing(q_joined))
+        joined = attend(q_joined, prompts, layer, length_of_prompt, no_slots(q_joined))
         of_prompts = split_group(joined, group)
 
         # Then each answer attends to its own tokens, including the new one.
@@ -142,8 +142,8 @@ def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
     return jax.tree.map(write, cache, new)
 
 
-def nothing(q_BKMH) -> tuple:
-    """What `attend_plain` returns for no slots at all."""
+def no_slots(q_BKMH) -> tuple:
+    """The result of attention to no slots at all."""
     out = jnp.zeros(q_BKMH.shape, jnp.float32)
     one_of_each = out[..., :1]
     lse = jnp.full_like(one_of_each, LEAST)
@@ -154,7 +154,7 @@ def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
     """Attention to the first length_B slots of a layer of the cache, and to others.
 
     Queries are already scaled by H ** -0.5. others: what this function returned for other slots, or
-    `nothing`. Returns ([B, K, M, H], log-sum-exp of the scores [B, K, M, 1]), float32.
+    `no_slots`. Returns ([B, K, M, H], log-sum-exp of the scores [B, K, M, 1]), float32.
     """
     k_BKSH = lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)
     v_BKSH = lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)

@@ -46,8 +46,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Work:
-    """How much a rollout decodes."""
+class RolloutSize:
+    """How many answers a rollout decodes, and how long they and their prompts are."""
 
     answers: int  # answers of all processes
     group: int  # answers per prompt
@@ -86,14 +86,14 @@ def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
     return Layout(kind, rollout_mesh, rows, by_layer)
 
 
-def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> float:
+def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> float:
     """Estimate the seconds of a decode step with replicated weights or tp.
 
     The estimate is the time to read weights and KV cache at the memory's bandwidth, plus the
     latency of the collectives, which move few bytes.
     """
     chip = chips.chip(layout.mesh.devices.flat[0])
-    weights, cache = bytes_of_step(cfg, layout, dtype, work)
+    weights, cache = bytes_of_step(cfg, layout, dtype, size)
     seconds = (weights + cache) / chip.bandwidth
     # Each layer has two sums over tp. Each goes around a ring twice, in both directions.
     hops = 2 * (layout.mesh.shape["tp"] // 2)
@@ -111,7 +111,7 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     return gib / layout.mesh.shape["tp"] <= most
 
 
-def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Layout, str]:
+def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
     """Returns (layout that fits with the shortest estimated step, the estimates in words).
 
     If neither replicated weights nor tp fit, the layout is fsdp.
@@ -126,7 +126,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> tuple[Lay
         return fitting[0], "the first that fits; how long a sum takes is known of TPUs only"
     ms = {}
     for layout in fitting:
-        ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, work)
+        ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, size)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
     # If two take equally long, the first one wins: it has fewer collectives.
     fastest = min(fitting, key=ms.get)
@@ -139,19 +139,19 @@ def name_of(layout: Layout) -> str:
 
 
 def rollout_layout(
-    kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work
+    kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize
 ) -> tuple[Layout, str]:
     """Returns (Layout of this kind, or for "auto" the fastest that fits; the reason, in words).
 
     dtype: of weights that are not quantised. Evaluations use such weights, and must fit, too.
     """
     if kind == "auto":
-        layout, why = fastest_layout(cfg, mesh, dtype, work)
+        layout, why = fastest_layout(cfg, mesh, dtype, size)
     else:
         tp = max(tp_sizes(cfg, mesh), default=1) if kind == "tp" else 1
         layout, why = layout_of(kind, tp, mesh), "as asked"
     shards = math.prod(layout.mesh.devices.shape[1:])
-    weights_dtype = jnp.dtype("int8" if work.quantised else dtype)
+    weights_dtype = jnp.dtype("int8" if size.quantised else dtype)
     weights_gib = cfg.n_params * weights_dtype.itemsize / 2**30
     text = (
         f"{name_of(layout)} devices, {weights_gib / shards:.2g} of {weights_gib:.2g} GiB of "
@@ -160,9 +160,9 @@ def rollout_layout(
     return layout, text
 
 
-def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, work: Work) -> Layout:
+def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> Layout:
     """Choose the rollout's layout and print it with the reason. Exits 2 if tp is not possible."""
-    layout, why = rollout_layout(kind, cfg, mesh, dtype, work)
+    layout, why = rollout_layout(kind, cfg, mesh, dtype, size)
     check(
         kind != "tp" or layout.mesh.shape["tp"] > 1,
         f"rollout_sharding = tp finds nothing that divides {jax.local_device_count()} local "
@@ -254,33 +254,6 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
     )
 
 
-def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
-    """Shapes and shardings of a rollout's weights. The devices need not be attached."""
-
-    def abstract(a, spec):
-        sharding = NamedSharding(layout.mesh, spec)
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-
-    # A quantised matrix becomes two arrays.
-    weights = {}
-    for name, shape in model.shapes(cfg).items():
-        master = jax.ShapeDtypeStruct(shape, jnp.float32)
-        cast = partial(quantise.cast, name, dtype=dtype, quantised=quantised)
-        a = jax.eval_shape(cast, master)
-        specs = rollout_spec(name, layout, quantised)
-        weights[name] = jax.tree.map(abstract, a, specs)
-    weights = model.nest(weights)
-
-    def abstract_stack(n):
-        def cut(a):
-            return jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype, sharding=a.sharding)
-
-        return jax.tree.map(cut, weights["layers"])
-
-    stacks = [abstract_stack(n) for n in layout.stack_sizes(cfg.L)]
-    return weights | {"layers": tuple(stacks)}
-
-
 # ---------------------------------------------------------------- rows and bytes
 def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False) -> tuple[int, int]:
     """Bytes that a device must read in a decode step: (weights, KV cache per row and slot)."""
@@ -294,11 +267,11 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
     return weight_bytes, slot_bytes
 
 
-def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, work: Work) -> tuple[int, int]:
+def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> tuple[int, int]:
     """Bytes that a device must read in the last decode step: (weights, KV cache)."""
-    weight_bytes, slot_bytes = bytes_read(cfg, layout, dtype, work.quantised)
-    answers, group = work.of_device(layout)
-    slots = answers // group * work.prompt_slots + answers * work.answer_slots
+    weight_bytes, slot_bytes = bytes_read(cfg, layout, dtype, size.quantised)
+    answers, group = size.of_device(layout)
+    slots = answers // group * size.prompt_slots + answers * size.answer_slots
     return weight_bytes, slot_bytes * slots
 
 
@@ -308,7 +281,7 @@ def row_shards(layout: Layout) -> int:
 
 
 def rows_that_fit(
-    cfg: ModelConfig, layout: Layout, dtype, work: Work, resting: int, group: int
+    cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, resting: int, group: int
 ) -> int:
     """Number of rows that a device decodes at once, next to the weights and `resting` bytes.
 
@@ -321,15 +294,15 @@ def rows_that_fit(
     weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
     device_bytes = chips.least_memory(layout.mesh) * 2**30
     free_bytes = device_bytes - resting - weight_bytes
-    work = replace(work, group=group)
-    answers, _ = work.of_device(layout)
-    _, cache_bytes = bytes_of_step(cfg, layout, dtype, work)
+    size = replace(size, group=group)
+    answers, _ = size.of_device(layout)
+    _, cache_bytes = bytes_of_step(cfg, layout, dtype, size)
     rows = 0.5 * free_bytes / (cache_bytes / answers)
     return max(1, int(min(2**30, rows)))
 
 
 # ---------------------------------------------------------------- the state of decoding
-class State(NamedTuple):
+class DecodeState(NamedTuple):
     """What decode carries from token to token, on all devices."""
 
     prompts: tuple[Cache, ...]  # one per stack of layers; on each device in the order of answers
@@ -344,22 +317,22 @@ def shard_rows(a: np.ndarray, layout: Layout) -> jax.Array:
 
 
 def spec_in_state(a, layout: Layout) -> P:
-    """PartitionSpec of an array of a State: of a cache, or of the hidden states."""
+    """PartitionSpec of an array of a DecodeState: of a cache, or of the hidden states."""
     return layout.cache_spec if a.ndim > 2 else P(layout.rows)
 
 
 @partial(jax.jit, static_argnames=("B", "n_prompts", "width", "cfg", "layout", "slots", "dtype"))
 def empty_state(
     *, B: int, n_prompts: int, width: int, slots: int, cfg: ModelConfig, layout: Layout, dtype
-) -> State:
-    """The State of B answers to n_prompts prompts of `width` tokens, with empty caches."""
+) -> DecodeState:
+    """The DecodeState of B answers to n_prompts prompts of `width` tokens, with empty caches."""
 
     def empty_cache(rows, slots):
         shapes = [(L, rows, cfg.K, slots, cfg.H) for L in layout.stack_sizes(cfg.L)]
         return tuple(Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
 
     hidden_BD = jnp.zeros((B, cfg.D), dtype)
-    state = State(empty_cache(n_prompts, width), empty_cache(B, slots), hidden_BD)
+    state = DecodeState(empty_cache(n_prompts, width), empty_cache(B, slots), hidden_BD)
 
     def place(a):
         return model.constrain(a, layout.mesh, *spec_in_state(a, layout))
@@ -369,7 +342,7 @@ def empty_state(
 
 @partial(jax.jit, static_argnames=("layout", "slots"))
 def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
-    """Take some rows of one array of a State; if it is a cache, also give it `slots` slots.
+    """Take some rows of one array of a DecodeState; if it is a cache, also give it `slots` slots.
 
     index_B: the rows to take, counted within each device.
     """

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from infra.rollout import layouts
-from infra.rollout.layouts import Layout, State
+from infra.rollout.layouts import DecodeState, Layout
 from model import ModelConfig
 
 
@@ -28,7 +28,7 @@ class Wave:
     is_live: np.ndarray  # the same shape: whether no stop token has come
     group: int  # number of consecutive rows that share a prompt
     slots: int  # slots of the answers' KV cache
-    state: State
+    state: DecodeState
 
 
 def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
@@ -131,7 +131,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     if size[0] < n_prompts:
         prompts = jax.tree.map(lambda a: resize(a, kept_RP, width), prompts)
     answers = jax.tree.map(lambda a: resize(a, kept_RB, slots), answers)
-    state = State(prompts, answers, resize(hidden_BD, kept_RB, slots))
+    state = DecodeState(prompts, answers, resize(hidden_BD, kept_RB, slots))
     row_ids = np.take_along_axis(wave.row_ids, kept_RB, 1)
     is_live = np.take_along_axis(wave.is_live, kept_RB, 1)
     return Wave(row_ids, is_live, size[1], slots, state)

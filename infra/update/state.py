@@ -45,18 +45,18 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
         param = jax.ShapeDtypeStruct(shape, jnp.float32)
         # The optimizer's arrays have the parameter's shape, and so its sharding.
         opt_state = jax.eval_shape(optimizer(cfg, name).init, param)
-        params[name] = placed(param, places[param_rests])
-        opt[name] = placed(opt_state, places[opt_rests])
+        params[name] = with_sharding(param, places[param_rests])
+        opt[name] = with_sharding(opt_state, places[opt_rests])
         # The reference is never updated, so it is kept in the compute dtype.
         compute = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
-        ref[name] = placed(compute, on_device)
+        ref[name] = with_sharding(compute, on_device)
     state = {"params": model.nest(params), "opt": opt}
     if cfg.beta:
         state["ref"] = model.nest(ref)
     return state
 
 
-def placed(tree, sharding):
+def with_sharding(tree, sharding):
     """Shapes with this sharding. Scalars, such as Adam's step count, are on every device."""
     replicated = NamedSharding(sharding.mesh, P())
     return jax.tree.map(
@@ -81,7 +81,7 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
     shape = (shards * micro_batch, width)
     # Each device's rows are contiguous.
     rows = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in fields.items()}
-    return placed(rows, sharding)
+    return with_sharding(rows, sharding)
 
 
 def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) -> dict:

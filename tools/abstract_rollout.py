@@ -1,0 +1,90 @@
+"""A rollout without arrays: the shapes of its weights and state, to compile decode for absent
+devices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from infra.rollout import engine, layouts, quantise
+from infra.rollout.layouts import Layout, RolloutSize
+from infra.rollout.sampling import Sampling
+from infra.rollout.waves import Rows
+from model import ModelConfig
+
+
+def abstract(a, spec: P, layout: Layout) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, with a sharding."""
+    sharding = NamedSharding(layout.mesh, spec)
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+
+def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
+    """Shapes and shardings of a rollout's weights."""
+    place = partial(abstract, layout=layout)
+    weights = {}
+    for name, shape in model.shapes(cfg).items():
+        master = jax.ShapeDtypeStruct(shape, jnp.float32)
+        cast = partial(quantise.cast, name, dtype=dtype, quantised=quantised)
+        # A quantised matrix becomes two arrays, with a spec for each.
+        a = jax.eval_shape(cast, master)
+        specs = layouts.rollout_spec(name, layout, quantised)
+        weights[name] = jax.tree.map(place, a, specs)
+    weights = model.nest(weights)
+
+    # The layers are in stacks, as in `layouts.to_rollout`.
+    stacks = []
+    for n in layout.stack_sizes(cfg.L):
+
+        def cut(a, n=n):
+            shape = (n, *a.shape[1:])
+            return jax.ShapeDtypeStruct(shape, a.dtype, sharding=a.sharding)
+
+        stack = jax.tree.map(cut, weights["layers"])
+        stacks.append(stack)
+    return weights | {"layers": tuple(stacks)}
+
+
+def lower_decode(model_cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize):
+    """Lower `decode` for the last stage of a rollout, with all of its rows."""
+    weights = abstract_weights(model_cfg, layout, dtype, size.quantised)
+    B = size.answers
+    _, group = size.of_device(layout)
+    empty_state = partial(
+        layouts.empty_state,
+        B=B,
+        n_prompts=B // group,
+        width=size.prompt_slots,
+        slots=engine.slots_for(size.answer_slots, size.answer_slots),
+        dtype=dtype,
+        cfg=model_cfg,
+        layout=layout,
+    )
+
+    def place_in_state(a):
+        spec = layouts.spec_in_state(a, layout)
+        return abstract(a, spec, layout)
+
+    state = jax.tree.map(place_in_state, jax.eval_shape(empty_state))
+    # An array of each field has one entry per row.
+    by_rows = P(layout.rows)
+    integers = abstract(jax.ShapeDtypeStruct((B,), jnp.int32), by_rows, layout)
+    booleans = abstract(jax.ShapeDtypeStruct((B,), bool), by_rows, layout)
+    rows = Rows(length_B=integers, id_B=integers, live_B=booleans)
+    key = jax.eval_shape(jax.random.key, 0)
+    # The estimates are for sampling at temperature 1, as in training by default.
+    return engine.decode.lower(
+        weights,
+        state,
+        rows,
+        key,
+        t=0,
+        until=1,
+        model_cfg=model_cfg,
+        layout=layout,
+        steps=engine.STAGE,
+        sampling=Sampling(),
+    )

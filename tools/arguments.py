@@ -1,0 +1,21 @@
+"""The command lines of the tools."""
+
+import argparse
+
+from infra.host.console import check
+
+
+def parser_of(description: str, flags: dict | None = None) -> argparse.ArgumentParser:
+    """Returns a parser, for which a mistake prints one line and exits with code 2.
+
+    flags: {name: default} of flags that have the type of their default.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    # argparse would print its usage, too.
+    parser.error = lambda message: check(False, f"{message}; see --help")
+    for name, default in (flags or {}).items():
+        help_text = f"default {default!r}"
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
+    return parser
