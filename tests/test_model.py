@@ -311,6 +311,23 @@ def test_published_sizes(tmp_path, record_property):
     record_property("parameter counts equal", len(PARAMETERS))
 
 
+@pytest.mark.parametrize("model_type", model.FAMILIES)
+def test_values_that_a_config_lacks_are_those_of_transformers(model_type):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=32)
+    theirs = transformers.AutoConfig.for_model(model_type, **sizes)
+    cfg = model.config_from_hf({"model_type": model_type, **sizes}, {})
+    assert theirs.num_key_value_heads == cfg.K
+    # Qwen2 has no head_dim of its own.
+    assert getattr(theirs, "head_dim", 128 // 32) == cfg.H
+    assert cfg.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert cfg.rms_eps == theirs.rms_norm_eps
+    assert cfg.tied == theirs.tie_word_embeddings
+    assert cfg.max_positions == theirs.max_position_embeddings
+    assert list(cfg.stop_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
+
+
 def test_sizes_of_qwen3_equal_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
