@@ -39,6 +39,7 @@ from conftest import (
     spoiled_copy,
     textbook_hidden,
 )
+from jax.extend.core import jaxprs_in_params
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file, save_file
 
@@ -567,6 +568,32 @@ def test_bfloat16_forward_is_close(record_property):
 
 
 # ---------------------------------------------------------------- gradients of the forward
+def count_products(jaxpr):
+    """Returns the number of matrix products in a jaxpr, where a loop's body counts once."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.primitive.name == "dot_general"
+        count += sum(map(count_products, jaxprs_in_params(equation.params)))
+    return count
+
+
+@pytest.mark.parametrize("cfg", [TIED, QWEN3], ids=["qwen2", "qwen3"])
+def test_only_full_remat_recomputes_matrix_products(cfg):
+    rows = {name: np.ones((8, 9), np.int32) for name in ("tokens", "positions", "segments")}
+    counts = {}
+    for remat in model.REMAT:
+        options = model.ForwardOptions("float32", attention.blockwise, remat)
+
+        def loss(params, options=options):
+            return model.forward(params, cfg, mesh(), rows, options).sum()
+
+        backward = jax.make_jaxpr(jax.grad(loss))(random_params(cfg, mesh()))
+        counts[remat] = count_products(backward.jaxpr)
+    # A layer has seven weights and two products of attention. Each has two more products in its
+    # backward. Blockwise attention recomputes its scores.
+    assert counts["none"] == counts["dots"] == 3 * 9 + 1 < counts["full"], counts
+
+
 class Way(NamedTuple):
     """How a gradient is computed: for B rows of T tokens, on a mesh of these dimensions."""
 
