@@ -392,6 +392,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
         k = k + w["bk_LKH"][:, None]
         v = v + w["bv_LKH"][:, None]
     if cfg.qk_norm:
+        # The backward pass of these norms reads the products, so it may keep them as well.
         q = rms_norm(save(q), w["q_norm_LH"], cfg.rms_eps)
         k = rms_norm(save(k), w["k_norm_LH"], cfg.rms_eps)
     q = q * cfg.H**-0.5

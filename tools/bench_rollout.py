@@ -28,7 +28,7 @@ from infra.rollout import layouts
 from infra.rollout.engine import Engine
 from infra.rollout.layouts import Layout, RolloutSize
 from infra.rollout.sampling import Sampling
-from model import ModelConfig
+from model import FAMILIES, ModelConfig
 from tools import absent_devices, abstract_rollout, clock, hlo
 from tools.arguments import parser_of
 from tools.sizes import SIZES, model_of_size
@@ -124,7 +124,13 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = transformers.Qwen2Config(
+    rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if cfg.rope_scaling:
+        rope |= cfg.rope_scaling._asdict() | {"rope_type": "llama3"}
+    switches = cfg.qkv_bias, cfg.qk_norm
+    (model_type,) = [name for name, family in FAMILIES.items() if family[1:3] == switches]
+    config = transformers.AutoConfig.for_model(
+        model_type,
         vocab_size=cfg.V,
         hidden_size=cfg.D,
         intermediate_size=cfg.F,
@@ -134,7 +140,7 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
         num_key_value_heads=cfg.K,
         tie_word_embeddings=cfg.tied,
         dtype=args.dtype,
-        rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
+        rope_parameters=rope,
         rms_norm_eps=cfg.rms_eps,
     )
     with tempfile.TemporaryDirectory() as directory:
