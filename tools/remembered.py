@@ -1,5 +1,8 @@
 """A cache of what compiled programs take, in the user's cache directory, keyed by the programs'
-text. A plan that is repeated, or made after an edit that changes no program, compiles nothing."""
+text. A plan that is repeated, or made after an edit that changes no program, compiles nothing.
+
+JAX's own cache cannot do this: it writes programs for absent devices, but cannot read them back.
+"""
 
 import contextlib
 import hashlib
