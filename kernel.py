@@ -4,7 +4,7 @@ For token i with hidden state h, target y, LM head W [V, D], temperature T and a
 
     z = h W' / T      p = softmax(z)      logp = z[y] - logsumexp(z)      H = -sum_v p_v log p_v
 
-    ratio  = exp(logp - old_logprobs)            the policy now and when it sampled y
+    ratio  = exp(logp - old_logprobs)            probability of y now / before the step's updates
     policy = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
                                                  PPO (arXiv 1707.06347, eq. 7); DAPO (2503.14476)
     kl     = exp(ref_logprobs - logp) - (ref_logprobs - logp) - 1
@@ -32,22 +32,23 @@ from jax.experimental.pallas import BlockSpec, cdiv, num_programs, pallas_call, 
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-# Start reading at the bottom. `grpo_loss` calls `fused_loss`, which calls `loss_and_gradients`,
-# which runs `on_one_device` on every device, which runs `compute_chunk` on chunks of the tokens.
-# A chunk takes the three matrix products, in plain JAX or in Pallas.
+# Start reading at the bottom: `grpo_loss` calls `fused_loss`, which calls `loss_and_gradients`,
+# which runs `on_one_device` on every device, which calls `compute_chunk` for each chunk of tokens.
+# A chunk takes three matrix products (logits, dh and dW), in plain JAX or in Pallas.
 #
 # Array names end in their shapes: N tokens on all devices, n tokens on one device; C tokens of a
 # chunk, c of these on one device; D model width, d columns of D on one device or in one tile;
-# V vocabulary, or the part of it in one shard or tile; P parts of V. In formulas, ' is a transpose.
+# V vocabulary, or the part of it in one shard or tile; P parts of V. In formulas, ' transposes.
 
 # Mesh axes that shard the LM head. Devices along these axes work on each chunk together.
 HEAD_AXES = ("fsdp", "tp")
-# Mesh axes that shard tokens. A chunk is gathered over HEAD_AXES only.
+# Mesh axes that shard tokens.
 TOKEN_AXES = ("dp", *HEAD_AXES)
-# MiB of VMEM by the start of device_kind. The first match counts, so "TPU v5 lite" precedes v5.
+# MiB of VMEM by the start of device_kind. The first match counts, so "TPU v5 lite" precedes
+# "TPU v5".
 VMEM_MIB = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}
 LOG2E = 1.4426950408889634  # log2(e)
-PADDING_LOGIT = -1e30  # logit of a row of the head beyond the vocabulary
+PADDING_LOGIT = -1e30  # logit of a row that pads the head beyond the vocabulary
 MAX_LOG_RATIO = 60.0  # upper bound on differences of logprobs, so that exp does not overflow
 f32 = jnp.float32
 
@@ -66,9 +67,13 @@ def grpo_terms(
 ) -> tuple[Array, dict]:
     """The loss above, token by token. Returns (loss_N, stats), float32 [N], 0 where weight is 0.
 
-    vectors: `weight` (aggregation and normalisation; 0 masks a token, whatever the other vectors
-    hold there), `advantage`, and optionally `old_logprobs` (without it the ratio is 1),
-    `sampler_logprobs` (without it the cap is 1) and `ref_logprobs` (without it there is no KL).
+    vectors, float32 [N] each:
+      weight             weight_i, which aggregates and normalises. 0 masks the token, even if other
+                         vectors are not finite there.
+      advantage          A
+      old_logprobs       optional: without it, the ratio is 1
+      sampler_logprobs   optional: without it, the cap is 1
+      ref_logprobs       optional: without it, there is no KL
     """
     # Mask before any algebra: 0 times infinity or NaN is NaN, in the gradient too.
     mask = vectors["weight"] > 0
@@ -103,7 +108,7 @@ def grpo_terms(
 
 
 # ---------------------------------------------------------------- the softmax of a part of V
-# Tiles and devices hold parts of V. They reduce the logits z of each token over their part to
+# Each tile or device has a part of V. It reduces the logits z of each token over its part to
 #     max               the maximum of z
 #     sum_exp           the sum of exp(z - max)
 #     sum_shifted_exp   the sum of (z - max) exp(z - max), which gives the entropy
@@ -113,17 +118,17 @@ def combine(max_PC, sum_exp_PC, sum_shifted_exp_PC):
     shift_PC = max_PC - max_C
     scale_PC = jnp.exp(shift_PC)
     sum_exp_C = (scale_PC * sum_exp_PC).sum(0)
-    # A part has subtracted its own maximum from z, not max_C.
+    # Each part has subtracted its own maximum from z, not max_C.
     shifted_PC = scale_PC * (sum_shifted_exp_PC + shift_PC * sum_exp_PC)
     return max_C, sum_exp_C, shifted_PC.sum(0)
 
 
 # ---------------------------------------------------------------- a chunk in plain JAX
-# A chunk's gradients are computed while its logits are in memory: this takes three GEMMs (z, dh,
-# dW) instead of four.
+# A chunk's gradients are computed while its logits are in memory. This takes three GEMMs (z, dh,
+# dW) instead of four (z again for the backward).
 def dot(a, b, a_axis, b_axis):
     """The product of two matrices, summed over one axis of each, in float32."""
-    # Products of float32 inputs must not be rounded.
+    # By default, a TPU or GPU would round float32 inputs.
     precision = "highest" if a.dtype == f32 else "default"
     axes = (([a_axis], [b_axis]), ([], []))
     return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=f32)
@@ -137,7 +142,7 @@ def jax_forward(head_VD, valid_rows, temperature, h_CD):
     z_CV = dot(h_CD, head_VD, 1, 1) / temperature
     is_valid_V = jnp.arange(len(head_VD)) < valid_rows
     z_CV = jnp.where(is_valid_V, z_CV, PADDING_LOGIT)
-    # With Pallas, no row may be left for plain JAX; the maximum is then `initial`.
+    # If Pallas computes all rows, the head is empty here, and the maximum is `initial`.
     max_C = z_CV.max(-1, initial=PADDING_LOGIT)
     shifted_CV = z_CV - max_C[:, None]
     exp_CV = jnp.exp(shifted_CV)
@@ -149,7 +154,7 @@ def jax_forward(head_VD, valid_rows, temperature, h_CD):
 def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
     """Returns dh [C, D] and the new dW [V, D], in float32.
 
-    row_C: each target's row of the head; outside [0, V) if the head does not have the target.
+    row_C: each target's row of this head; outside [0, V) if another part of the head has it.
     per_token: (d_logp / T, d_entropy / T, logsumexp, entropy), [C] each. A chunk adds its gradient
     to dW_VD, except for the first chunk, which replaces dW_VD.
     """
@@ -166,28 +171,30 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
 
 # ---------------------------------------------------------------- a chunk in Pallas
 # The two kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
-# sublanes, and per-token values lie along lanes. The forward saves z - max, where max is the
-# maximum of `step_rows` rows: bfloat16 is most exact near the maximum, where precision matters. The
-# backward computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2, as in hardware.
+# sublanes, and per-token values lie along lanes. The forward saves z - max in bfloat16, where max
+# is the maximum of `step_rows` rows. Rounding is least for logits near the maximum, which matter
+# most. The backward computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2,
+# because the hardware computes these.
 @dataclass(frozen=True)
 class Blocks:
     """The sizes of a chunk, and of the tiles that the kernels split it into."""
 
-    chunk_tokens: int  # on all devices along HEAD_AXES; plain JAX uses only this field
+    chunk_tokens: int  # tokens of a chunk, of all devices along HEAD_AXES
+    # Plain JAX does not use the other fields.
     tile_tokens: int = 0  # tokens of a tile in the forward; the backward takes all of the chunk
     tile_vocab: int = 0  # rows of the head in a tile
     tile_hidden: int = 0  # columns of D in a tile of the backward; the forward takes all of D
     vmem_bytes: int = 0  # VMEM that a kernel may use
     interpret: object = False  # True or pltpu.InterpretParams: interpret the kernels
-    step_rows: int = 256  # a kernel works on this many rows of a tile at a time
+    step_rows: int = 256  # rows of a tile that a kernel works on at a time
 
 
 def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: int = 0) -> Blocks:
     """Choose the Blocks for a chip and a bfloat16 model.
 
-    A tile has all of D if that fits 7/8 of VMEM, because the backward reads z once for each tile of
-    D. It then has as much of V as fits. chunk_tokens: 0 to choose this, too. Raises ValueError if
-    pallas does not support the chip or D.
+    First make a tile as wide in D as fits into 7/8 of VMEM, because the backward reads z again for
+    each tile of D. Then take as much of V as fits. chunk_tokens: 0 = choose it as well. Raises
+    ValueError if pallas does not support the chip or D.
     """
     if impl != "pallas":
         return Blocks(chunk_tokens or 1024)
@@ -197,14 +204,15 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: in
     tile_tokens = 2048 if vmem_mib > 16 else 256
     C = chunk_tokens or max(tile_tokens, 1024)
     for halvings in range(5):
-        # A whole number of 128 lanes.
+        # D / 2 ** halvings, rounded up to a multiple of 128 lanes.
         d = cdiv(D, 128 << halvings) * 128
         for V in (1024, 512, 256):
-            # h and dh have two buffers each if D has several tiles; the sum of dh is float32.
+            # h is bfloat16, dh and the sum of dh are float32. If D has several tiles, h and dh have
+            # two buffers each.
             h_and_dh = C * d * (10 if d >= D else 16)
-            # W, dW in and dW out have two buffers each, of bfloat16, float32 and float32.
+            # W in bfloat16, and dW in and dW out in float32, have two buffers each.
             head_and_dW = V * d * 20
-            # z has two buffers, and dz has one.
+            # z and dz are bfloat16. z has two buffers, and dz has one.
             z_and_dz = V * C * 6
             temporaries_of_a_step = 256 * C * 8
             needed = h_and_dh + head_and_dW + z_and_dz + temporaries_of_a_step
@@ -221,9 +229,10 @@ def compiler_params(blocks):
 
 
 def forward_kernel(scale, step_rows, h_CD, head_VD, *outputs):
-    """Compute a tile, with p = 2 ** (z - max) and the maximum of each step.
+    """Compute the logits z of a tile, in base 2, and reduce them in steps of `step_rows` rows.
 
-    Write z - max (if there is an output for this), max, the sum of p and the sum of p log2(p).
+    With p = 2 ** (z - max), write for each step: z - max (only if there is an output for it), max,
+    the sum of p, and the sum of (z - max) p.
     """
     *shifted_out, max_out, sum_exp_out, sum_shifted_exp_out = outputs
     tile_rows = head_VD.shape[0]
@@ -249,16 +258,17 @@ def forward_kernel(scale, step_rows, h_CD, head_VD, *outputs):
 
 
 def pallas_forward(blocks, tiles, save, head_VD, valid_rows, temperature, h_CD):
-    """As `jax_forward`, but returns (z - max if `save`, max, logits of the rest) for the logits.
+    """Returns (saved, reductions). saved: (z - max, only if `save`; max; logits of the rest).
 
     The kernel computes the first `tiles` tiles of the head's rows, and `jax_forward` computes the
-    rest. The kernel's z and max are in base 2: multiplied by log2(e).
+    rest. The kernel's z and max are in base 2: multiplied by log2(e). The reductions are those of
+    `jax_forward`, over all rows.
     """
     C, D = h_CD.shape
     V = blocks.tile_vocab
     tokens = min(blocks.tile_tokens, C)
     tiled_rows = tiles * V
-    # Every step of a tile has reductions of its own.
+    # Each step of a tile has its own reductions.
     steps = V // blocks.step_rows
     reduction_shape = ShapeDtypeStruct((tiles, steps, 1, C), f32)
     reduction_spec = BlockSpec((1, steps, 1, tokens), lambda i, j: (j, 0, 0, i))
@@ -282,7 +292,7 @@ def pallas_forward(blocks, tiles, save, head_VD, valid_rows, temperature, h_CD):
     )(h_CD, head_VD)
     valid_rest = valid_rows - tiled_rows
     z_rest, rest = jax_forward(head_VD[tiled_rows:], valid_rest, temperature, h_CD)
-    # Change to base e, as in the rest.
+    # Convert to base e, which jax_forward uses.
     of_tiles = (tile_max / LOG2E, tile_sum_exp, tile_sum_shifted_exp / LOG2E)
     parts = [
         jnp.concatenate([a_tile.reshape(-1, C), a_rest[None]])
@@ -295,8 +305,8 @@ def step_gradient(shifted, max_1C, row_1C, per_token, uses_entropy):
     """Returns dz of one step's rows of the head, float32 [step_rows, C].
 
     shifted: z - max of these rows, in base 2. row_1C: each target's row, counted from the first of
-    these rows. per_token: d_logp, offset, slope and logsumexp in base 2, [1, C] each, of which
-    `pallas_backward` makes `per_token_4C`.
+    these rows. per_token: d_logp, offset, slope and logsumexp in base 2, [1, C] each;
+    `pallas_backward` computes them.
     """
     d_logp, offset, slope, log2_sum_exp = per_token
     log2_p = shifted.astype(f32) + (max_1C - log2_sum_exp)
@@ -308,10 +318,10 @@ def step_gradient(shifted, max_1C, row_1C, per_token, uses_entropy):
 
 
 def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
-    """Compute dz of a tile, and from it dW += dz h and dh += dz' w."""
+    """Compute dz [V, C] of a tile, then dW += dz h and dh += dz' W."""
     row_1C, per_token_4C, h_CD, head_VD, shifted_VC, tile_max, dW_in = refs[:7]
     dh_out, dW_out = refs[7:9]
-    dz_VC, dh_CD = refs[9:]  # scratch; dh is the float32 sum over tiles of V
+    dz_VC, dh_CD = refs[9:]  # scratch; dh_CD is the float32 sum over tiles of V
     tile = program_id(1)
     tile_rows = head_VD.shape[0]
     per_token = [per_token_4C[k : k + 1] for k in range(4)]
@@ -320,7 +330,7 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
     def _():
         dh_CD[...] = jnp.zeros_like(dh_CD)
 
-    # Take two steps per GEMM if possible: with more rows, h is read less often.
+    # A GEMM takes the rows of two steps, if their number is even, so that h is read less often.
     has_odd_steps = tile_rows // step_rows % 2
     gemm_rows = step_rows if has_odd_steps else 2 * step_rows
 
@@ -337,7 +347,7 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
     dz = gradient(0)
     for start in range(0, tile_rows, gemm_rows):
         end = start + gemm_rows
-        # As in the forward, the next dz comes before the GEMM of this one.
+        # As in the forward, compute the next dz before this dz's GEMM, so that they overlap.
         next_dz = gradient(end) if end < tile_rows else None
         dz_VC[start:end] = dz
         dW_so_far = jnp.where(is_first_chunk[0] == 1, 0.0, dW_in[start:end])
@@ -351,12 +361,13 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
 
 
 def backward_grid(blocks, h_CD, tile_max):
-    """Returns the grid of `backward_kernel`, over tiles of D and tiles of V, with its blocks."""
+    """Returns the grid of `backward_kernel`, over tiles of D and of V, and its block specs."""
     C, D = h_CD.shape
-    V, d = blocks.tile_vocab, blocks.tile_hidden
+    V = blocks.tile_vocab
+    d = blocks.tile_hidden
     columns_of_h = BlockSpec((C, d), lambda i, j, _: (0, i))
     tile_of_head = BlockSpec((V, d), lambda i, j, _: (j, i))
-    # In the first chunk, dW is not written yet and not added to: only fetch its tile 0.
+    # The first chunk does not read dW. The index then stays at tile 0, so that no other is fetched.
     tile_of_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -386,14 +397,14 @@ def pallas_backward(
     dh_rest, dW_rest = jax_backward(
         head_VD[tiled:], z_rest, h_CD, row_C - tiled, per_token, dW_VD[tiled:], is_first_chunk
     )
-    # Write these rows of dW before the kernel runs: after it, XLA would copy dW to do so.
+    # Write these rows of dW before the kernel runs. To write them afterwards, XLA would copy dW.
     dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))
     # In dz, p has the factor d_logp + d_entropy (log p + H) = offset + slope log2(p).
     d_logp, d_entropy, logsumexp, entropy = per_token
     offset = d_logp + d_entropy * entropy
     slope = d_entropy / LOG2E
     per_token_4C = jnp.stack([d_logp, offset, slope, logsumexp * LOG2E])
-    # Input 7, dW, becomes output 1. The interpreter would pad an input that is an output.
+    # Input 7, dW, becomes output 1. The interpreter would return an aliased output with padding.
     aliases = {} if blocks.interpret else {7: 1}
     dh_CD, dW_VD = pallas_call(
         partial(backward_kernel, blocks.step_rows, uses_entropy),
@@ -412,13 +423,13 @@ def pallas_backward(
 
 # ---------------------------------------------------------------- over a mesh
 # The head is stored sharded over D, because V may not be divisible. For the loss, an all-to-all
-# turns each device's d columns of the head into V / shards rows, where shards = fsdp * tp. These
-# devices then work on all of their tokens together: for each chunk they all-gather hidden states,
-# combine the sums of the softmax, and reduce-scatter dh. dW stays where it is until the end, when
-# an all-to-all turns its rows into columns.
+# turns each device's d columns of the head into V / shards rows, where shards = fsdp * tp. The
+# devices along these axes then work on each chunk together: they all-gather its hidden states,
+# combine the sums of their softmax parts, and reduce-scatter dh. Each device keeps dW of its rows
+# until all chunks are done. Then an all-to-all turns these rows into columns.
 @dataclass(frozen=True)
 class Settings:
-    """What is computed, and how. All fields are static in compiled programs."""
+    """What to compute, and how. All fields are static in compiled programs."""
 
     mesh: Mesh
     terms: Callable | None  # (logp, entropy, vectors) -> (loss, stats); None: no gradients
@@ -436,10 +447,10 @@ def rows_to_columns(dW_VD, shards):
     d = D // shards
     piece = min(2048, V)
 
-    # Move one piece at a time, because XLA copies what it sends. Without the layout constraint, XLA
-    # would also copy all of the columns.
+    # Move one piece at a time, because XLA copies each array that it sends. Without the layout
+    # constraint, XLA would also copy all of the columns.
     def move(i, columns):
-        # The last piece may overlap the one before.
+        # The last piece may overlap the piece before it, and moves the same rows again.
         start = jnp.minimum(i * piece, V - piece)
         rows = lax.dynamic_slice_in_dim(dW_VD, start, piece)
         rows = rows.reshape(piece, shards, d).transpose(1, 0, 2)
@@ -454,7 +465,10 @@ def rows_to_columns(dW_VD, shards):
 
 
 def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
-    """Returns (logp, logsumexp, entropy) over all of V, [C] each. reductions: over this shard."""
+    """Returns (logp, logsumexp, entropy) over all of V, [C] each.
+
+    row_C: each target's row of this shard of the head. reductions: over this shard.
+    """
     # Only one device has the target's row of the head; the others get zeros.
     w_CD = head_VD.at[row_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     products_CD = h_CD.astype(f32) * w_CD
@@ -462,7 +476,7 @@ def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
     of_all_shards = lax.all_gather(reductions, HEAD_AXES)
     max_C, sum_exp, sum_shifted_exp = combine(*of_all_shards)
     log_sum = jnp.log(sum_exp)
-    # One Newton step, because a TPU's log is only good to 1e-4.
+    # Add one Newton step, because a TPU's log is only exact to 1e-4.
     log_sum += sum_exp * jnp.exp(-log_sum) - 1
     logp_C = target_logit - max_C - log_sum
     entropy_C = log_sum - sum_shifted_exp / sum_exp
@@ -470,7 +484,7 @@ def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
 
 
 def gather(a_c):
-    """The chunk's values of all devices along HEAD_AXES, [c, ...] -> [C, ...]."""
+    """All-gather a chunk's values over HEAD_AXES: [c, ...] -> [C, ...]."""
     return lax.all_gather(a_c, HEAD_AXES, tiled=True)
 
 
@@ -493,9 +507,8 @@ def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, input
     """Compute chunk i: the body of the loop in `on_one_device`.
 
     forward, backward: in plain JAX or in Pallas. order: see `order_in_chunks`. inputs: hidden
-    states, targets and vectors of all n tokens. carry: (dW of the chunks before, results of all n
-    tokens: logp and entropy, and with terms loss and dh). The chunk adds to dW, and writes the
-    results of its tokens.
+    states, targets and vectors of all n tokens. carry: (dW, results), to which the chunk adds its
+    dW and the results of its tokens: logp and entropy, and with terms also loss and dh.
     """
     dW_VD, results = carry
     token_c = order[i]
@@ -511,7 +524,7 @@ def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, input
     # Count each target's row from the first row of this device's shard of the head.
     row_C = gather(targets_c) - rank * len(head_VD)
 
-    # The first product, and the logprobs.
+    # Compute the logits and their logprobs.
     temperature = settings.temperature
     saved, reductions = forward(head_VD, valid_rows, temperature, h_CD)
     logp_C, logsumexp_C, entropy_C = chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions)
@@ -520,7 +533,7 @@ def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, input
     new_results = [logp_c, entropy_c]
 
     if settings.terms:
-        # The loss, and the other two products.
+        # Compute the loss, and with it dh and dW.
         loss_c, d_logp_C, d_entropy_C = token_gradients(settings, logp_c, entropy_c, vectors_c)
         per_token = (d_logp_C, d_entropy_C, logsumexp_C, entropy_C)
         is_first_chunk = (i == 0).astype(jnp.int32)
@@ -536,9 +549,9 @@ def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, input
 
 
 def order_in_chunks(has_weight, c):
-    """Returns (indices of tokens in the order of chunks, [all chunks, c]; chunks to compute)."""
+    """Returns (indices of each chunk's tokens, [chunks, c]; number of chunks to compute)."""
     n = len(has_weight)
-    # Tokens with a weight come first, so that chunks without any can be skipped.
+    # Tokens with a weight come first, so that the chunks after them can be skipped.
     order = jnp.argsort(~has_weight, stable=True)
     # Indices from n on fill up the last chunk: they read zeros, and their writes are dropped.
     filler = jnp.arange(n, n + -n % c)
@@ -555,27 +568,27 @@ def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
     shards = D // d
     blocks = settings.blocks
 
-    # Exchange the head's columns for rows, equally many on each device; rows past V are zeros.
+    # Exchange the head's columns for rows. Zeros pad the head to equally many rows on each device.
     rows_each = cdiv(V, shards)
     padding = rows_each * shards - V
     head_Vd = jnp.pad(head_Vd.astype(h_nD.dtype), ((0, padding), (0, 0)))
     head_VD = lax.all_to_all(head_Vd, HEAD_AXES, split_axis=0, concat_axis=1, tiled=True)
     valid_rows = V - lax.axis_index(HEAD_AXES) * rows_each
 
-    # All chunks have equally many tokens.
+    # Use as few chunks as possible, all with the same number of tokens.
     most_chunks = cdiv(n * shards, blocks.chunk_tokens)
     c = cdiv(n, most_chunks)
     forward = jax_forward
     backward = jax_backward
-    # Pallas computes as many tiles as every device has; the last device has the fewest rows.
+    # Pallas computes the same number of tiles on each device. The last device has the fewest rows.
     fewest_rows = max(0, V - (shards - 1) * rows_each)
     if settings.impl == "pallas" and fewest_rows >= blocks.tile_vocab:
         tiles = fewest_rows // blocks.tile_vocab
         forward = partial(pallas_forward, blocks, tiles, settings.terms is not None)
-        # If dh is summed over shards, the parts stay in float32.
+        # Parts of dh that are summed over shards stay in float32.
         dh_dtype = h_nD.dtype if shards == 1 else f32
         backward = partial(pallas_backward, blocks, settings.uses_entropy, dh_dtype)
-        # Compiled kernels need a multiple of the 128 lanes.
+        # Compiled kernels need a multiple of 128 tokens, the number of lanes.
         while not blocks.interpret and c * shards % 128:
             c += 1
 
@@ -592,7 +605,7 @@ def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
 
 
 def with_all_logits(settings, h_ND, head_VD, targets_N, vectors):
-    """`loss_and_gradients` from the logits of all tokens at once; JAX differentiates them."""
+    """`loss_and_gradients` by JAX's own derivatives, from the logits of all tokens at once."""
 
     def loss_of(h_ND, head_VD):
         h_ND = jnp.where(vectors["weight"][:, None] > 0, h_ND, 0)
@@ -618,9 +631,10 @@ def with_all_logits(settings, h_ND, head_VD, targets_N, vectors):
 def loss_and_gradients(
     settings: Settings, h_ND: Array, head_VD: Array, targets_N: Array, vectors: dict
 ) -> tuple:
-    """Returns logp [N] and entropy [N]; with terms also loss [N], dh [N, D] and dW [V, D].
+    """Returns logp [N] and entropy [N], and if settings.terms is given, loss [N], dh [N, D] and
+    dW [V, D].
 
-    dh has h's dtype, everything else is float32.
+    dh has the dtype of h, all others are float32.
     """
     if settings.impl == "full":
         return with_all_logits(settings, h_ND, head_VD, targets_N, vectors)
@@ -641,12 +655,12 @@ def loss_and_gradients(
 
 
 # ---------------------------------------------------------------- a differentiable loss
-# The forward pass computes both gradients of the loss, and the backward pass only scales them.
-# Chunks are recomputed only if the caller builds terms of its own from logp or entropy, which then
-# have cotangents.
+# The forward pass computes both gradients of the loss, so the backward pass only scales them. An
+# exception is a caller that builds a loss of its own from logp or entropy: these then have
+# cotangents, for which the backward pass computes all chunks again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_loss(settings, h_ND, head_VD, targets_N, vectors):
-    """Returns (loss, logp [N], entropy [N]). This body runs only if nothing is differentiated."""
+    """Returns (loss, logp [N], entropy [N]). This body runs only if JAX needs no gradients."""
     score_only = replace(settings, terms=None)
     logp_N, entropy_N = loss_and_gradients(score_only, h_ND, head_VD, targets_N, vectors)
     loss_N, _ = settings.terms(logp_N, entropy_N, vectors)
@@ -672,7 +686,7 @@ def fused_loss_backward(settings, saved, cotangents):
     extra = {"d_logp": d_logp_N, "d_entropy": d_entropy_N}
     extra = {name: d for name, d in extra.items() if not isinstance(d, SymbolicZero)}
     if extra:
-        # The derivatives of this loss are the cotangents of logp and entropy.
+        # The derivatives of this loss by logp and entropy are the cotangents.
         def linear_terms(logp, entropy, v):
             loss = v.get("d_logp", 0) * logp + v.get("d_entropy", 0) * entropy
             return loss, {}
@@ -720,7 +734,7 @@ def grpo_loss(
 def score(
     hidden_ND: Array, head_VD: Array, targets_N: Array, weight_N: Array, mesh: Mesh, **how
 ) -> tuple[Array, Array]:
-    """Returns (logp [N], entropy [N]) of the targets that have a weight, by one GEMM.
+    """Returns (logp [N], entropy [N]) where the weight is not 0; other values mean nothing.
 
     how: temperature, impl and blocks, as for `grpo_loss`.
     """

@@ -31,18 +31,17 @@ HOST = jax.memory.Space.Host
 
 # ---------------------------------------------------------------- config
 class Llama3Rope(NamedTuple):
-    """Llama 3's scaling of the rotary embedding, with the names of config.json."""
+    """Llama 3's scaling of the rotary embedding. Fields are named as in config.json."""
 
     factor: float  # divides low frequencies
-    # Below and above so many turns over the original context, a frequency is low or high.
-    low_freq_factor: float
-    high_freq_factor: float
+    low_freq_factor: float  # a low frequency makes fewer turns over the original context
+    high_freq_factor: float  # a high frequency makes more turns over the original context
     original_max_position_embeddings: float  # the original context, in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a model, named by the letters above, and what it has."""
+    """Sizes of a model, named by the letters above, and its switches."""
 
     V: int
     D: int
@@ -75,12 +74,12 @@ class ModelConfig:
 
 
 class Family(NamedTuple):
-    """What a model_type of config.json stands for."""
+    """The model that a model_type in config.json stands for."""
 
     architecture: str
     qkv_bias: bool
     qk_norm: bool
-    defaults: dict  # values that transformers takes if config.json lacks them
+    defaults: dict  # the values that transformers uses where config.json has none
 
 
 # fmt: off
@@ -97,7 +96,7 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     """The ModelConfig for a Hugging Face config.json.
 
     generation: the content of generation_config.json, which may name more stop ids, or {}.
-    Raises NotImplementedError for a model that this file does not compute, and ValueError,
+    Raises NotImplementedError for a model that this file does not support, and ValueError,
     TypeError or other exceptions for malformed values.
     """
     refuse_unsupported(config)
@@ -113,7 +112,8 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
             ids = [] if ids is None else [ids]
         stop_ids += [i for i in ids if i not in stop_ids]
     if not all(type(i) is int and 0 <= i < V for i in stop_ids):
-        raise ValueError(f"eos_token_id = {stop_ids} is not of vocab_size = {V}")
+        raise ValueError(f"eos_token_id = {stop_ids} holds ids outside of vocab_size = {V}")
+    # `refuse_unsupported` has checked that all values of a setting are equal.
     rope = {name: values[0] for name, values in rope_settings(config).items()}
     cfg = ModelConfig(
         V=V,
@@ -134,14 +134,14 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     )
     if cfg.N % cfg.K or cfg.H % 2:
         raise ValueError(
-            f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the first must "
-            "be a multiple of the second, the head size even"
+            f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: query heads must be a "
+            "multiple of key/value heads, and their size must be even"
         )
     return cfg
 
 
 def number(config: dict, name: str, default=None, kind: type = int, end: float = 2**31):
-    """Read a positive number below `end` from a config.json; default if missing or null."""
+    """Read a positive number below `end` from a config.json; `default` if missing or null."""
     value = default if config.get(name) is None else config[name]
     if type(value) not in (int, kind) or not 0 < value < end:
         raise ValueError(f"{name} = {value!r} is not a positive {kind.__name__} below {end}")
@@ -158,16 +158,17 @@ def llama3_rope(rope: dict) -> Llama3Rope:
 
 
 def rope_settings(config: dict) -> dict:
-    """{setting of the rotary embedding: its values}, from all places where a config.json has it."""
+    """Returns {name: values} of the rotary embedding's settings. A setting has several values if it
+    is in several places of the config.json."""
     # transformers 5 writes rope_parameters; transformers 4 wrote rope_scaling and rope_theta.
     places = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     places.append({"rope_theta": config.get("rope_theta")})
     settings = {}
     for place in places:
         for name, value in place.items():
-            name = "rope_type" if name == "type" else name
+            key = "rope_type" if name == "type" else name
             if value is not None:
-                settings.setdefault(name, []).append(value)
+                settings.setdefault(key, []).append(value)
     return settings
 
 
@@ -181,7 +182,7 @@ def refuse_unsupported(config: dict) -> None:
     architectures = config.get("architectures")
     tied = config.get("tie_word_embeddings")
     activation = config.get("hidden_act", "silu")
-    layer_types = {*(config.get("layer_types") or [])}
+    layer_types = set(config.get("layer_types") or [])
     rope = rope_settings(config)
     rope_types = rope.pop("rope_type", ["default"])
     other_types = [str(kind) for kind in rope_types if kind not in ("default", "llama3")]
@@ -204,15 +205,15 @@ def refuse_unsupported(config: dict) -> None:
         (config.get("partial_rotary_factor") not in (None, 1),
          "a partial_rotary_factor", "rotation of all dimensions is"),
         (config.get("use_sliding_window"), "use_sliding_window = true", "full attention is"),
-        (layer_types - {"full_attention"}, "sliding layers", "full ones are"),
-        # Qwen2 has biases of queries, keys and values, whatever its config says.
+        (layer_types - {"full_attention"}, "sliding-window layers", "full attention is"),
+        # Qwen2 always has biases for queries, keys and values, whatever its config says.
         (config.get("attention_bias") and not family.qkv_bias,
          "attention_bias = true", "attention without biases is"),
         (config.get("mlp_bias"), "mlp_bias = true", "a feed-forward without biases is"),
         ("quantization_config" in config, "quantised weights", "float32, bfloat16 and float16 are"),
         (activation != "silu", f"hidden_act {activation!r}", "silu is"),
         (not isinstance(tied, bool | None),
-         "no true or false for tie_word_embeddings", "these are"),
+         f"tie_word_embeddings = {tied!r}", "true and false are"),
     ]
     # fmt: on
     for is_refused, found, supported in table:
@@ -221,8 +222,8 @@ def refuse_unsupported(config: dict) -> None:
 
 
 # ---------------------------------------------------------------- parameters
-# our name: (Hugging Face name, dimensions of that tensor; "NH" is one dimension of size N * H, the
-# switch in ModelConfig without which a model lacks the tensor)
+# our name: (Hugging Face name, dimensions there, switch). "NH" is one dimension of size N * H.
+# A model has the tensor only if this switch of its ModelConfig is on; None: every model has it.
 TENSORS = {
     "embed_VD": ("model.embed_tokens.weight", "V D", None),
     "layers/attn_norm_LD": ("model.layers.{}.input_layernorm.weight", "D", None),
@@ -257,7 +258,7 @@ def shapes(cfg: ModelConfig) -> dict:
 
 
 def spec(name: str) -> P:
-    """PartitionSpec of a parameter during training."""
+    """PartitionSpec of a parameter in training."""
     dims = letters(name)
     # Matrices are sharded over fsdp along D, and over tp along heads or F.
     axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp"}
@@ -330,29 +331,30 @@ def rms_norm(x, scale, eps: float) -> jax.Array:
 
 def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
     """cos and signed sin of the rotary angles, float32 [B, 1, T, H] (arXiv 2104.09864)."""
-    inverse = cfg.rope_theta ** (-jnp.arange(0, cfg.H, 2, dtype=jnp.float32) / cfg.H)
+    frequency = cfg.rope_theta ** (-jnp.arange(0, cfg.H, 2, dtype=jnp.float32) / cfg.H)
     if cfg.rope_scaling:
         factor, low, high, context = cfg.rope_scaling
-        turns = context * inverse / (2 * math.pi)
+        turns = context * frequency / (2 * math.pi)
         # Low frequencies are divided by the factor, high ones are kept, and others are in between.
         kept = jnp.clip((turns - low) / (high - low), 0, 1)
-        inverse = inverse * (kept + (1 - kept) / factor)
-    angle = positions_BT[:, None, :, None].astype(jnp.float32) * inverse
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+        frequency = frequency * (kept + (1 - kept) / factor)
+    angle = positions_BT[:, None, :, None].astype(jnp.float32) * frequency
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
 def rotate(x, rope: tuple) -> jax.Array:
     """Rotate the pairs (i, i + H/2) of x, float32 [B, heads, T, H]."""
     cos, sin = rope
-    # The paper pairs (2i, 2i + 1), but weights on the Hugging Face hub are in this order.
+    # The paper pairs (2i, 2i + 1), but weights on the Hugging Face hub are ordered for these pairs.
     return x * cos + jnp.roll(x, x.shape[-1] // 2, -1) * sin
 
 
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
-    """Grouped-query attention without repeating keys. Returns float32 [B, N, T, H].
+    """Grouped-query attention, which does not repeat keys. Returns float32 [B, N, T, H].
 
-    Queries are already scaled by H ** -0.5. mask_BTS: whether a query attends to a key.
+    q_BNTH: already scaled by H ** -0.5. mask_BTS: whether a query attends to a key.
     """
     B, N, T, H = q_BNTH.shape
     K = k_BKSH.shape[1]
@@ -369,13 +371,13 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     """One transformer layer. Returns (x_BTD, extra).
 
     attend(q, k, v) -> ([B, N, T, H], extra): the caller's attention; extra is the new KV cache in a
-    rollout, and None in training. sum_parts(y): sums y over devices that each hold a part of the
-    heads or of F.
+    rollout, and None in training. sum_parts(y): the sum of y over devices, each of which has a part
+    of the heads and of F.
     """
     dtype = x_BTD.dtype
 
-    # The policies in REMAT use these names. Matmul outputs are also rounded to the compute dtype
-    # here, since the backward pass may keep them.
+    # Name values for the policies in REMAT. `save` also rounds matmul outputs to the compute dtype,
+    # because the backward pass may keep them.
     def save(a):
         return checkpoint_name(a.astype(dtype), "dot")
 
@@ -406,7 +408,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
     h = save_elementwise(jax.nn.silu(gate) * up)
     if x_BTD.shape[1] == 1:
-        # In decode (T = 1), XLA would compute `up` inside the next matmul, which takes longer.
+        # In decode (T = 1), XLA would fuse `up` into the next matmul, which takes longer.
         h = jax.lax.optimization_barrier(h)
     out = matmul("BTF,FD->BTD", h, w["w_down_LFD"])
     return x_BTD + sum_parts(out).astype(dtype), extra
@@ -414,14 +416,14 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
 
 # ---------------------------------------------------------------- the training forward
 # Remat policies. Besides the input of a layer, the backward pass keeps the values with these names;
-# the rest is recomputed. Gathered weights have no name, so they are gathered again.
+# the rest is recomputed. Gathered weights have no name, so the backward pass gathers them again.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
-# Tokens that a device runs through a layer at once: enough for large matmuls, but not more, since
-# the activations inside the layer take memory for all of these tokens.
+# Number of tokens that a device runs through a layer at once: enough for large matmuls, but not
+# more, since the activations inside the layer take memory for each token.
 TOKENS_AT_ONCE = 2048
 
 
@@ -437,8 +439,8 @@ class ForwardOptions:
 
 # From here to `forward`, functions run inside a shard_map, on one device's rows and weight shards.
 def fsdp_axis(name):
-    """The dimension of a layer's weight that is sharded over fsdp, or None."""
-    axes = spec(f"layers/{name}")[1:]
+    """The axis of a layer's weight that is sharded over fsdp, or None."""
+    axes = spec(f"layers/{name}")[1:]  # without L
     return axes.index("fsdp") if "fsdp" in axes else None
 
 
@@ -456,9 +458,10 @@ def gather_layer(shards):
 
 @jax.custom_vjp
 def with_gradients_to(w, masters):
-    """Returns (w, masters) unchanged. The backward adds w's gradients to masters', in float32.
+    """Returns (w, masters) unchanged. The backward pass adds the gradients of w to the gradients of
+    masters, in float32.
 
-    w: a layer's weights in the compute dtype. masters: the same in float32, see `forward`.
+    w: a layer's weights in the compute dtype. masters: the same weights in float32, see `forward`.
     """
     return w, masters
 
@@ -474,8 +477,8 @@ with_gradients_to.defvjp(lambda *args: (args, None), with_gradients_to_backward)
 def look_up(embed_Vd, tokens_BT, dtype):
     """Embeddings [B, T, D] of this device's tokens, without gathering the table.
 
-    Each device looks up its own columns for the rows of all devices along fsdp. An all-to-all then
-    exchanges rows for columns.
+    Each device looks up its columns of the table for the tokens of all devices along fsdp. An
+    all-to-all then gives each device all columns for its own tokens.
     """
     tokens = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
     x = embed_Vd[tokens].astype(dtype)
@@ -486,7 +489,7 @@ def look_up(embed_Vd, tokens_BT, dtype):
 def rows_at_once(B, T):
     """Number of rows per chunk, given B rows of T tokens.
 
-    A chunk has at most B / 8 rows, because a chunk with any token at all is computed in full.
+    A chunk has at most B / 8 rows, because a chunk with a single token is computed in full.
     """
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
@@ -507,17 +510,17 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, options):
     def run(x_BTD, masters):
         own_w, masters = with_gradients_to(w, masters)
         rope = rope_tables(positions_BT, cfg)
-        # Heads and F are sharded over tp, so each device computes a part of these sums.
+        # Heads and F are sharded over tp, so each device computes a part of the sums over them.
         sum_parts = partial(jax.lax.psum, axis_name="tp")
         x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, sum_parts)
         return x_BTD, masters
 
-    def leave_out(x_BTD, masters):
+    def skip(x_BTD, masters):
         return x_BTD, masters
 
-    # Devices along tp have the same rows, so either all of them reach the psum or none of them.
+    # Devices along tp have the same rows, so either all of them or none of them reach the psum.
     has_tokens = jnp.any(segments_BT > 0)
-    return jax.lax.cond(has_tokens, run, leave_out, x_BTD, masters)
+    return jax.lax.cond(has_tokens, run, skip, x_BTD, masters)
 
 
 def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, options):
@@ -533,11 +536,11 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     @remat
     def run_layer(x, one_layer):
         masters, layer_at_rest = one_layer
-        # Weights are rounded before the all-gather: in bfloat16 it takes half the time.
+        # Cast weights before the all-gather, which takes half the time in bfloat16.
         w = jax.device_put(layer_at_rest, DEVICE)
         w = gather_layer({name: a.astype(options.dtype) for name, a in w.items()})
-        # This gathers nothing, since nothing reads the result. Its backward reduce-scatters the
-        # gradients, to which each computed chunk has added in float32.
+        # XLA drops this all-gather, because nothing reads its values. Its backward is what counts:
+        # the reduce-scatter of the gradients, to which each chunk has added in float32.
         masters = gather_layer(masters)
 
         def next_chunk(masters, rows):
@@ -566,22 +569,23 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     backward pass keeps the inputs of all layers, [L, B, T, D], and what options.remat keeps.
 
     rows: `tokens`, `positions`, `segments`, int32 [B, T]. A token attends to tokens of its own
-    segment at or before it in its row. Segment 0 is padding; chunks of nothing but padding are
+    segment, up to and including itself. Segment 0 is padding; chunks that hold only padding are
     skipped.
 
-    Layers are passed twice, because --offload params keeps them in host memory. `at_rest` is
-    params["layers"] as they are stored: the forward fetches one layer after the other from there.
-    params["layers"], the masters, only receive gradients. JAX puts gradients where the
-    differentiated argument is, and they are needed on the devices. But nothing reads the values of
-    the masters, so XLA never copies them from the host. `with_gradients_to` hands gradients over
-    from the weights that a layer reads to its masters. Without at_rest, both are the same arrays.
+    The layers are passed twice, because --offload params keeps them in host memory:
+      at_rest            the layers where they are stored, or None if that is on the devices. The
+                         forward reads their values, and fetches them one by one.
+      params["layers"]   the masters: the same layers on the devices. They only receive gradients,
+                         because JAX puts a gradient where the differentiated argument is. Nothing
+                         reads their values, so XLA never copies them from the host.
+    `with_gradients_to` passes gradients from the weights that a layer reads on to its masters.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cfg, mesh))
     specs.pop("head_VD", None)
-    # For a parameter that is replicated over some axes, each device computes one part of the
-    # gradient's sum. shard_map's transpose adds the parts over the axes that the parameter's spec
-    # omits: dp for matrices, all axes for norms. (Without check_vma, which Pallas kernels do not
-    # pass, the transpose of a psum is a psum of such parts.)
+    # A parameter that is replicated over some axes gets a part of its gradient on each device. The
+    # transpose of shard_map sums these parts over the axes that the parameter's spec omits: dp for
+    # matrices, all axes for norms. check_vma is off, because Pallas kernels do not pass it; then
+    # the transpose of a psum is a psum, which sums such parts too.
     by_row = P(ROWS)
     run = jax.shard_map(
         partial(forward_on_device, cfg=cfg, options=options),
@@ -601,11 +605,12 @@ def cached_forward(
 ) -> tuple:
     """Forward pass of T new tokens, with attention to a KV cache.
 
-    Returns (hidden states [B, D] after the last norm of the token at index last_B of each row,
-    caches). attend(q, k, v, layer number, cache) -> ([B, N, T, H], cache) comes from
-    infra/rollout/kv_cache.py; it also writes the keys and values of the new tokens to the cache.
-    caches: one for each stack of layers in weights["layers"]. layout: from
-    infra/rollout/layouts.py.
+    Returns (hidden states after the last norm, [B, D], of the token at index last_B in each row;
+    new caches). layout: see infra/rollout/layouts.py. caches: one for each stack of layers in
+    weights["layers"].
+
+    attend(q, k, v, layer=, cache=) -> ([B, N, T, H], cache), from infra/rollout/kv_cache.py, also
+    writes the keys and values of the new tokens to the cache.
     """
     rope = rope_tables(positions_BT, cfg)
 
@@ -614,13 +619,14 @@ def cached_forward(
         if layout.kind == "fsdp":
             # All-gather this layer's weights.
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}
-        attend_here = partial(attend, layer=layer_number, cache=cache)
-        x_BTD, cache = layer(cfg, x_BTD, w, rope, attend_here)
+        attend_in_layer = partial(attend, layer=layer_number, cache=cache)
+        x_BTD, cache = layer(cfg, x_BTD, w, rope, attend_in_layer)
         return (constrain(x_BTD, layout.mesh, layout.rows), cache, layer_number + 1), None
 
+    # The embedding is an array or Quantised, whose int8 and scale are both looked up.
     x = jax.tree.map(lambda table: table[tokens_BT], weights["embed_VD"])
     x_BTD = constrain(dequantise(x, weights["norm_D"].dtype), layout.mesh, layout.rows)
-    # The scan carries the cache and so updates it in place; as xs and ys it would be copied.
+    # As the scan's carry, a cache is updated in place; as its xs and ys, it would be copied.
     new_caches = []
     for stack, cache in zip(weights["layers"], caches, strict=True):
         carry = x_BTD, cache, 0

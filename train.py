@@ -1,6 +1,6 @@
 """podgrpo: train a Qwen or Llama model with GRPO on questions whose answers can be checked.
 
-    python train.py                                      the embedded default: a tiny model adds
+    python train.py                                      the default: a tiny model learns to add
     python train.py --model Qwen/Qwen2.5-0.5B-Instruct   any dense Qwen2, Qwen3 or Llama, on GSM8K
 
 One step: sample `npq` answers to each of `batch` questions per host, score them, turn each group's
@@ -66,12 +66,12 @@ SYSTEM = "Think step by step, then give the final number as <answer>number</answ
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # The comment beside a flag is its help, and the type of a number has its range.
+    # The comment beside a flag is its help text. The type of a numeric flag gives its range.
     # what to train, on what
     model: str = "tiny"  # tiny (in code) | Hugging Face directory | hub id; a Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config] | directory | .jsonl .json .csv .parquet
-    columns: str = ""  # question=...,answer=... of data and eval_data; "" = find by usual names
-    eval_data: str = ""  # held-out questions, as data; "" = the held-out part of data | none
+    columns: str = ""  # columns of both data sets, as question=...,answer=...; "" = the usual names
+    eval_data: str = ""  # held-out questions, named like data | none; "" = held-out part of data
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
@@ -84,48 +84,48 @@ class Config:
     max_answer: Positive = 512  # truncate longer answers; a truncated answer scores 0
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype, as in evaluations
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; evaluations: dtype
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO
     sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
-    warmup: Natural = 5  # steps of linear warm-up at the start of either phase
+    warmup: Natural = 5  # steps of linear warm-up, in GRPO and in the supervised steps
     decay: Literal["constant", "linear", "cosine"] = "constant"  # how lr falls after warm-up
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
     b2: Fraction = 0.99  # second-moment decay of adamw, momentum decay of lion
-    weight_decay: NonNegative = 0.0  # for matrices, per unit of learning rate
+    weight_decay: NonNegative = 0.0  # of matrices only; multiplied by the learning rate
     grad_clip: NonNegative = 1.0  # largest global norm of the gradient; 0 = no clipping
     clip_low: Fraction = 0.2  # clip the probability ratio to [1 - clip_low, 1 + clip_high]
-    clip_high: NonNegative = 0.28  # see clip_low; larger than it, as in DAPO
-    beta: NonNegative = 0.0  # weight of the KL to the policy as GRPO starts; 0 = keep no reference
-    is_cap: NonNegative = 2.0  # cap of the importance weight trainer/sampler; 0 = no weight
+    clip_high: NonNegative = 0.28  # see clip_low; the default is larger than clip_low, as in DAPO
+    beta: NonNegative = 0.0  # weight of the KL to the policy at the start of GRPO; 0 = no KL
+    is_cap: NonNegative = 2.0  # cap of the importance weight p_trainer/p_sampler; 0 = no weight
     entropy_bonus: NonNegative = 0.0  # weight of the policy's entropy in the GRPO loss; 0 = none
     advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-others' mean
-    loss_agg: Literal["token", "sequence", "constant"] = "token"  # mean | of means | sum/max_answer
+    loss_agg: Literal["token", "sequence", "constant"] = "token"  # weight 1 | 1/len | 1/max_answer
     ppo_epochs: Positive = 1  # passes over a step's answers
     minibatches: Positive = 1  # updates per pass
     micro_batch: Natural = 0  # rows per device in one forward/backward; 0 = the largest that fits
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute; auto = float32 on CPU only
-    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas: TPUs, bfloat16
-    attention: Literal["auto", *ATTENTION] = "auto"  # auto = splash on TPUs, cudnn on GPUs
-    remat: Literal[tuple(REMAT)] = "full"  # recompute all | all but matrix products | nothing
-    offload: Literal["none", "optimizer", "params"] = "none"  # keep in host memory; params: both
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = float32 on CPU only
+    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPU in bfloat16
+    attention: Literal["auto", *ATTENTION] = "auto"  # auto in bfloat16 = splash (TPU), cudnn (GPU)
+    remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | nothing
+    offload: Literal["none", "optimizer", "params"] = "none"  # kept in host memory; params = both
     # the devices
     mesh: str = "auto"  # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: Natural = 0  # stop unless this many JAX processes run; 0 = any number
-    require_devices: Natural = 0  # stop unless they have this many devices in all; 0 = any number
-    coordinator: str = ""  # host:port of process 0; "" = from Slurm or the TPU slice, or alone
-    processes: Processes = 1  # JAX processes of the run, if there is a coordinator
-    process_id: Process = 0  # which of these processes this is: 0, 1, ...
+    require_devices: Natural = 0  # stop unless the processes have this many devices in all; 0 = any
+    coordinator: str = ""  # host:port of process 0; "" = ask Slurm or the TPU slice, or run alone
+    processes: Processes = 1  # number of JAX processes; only with a coordinator
+    process_id: Process = 0  # number of this process, from 0
     start_timeout: Natural = 20  # seconds to wait for the other processes; launch.sh sets 900
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after
     eval_n: Natural = 0  # held-out questions to evaluate; 0 = all
     eval_temperature: NonNegative = 0.0  # 0 = greedy
-    top_k: Natural = 0  # sampled evaluation: sample from the k most likely tokens; 0 = all
-    top_p: Probability = 1.0  # sampled evaluation: from the most likely, of this total probability
-    save_every: Natural = 50  # steps between checkpoints; the end always has one; 0 = only that one
-    keep: Positive = 2  # newest checkpoints to keep
-    resume: Literal["auto", "force"] = "auto"  # force = go on with other flags, or start over
+    top_k: Natural = 0  # sampled evaluation: only the k most likely tokens; 0 = all
+    top_p: Probability = 1.0  # sampled evaluation: only the top tokens of this total probability
+    save_every: Natural = 50  # steps between checkpoints; 0 = save only at the end
+    keep: Positive = 2  # number of newest checkpoints to keep
+    resume: Literal["auto", "force"] = "auto"  # force = resume despite changed flags, or start over
     wandb: str = ""  # project on wandb.ai; "" = none
     profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
 
@@ -176,7 +176,7 @@ SOLVED = correct
 
 # ---------------------------------------------------------------- mesh and checks
 def make_mesh(spec: str, devices: list) -> Mesh:
-    """The mesh for --mesh. Exits with code 2 if `spec` is no mesh, or the devices do not fit it."""
+    """The mesh for --mesh. Exits with code 2 if `spec` is malformed or does not fit the devices."""
     # Keep the devices of a process together, so that a batch's rows are in the order of processes.
     devices = np.array(sorted(devices, key=lambda device: (device.process_index, device.id)))
     n = len(devices)
@@ -202,13 +202,13 @@ def make_mesh(spec: str, devices: list) -> Mesh:
 
 
 def resolve(cfg: Config, mesh: Mesh) -> Config:
-    """Replace `auto` in the flags by the choice for this kind of device. Exits with code 2 if a
-    kernel is not for this kind."""
+    """Replace `auto` in the flags by the choice for the mesh's devices. Exits with code 2 if a flag
+    names a kernel that these devices cannot run."""
     platform = mesh.devices.flat[0].platform
     dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
     attention = "blockwise"
     loss_impl = "jax"
-    # The fast kernels are for bfloat16.
+    # The fast kernels need bfloat16.
     if dtype == "bfloat16" and platform == "tpu":
         attention = "splash"
         loss_impl = "pallas"
@@ -224,11 +224,11 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
     kind = (platform, dtype)
     check(
         cfg.loss_impl != "pallas" or kind == ("tpu", "bfloat16"),
-        f"pallas is for tpu, bfloat16, not {', '.join(kind)}; try --loss_impl jax",
+        f"loss_impl = pallas needs tpu, bfloat16, not {', '.join(kind)}; try --loss_impl jax",
     )
     check(
         cfg.attention != "cudnn" or kind == ("gpu", "bfloat16"),
-        f"cudnn is for gpu, bfloat16, not {', '.join(kind)}; try --attention auto",
+        f"attention = cudnn needs gpu, bfloat16, not {', '.join(kind)}; try --attention auto",
     )
     return cfg
 
@@ -239,21 +239,21 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     local_devices = mesh.size // processes
     dp, fsdp, tp = mesh.devices.shape
 
-    # The rollout splits sequences over all devices of a host: npq must be a multiple of `unit`.
+    # The rollout splits sequences over all devices of a host, so npq must be a multiple of `unit`.
     sequences = cfg.batch * cfg.npq
     unit = local_devices // math.gcd(cfg.batch, local_devices)
-    low = max(1, cfg.npq // unit) * unit
+    good_npq = max(1, cfg.npq // unit) * unit
     check(
         sequences % local_devices == 0,
         f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host do not divide over "
-        f"{local_devices} local devices; try --npq {low} or --npq {low + unit}",
+        f"{local_devices} local devices; try --npq {good_npq} or --npq {good_npq + unit}",
     )
 
     # The update splits rows over dp and fsdp; tp stays within a host.
     check(
         dp * fsdp % processes == 0,
-        f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} processes; a tp = {tp} must "
-        f"stay within a host's {local_devices} devices",
+        f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} processes; tp = {tp} must "
+        f"divide a host's {local_devices} devices",
     )
     rows = sequences * processes // (dp * fsdp)
     check(
@@ -264,7 +264,7 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     check(
         cfg.micro_batch * cfg.minibatches <= rows,
         f"micro_batch = {cfg.micro_batch} is more than a minibatch's {rows // cfg.minibatches} "
-        "rows per device; try --micro_batch 0: the largest",
+        "rows per device; try --micro_batch 0, the largest that fits",
     )
 
     # Weights are sharded by hidden size over fsdp and tp, and by heads and feed-forward over tp.
@@ -277,15 +277,14 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     split = {
         "query heads": model_cfg.N,
         "key/value heads": model_cfg.K,
-        "feed-forward size": model_cfg.F,
+        "feed-forward units": model_cfg.F,
     }
     for what, n in split.items():
-        check(
-            n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; try a tp of {math.gcd(n, tp)}"
-        )
+        fix = f"try a tp of {math.gcd(n, tp)}"
+        check(n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; {fix}")
     check(
         tokenizer_size <= model_cfg.V,
-        f"the tokenizer has ids below {tokenizer_size}, more than the model's vocabulary of "
+        f"the tokenizer has token ids below {tokenizer_size}: more than the model's vocabulary of "
         f"{model_cfg.V}; take both from one model",
     )
     check(
@@ -316,7 +315,7 @@ def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None
 # ---------------------------------------------------------------- what a run is made of
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The model, data and devices of a run. Nothing here changes once the run has begun."""
+    """The model, data and devices of a run: what stays the same from its first to its last step."""
 
     model_dir: str  # Hugging Face directory of the model that the run starts from
     model_cfg: model.ModelConfig
@@ -332,10 +331,10 @@ class Setup:
 
 # ---------------------------------------------------------------- rollout and advantages
 def rows_of_step(pool: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
-    """The rows that this host takes in step `number`, from 0, of its phase: `per_host` rows of the
-    pool, each repeated so that a host has batch * npq sequences.
+    """This host's batch * npq rows of a step: `per_host` rows of the pool, each repeated.
 
-    The answers to one question are consecutive: they are its group.
+    number: of the step among the supervised steps, or among the GRPO steps, from 0. Repeats of a
+    row are consecutive: the answers to one question form its group.
     """
     first = (number * jax.process_count() + jax.process_index()) * per_host
     order = question_order(cfg.seed, first, per_host, len(pool))
@@ -373,8 +372,8 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 
 
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
-    """Whether each answer has a gradient, bool: if its advantage is not 0, or if the loss has a KL
-    or an entropy bonus."""
+    """For each answer, whether it has a gradient: if its advantage is not 0, or if the loss has a
+    KL or an entropy bonus. Returns bool [answers]."""
     # If a logprob is not finite, the weights are broken. Compute the gradients even so: they are
     # NaN, the update is skipped, and many skipped updates end the run.
     is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
@@ -402,7 +401,7 @@ TOKEN_FIELDS = {
 def token_fields(cfg: Config, supervised: bool) -> dict:
     """The fields of a step's rows: {name: dtype}."""
     absent = {"sampler_logprobs", "old_logprobs", "ref_logprobs"} if supervised else set()
-    # With one update per step, `old_logprobs` would equal the policy's own: the ratio is 1.
+    # With one update per step, the policy is still the old one: the loss needs no `old_logprobs`.
     if cfg.minibatches * cfg.ppo_epochs == 1:
         absent.add("old_logprobs")
     if cfg.beta == 0:
@@ -414,12 +413,12 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
     """Write sequences into packed rows. Returns {field: NumPy array of `shape`, [rows, width]}.
 
     packed: {row: [index of each sequence in the row]}. sampler_logprobs: for each sequence, at
-    least as many as its answer has tokens; None in supervised steps. `weight` is not normalised
-    yet. `old_logprobs` and `ref_logprobs` are added later.
+    least as many as its answer has tokens; None in supervised steps. The caller still has to
+    normalise `weight`. `update_policy` adds `old_logprobs` and `ref_logprobs`.
     """
     fields = token_fields(cfg, supervised=sampler_logprobs is None)
-    later = ("old_logprobs", "ref_logprobs")
-    rows = {name: np.zeros(shape, fields[name]) for name in fields if name not in later}
+    added_later = ("old_logprobs", "ref_logprobs")
+    rows = {name: np.zeros(shape, fields[name]) for name in fields if name not in added_later}
     for r, sequences in packed.items():
         start = 0
         for segment, i in enumerate(sequences, 1):
@@ -469,7 +468,7 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
 # ---------------------------------------------------------------- the update
 def optimizer(cfg: Config, name: str) -> optax.GradientTransformation:
     """The optax transformation for the parameter `name`, without the learning rate."""
-    # lr changes from step to step, so `optimizer_step` takes it as an argument.
+    # The learning rate changes from step to step, so `optimizer_step` takes it as an argument.
     scale = {
         "adamw": optax.scale_by_adam(b2=cfg.b2),
         "lion": optax.scale_by_lion(b2=cfg.b2),
@@ -503,7 +502,7 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
     """Run the model on packed rows. Returns (hidden states [N, D], LM head [V, D], targets [N]).
 
     params: the parameters on the devices; gradients are with respect to these. at_rest: the same
-    parameters in the memory where --offload keeps them (model.forward says why both).
+    parameters in the memory where --offload keeps them. `model.forward` explains why it needs both.
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
     options = model.ForwardOptions(cfg.dtype, attend, cfg.remat)
@@ -528,13 +527,13 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
 
 
 def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
-    """Returns (loss, metrics) of one micro-batch. metrics: the loss again, the sum over tokens of
-    each of kernel.grpo_loss's stats, and the maximum over tokens of some of them.
+    """Returns (loss, metrics) of one micro-batch. metrics: the loss again, and the stats of
+    kernel.grpo_loss: the sum over tokens of each, and the maximum over tokens of some.
 
-    A step reports the sums as means over its trained tokens, and the largest maximum.
+    `update_metrics` divides the sums by the number of trained tokens of a step.
     """
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
-    # The loss also takes all float32 fields of the rows.
+    # The float32 fields of the rows are what the loss knows about each token.
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
     # Supervised steps have no entropy bonus: demonstrations are to be imitated, not varied.
     entropy_bonus = cfg.entropy_bonus if "sampler_logprobs" in rows else 0.0
@@ -563,15 +562,15 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics)."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # Layers in host memory are not copied here, as nothing reads the copies: the forward fetches
-    # layers one by one.
+    # XLA does not copy layers in host memory here, because nothing reads the copies: the forward
+    # fetches layers one by one.
     on_device = jax.device_put(params, DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
     return jax.lax.with_sharding_constraint(grads, model.shardings(model_cfg, mesh)), metrics
 
 
-# The sum of two trees reuses the memory of the first.
+# Add two trees. The result reuses the memory of the first one.
 sum_of_trees = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
 
 
@@ -592,20 +591,21 @@ def optimizer_step(param, state, grad, factor, lr, *, name, cfg, mesh):
     if factor is NaN.
 
     With --offload, the parameter and its optimizer state come from host memory and return to it.
-    Parameters are updated one by one, so that little of what is offloaded is on the device at once.
+    `update` takes one parameter at a time, so that few offloaded arrays are on the device at once.
     """
     param, state = jax.device_put((param, state), DEVICE)
     rule = optimizer(cfg, name)
     direction, new_state = rule.update(factor * grad, state, param)
     sharding = NamedSharding(mesh, model.spec(name))
     new_param = jax.lax.with_sharding_constraint(param - lr * direction, sharding)
-    # The factor of an update that is not finite is NaN: keep the old values.
-    keep_old = partial(jnp.where, jnp.isnan(factor))
-    old, new = (param, state), (new_param, new_state)
-    param, state = jax.tree.map(keep_old, old, new)
-    params_rest, state_rests = memory_of(name, cfg.offload)
-    state = jax.tree.map(lambda a: jax.device_put(a, state_rests) if a.ndim else a, state)
-    return jax.device_put(param, params_rest), state
+    # An update that is not finite has a factor of NaN: keep the old values.
+    old_if_skipped = partial(jnp.where, jnp.isnan(factor))
+    param = old_if_skipped(param, new_param)
+    state = jax.tree.map(old_if_skipped, state, new_state)
+    # Scalars, such as Adam's step count, stay on the device.
+    param_memory, state_memory = memory_of(name, cfg.offload)
+    state = jax.tree.map(lambda a: jax.device_put(a, state_memory) if a.ndim else a, state)
+    return jax.device_put(param, param_memory), state
 
 
 def update(state, batch, lr, *, cfg, model_cfg, mesh):
@@ -618,7 +618,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     parts = []
     for rows in batch:
         grads, metrics = gradients(state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
-        # Do not add the first gradients to zeros: that would hold them twice.
+        # Start from the first gradients, not from zeros, which would take as much memory again.
         total = grads if total is None else sum_of_trees(total, grads)
         del grads
         parts.append(metrics)
@@ -637,17 +637,18 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
 
 
 def update_policy(state, batches, step, cfg, setup):
-    """Take the optimizer steps of one step: one per minibatch and epoch, after computing the
-    logprobs that its answers are compared with.
+    """Take one optimizer step for each minibatch, `ppo_epochs` times. Before the first, add
+    `old_logprobs` and `ref_logprobs` to the rows, if the loss needs them.
 
     Returns (state, metrics of each micro-batch, gradient norm of each optimizer step).
     """
     static = dict(cfg=cfg, model_cfg=setup.model_cfg, mesh=setup.mesh)
     policies = {"old_logprobs": state["params"], "ref_logprobs": state.get("ref")}
-    compared = policies.keys() & token_fields(cfg, step <= cfg.sft_steps).keys()
+    fields = token_fields(cfg, supervised=step <= cfg.sft_steps)
+    needed = sorted(policies.keys() & fields.keys())
     for rows in itertools.chain.from_iterable(batches):
-        # Compute both before adding either: then both calls use the same compiled program.
-        rows |= {name: target_logprobs(policies[name], rows, **static) for name in sorted(compared)}
+        # Compute both before adding either, so that both calls use the same compiled program.
+        rows |= {name: target_logprobs(policies[name], rows, **static) for name in needed}
     parts = []
     norms = []
     lr = learning_rate(cfg, step)
@@ -673,8 +674,8 @@ def count_skipped(step: int, norms: list, skipped: int) -> int:
     count = int(np.sum(~np.isfinite(norms)))
     if count:
         say(
-            f"step {step}: {count} of {len(norms)} updates skipped, as a loss or gradient is not "
-            "finite"
+            f"step {step}: {count} of {len(norms)} updates skipped, because a loss or gradient is "
+            "not finite"
         )
     return skipped
 
@@ -684,15 +685,15 @@ def end_if_diverged(run: Run) -> None:
     if run.skipped < MAX_SKIPPED:
         return
     warn(
-        f"{run.skipped} updates in a row, up to step {run.step}, were skipped, as a loss or "
+        f"{run.skipped} updates in a row, up to step {run.step}, were skipped, because a loss or "
         f"gradient is not finite; the last checkpoint: {run.last_checkpoint()}; look at the "
-        "rewards, try a smaller --lr, --dtype float32"
+        "rewards, try a smaller --lr or --dtype float32"
     )
     raise SystemExit(1)
 
 
-# infra/update/fit.py compiles these before anything runs: it finds the largest micro-batch that
-# fits.
+# infra/update/fit.py compiles these before anything runs, to find the largest micro-batch that fits
+# in memory.
 UPDATE = UpdatePrograms(gradients, optimizer_step, optimizer, token_fields)
 
 
@@ -712,9 +713,9 @@ def evaluate(params, step, cfg, setup, run) -> None:
     per_host = cfg.batch * cfg.npq
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
-    # Do not quantise the weights: the saved model is not quantised either. All rounds share them.
+    # All rounds use these weights. They are not quantised, because the saved model is not either.
     setup.engine.load(params, exact=True)
-    # Rollouts fold in their step, from 1, so 0 gives evaluations other random draws.
+    # Rollouts fold in their step, counted from 1, so 0 gives evaluations a key of their own.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
     solved = 0.0
     samples = []
@@ -781,11 +782,11 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm of each
     update. seconds: time of the updates."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
-    # Means leave out answers without a gradient, as these are not computed. With no answer left,
-    # the means are NaN.
+    # Means leave out answers without a gradient, because these are not computed. If no answer has a
+    # gradient, the means are NaN.
     trained = counts["trained"] or math.nan
     metrics = {
-        "kl": 0.0,
+        "kl": 0.0,  # replaced below if the loss has a KL
         "loss": float(sum(part["loss"] for part in parts)) / len(norms),
         "grad_norm": sum(finite_norms) / len(finite_norms) if finite_norms else math.nan,
         "skipped": len(norms) - len(finite_norms),
@@ -824,12 +825,12 @@ def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
 # ---------------------------------------------------------------- set up: from flags to arrays
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
-    """Find every mistake, before weights load. cfg.out is claimed. Returns the Config without
-    `auto`, and what the run is made of."""
+    """Find every mistake of the user, before weights load. The caller has claimed cfg.out. Returns
+    (Config after `resolve`, Setup, Run)."""
     # The devices, and the checkpoint that the run resumes from.
     mesh = make_mesh(cfg.mesh, jax.devices())
-    # config.json needs the number of processes: a resume compares questions per step, which are
-    # batch * processes.
+    # Record the number of processes in config.json: a resume compares the questions per step, which
+    # are batch * processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
     run = Run(cfg, dataclasses.asdict(cfg))
@@ -842,11 +843,11 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
     # The data: questions to ask, examples to imitate, held-out questions.
-    questions = load_questions(cfg.data, False, tokenizer, cfg)
+    questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
     examples = [row for row in questions if len(row["demonstration_ids"]) <= cfg.max_answer]
     held_out = []
     if eval_data(cfg) != "none":
-        held_out = load_questions(eval_data(cfg), True, tokenizer, cfg)
+        held_out = load_questions(eval_data(cfg), held_out=True, tokenizer=tokenizer, cfg=cfg)
     check_data(cfg, questions, examples)
 
     # What fits on the disk and in memory, given the longest prompt.
@@ -854,8 +855,19 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
     run.write_config()
     longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
-    fitting = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
-    setup = Setup(model_dir, model_cfg, mesh, weights, questions, examples, held_out, *fitting)
+    row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
+    setup = Setup(
+        model_dir,
+        model_cfg,
+        mesh,
+        weights,
+        questions,
+        examples,
+        held_out,
+        row_width,
+        micro_batch,
+        engine,
+    )
     run.watch(setup)
     return cfg, setup, run
 
@@ -875,10 +887,10 @@ def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
 
 
 def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
-    """Take the supervised steps ahead of GRPO. Returns the state after them.
+    """Take the supervised steps before GRPO. Returns the state after them.
 
-    With advantage 1 and ratio 1, the gradient is that of the demonstrations' negative
-    log-likelihood.
+    With advantage 1 and ratio 1, the gradient of the GRPO loss is the gradient of the
+    demonstrations' negative log-likelihood.
     """
     sequences = cfg.batch * cfg.npq
     for step in range(run.step + 1, cfg.sft_steps + 1):
@@ -891,7 +903,8 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
         run.show("update", step)
         state, parts, norms = update_policy(state, batches, step, cfg, setup)
         if cfg.beta and step == cfg.sft_steps:
-            # The reference is the policy at the start of GRPO: set here, or in initial_state.
+            # The reference is the policy at the start of GRPO. Without supervised steps,
+            # initial_state has set it.
             state["ref"] = reference(state["params"], cfg.dtype)
         t_end = time.time()
         metrics = {"step": step}
@@ -902,7 +915,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
 
 
 def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
-    """Write the metrics of a step, and evaluate and save if the step is one for that."""
+    """Write the metrics of a step, and evaluate and save a checkpoint if they are due."""
     run.skipped = count_skipped(step, norms, run.skipped)
     run.end_step(step, state, metrics)
     end_if_diverged(run)
@@ -922,8 +935,8 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         run.begin_step(step)
         t_start = time.time()
         # ------------------------------------------------ questions: each host has its own
-        number = step - 1 - cfg.sft_steps
-        rows = rows_of_step(setup.questions, number, cfg.batch, cfg)
+        grpo_steps_done = step - 1 - cfg.sft_steps
+        rows = rows_of_step(setup.questions, grpo_steps_done, cfg.batch, cfg)
         prompts = [row["prompt"] for row in rows]
 
         # ------------------------------------------------ rollout: npq answers to each question
@@ -942,7 +955,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
 
-        # ------------------------------------------------ update: packed rows, one step a minibatch
+        # ------------------------------------------------ update: one for each minibatch of rows
         answers = answer_tokens(out)
         batches, counts = make_batches(prompts, answers, advantages, cfg, setup, out["logprobs_BT"])
         run.show("update", step)
