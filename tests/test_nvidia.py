@@ -130,7 +130,7 @@ def test_a_run_never_goes_on_without_the_gpus_that_are_here(tmp_path, platforms)
     write(tmp_path / "jax_plugins/xla_cuda13/__init__.py", FAILING_PLUGIN)
     for driver, advice in {
         "580.65.06": "unset LD_LIBRARY_PATH, which is /site/cudnn",
-        "550.54": "CUDA 13 takes driver 580 or newer, here is 550.54",
+        "550.54": "CUDA 13 needs driver 580 or newer, and this one is 550.54",
     }.items():
         text = run_train(
             *["--out", tmp_path / "run"],

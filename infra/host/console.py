@@ -1,4 +1,4 @@
-"""The terminal: lines of process 0, warnings of any process, the status, and mistakes of users."""
+"""The terminal: lines from process 0, warnings from any process, the status, users' mistakes."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ import sys
 import jax
 
 # ---------------------------------------------------------------- the terminal
-# Go to the start of the terminal's line and erase it: there may be a status line.
+# These characters erase the terminal's current line, which may hold a status.
 ERASE = "\r\033[K"
 # Lines on stderr start with this name: train.py, or the tool that runs.
 PROGRAM = os.path.basename(sys.argv[0])
@@ -29,7 +29,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def show_status(text: str) -> None:
-    """Print a line that the next line replaces, on a terminal only."""
+    """Print a line that the next printed line replaces. Does nothing without a terminal."""
     if sys.stdout.isatty():
         # Cut the text to the terminal's width: nothing would erase a second line.
         columns = shutil.get_terminal_size().columns
@@ -37,15 +37,14 @@ def show_status(text: str) -> None:
 
 
 def erase_status() -> None:
-    """Erase the status line, so that something else can print. Works at any moment of a run."""
-    # Do not use `say`: JAX may not know its processes yet.
+    """Erase the status line, so that something else can print. May be called at any time."""
+    # Do not use `say`, which asks JAX for the process index: JAX may not know it yet.
     if streams_are_open() and sys.stdout.isatty():
         print(ERASE, end="", flush=True)
 
 
 def progress(what: str, done: int = 0, total: int = 0) -> None:
-    """Print how far something has got: a status on a terminal, otherwise a line at each quarter of
-    the total."""
+    """Print progress: a status on a terminal, otherwise a line at each quarter of the total."""
     if total > 0:
         what += f" {done}/{total}"
     show_status(what)
@@ -58,7 +57,7 @@ def progress(what: str, done: int = 0, total: int = 0) -> None:
 
 # ---------------------------------------------------------------- mistakes
 def check(condition, message: str) -> None:
-    """Print one line and exit with code 2 unless the condition holds. For mistakes of the user."""
+    """Print one line and exit with code 2 unless the condition holds. For users' mistakes."""
     if not condition:
         warn(message.replace("\n", " "))
         raise SystemExit(2)
@@ -66,8 +65,8 @@ def check(condition, message: str) -> None:
 
 @contextlib.contextmanager
 def exit_on(errors, message: str):
-    """On these errors in the context, exit like `check` with the message and the error's first
-    line."""
+    """If one of these errors is raised in the context, exit like `check`, with the message and the
+    error's first line."""
     try:
         yield
     except BaseException as e:
@@ -102,8 +101,8 @@ class Stream(io.FileIO):
 def streams_are_open() -> bool:
     """Whether stdout and stderr can be printed to."""
     try:
-        # If a descriptor was closed, the next file that is opened would get it, and with it the
-        # printed text.
+        # If descriptor 1 or 2 is closed, the next file to be opened gets its number. Anything
+        # printed would then go into that file.
         for number in (1, 2):
             os.fstat(number)
         return not (sys.stdout.closed or sys.stderr.closed)
@@ -113,7 +112,7 @@ def streams_are_open() -> bool:
 
 
 def open_streams() -> None:
-    """Open sys.stdout and sys.stderr again. A stream that was closed outside prints to nowhere."""
+    """Open sys.stdout and sys.stderr again. If a descriptor is closed, print to nowhere."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         try:
             raw = Stream(number, "w", closefd=False)

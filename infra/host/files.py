@@ -11,14 +11,14 @@ import jax
 
 
 class CheckpointError(Exception):
-    """A model directory that cannot be used.
+    """A model directory or a checkpoint that cannot be used.
 
-    The message names the file, what it has and what it should have.
+    The message names the file, what the file has and what it should have.
     """
 
 
 def read_json(path: str) -> dict:
-    """Returns the object in a JSON file. Raises CheckpointError if there is none."""
+    """Returns the object in a JSON file. Raises CheckpointError if the file has none."""
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
@@ -43,22 +43,23 @@ def write_json(path: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def complete_file(path: str) -> Iterator[BinaryIO]:
-    """Yields a binary file to write. It gets its name at the end, when it is complete and on disk.
+    """Yields a binary file to write, which gets its name once it is complete and on disk.
 
-    If an error ends the writing, no file remains, and an older file of that name stays as it was.
+    If an error interrupts the writing, the unfinished file is removed, and an older file of that
+    name stays as it was.
     """
     # Each process uses its own name, as several may write the same file to a shared disk.
     unfinished = f"{path}.{jax.process_index()}.tmp"
     try:
         with open(unfinished, "wb") as f:
             yield f
-            # The bytes must be on the disk before the name is.
+            # The bytes must be on the disk before the file gets its name.
             f.flush()
             os.fsync(f.fileno())
         os.replace(unfinished, path)
-        # A new name is on the disk only after its directory is.
+        # The new name is on the disk only once its directory has been flushed.
         flush_to_disk(os.path.dirname(path) or ".")
-    # Any exception, a signal's included: what was written so far is of no use.
+    # Catch every exception, also one from a signal handler: half a file is of no use.
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: check that JAX uses them if the run is meant for them, and that its cuDNN fits.
+"""NVIDIA GPUs: check that JAX uses them if the run is meant for them, and that cuDNN is usable.
 
 If JAX cannot load its CUDA plugin, it prints pages of errors and goes on without GPUs. A cuDNN
 older than the one that the plugin was compiled for passes JAX's own check, and fails at the first
@@ -22,8 +22,11 @@ OLDEST_DRIVER = {"13": 580, "12": 525}
 
 
 def find_devices() -> None:
-    """Let JAX look for devices, as it does when first asked. Exits with code 2 if it finds none, or
-    if it finds no GPU although JAX_PLATFORMS names GPUs, or is unset and the machine has some."""
+    """Let JAX look for devices, as it does when first asked. Exits with code 2 if it finds none.
+
+    Also exits with code 2 if it finds no GPU where the run should use one: JAX_PLATFORMS names
+    GPUs, or it is unset and the machine has GPUs.
+    """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     with plugin_faults() as faults:
         try:
@@ -34,7 +37,7 @@ def find_devices() -> None:
     if found == "gpu":
         check_cudnn()
         return
-    # The first fault is the cause of the others. A bare assert in JAX has no text to show.
+    # Show the first fault, which causes the others, unless it is a bare assert without a text.
     cause = f" ({first_line(faults[0])})" if faults and str(faults[0]) else ""
     # launch.sh names GPUs in JAX_PLATFORMS whenever a run is meant for them.
     if "cuda" in platforms or "gpu" in platforms:
@@ -50,7 +53,8 @@ def find_devices() -> None:
 
 @contextlib.contextmanager
 def plugin_faults():
-    """Yields a list that collects why JAX could not load plugins, instead of pages on stderr."""
+    """Yields a list of the errors with which plugins failed to load in the context. JAX would print
+    pages about them on stderr; these are hidden."""
     faults = []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -95,23 +99,23 @@ def how_to_find_gpus(driver: str) -> str:
         return f"the driver, {driver}, is new enough; {reinstall(f'jax[cuda{cuda}]')}, {on_cpu}"
     # On Slurm, CUDA was chosen on the login node, which may not know the other nodes' driver.
     older = ", or choose CUDA 12: CUDA=12 bash launch.sh slurm (or gpu)" if cuda != "12" else ""
-    wanted = f"CUDA {cuda} takes driver {oldest} or newer, here is {driver}"
+    wanted = f"CUDA {cuda} needs driver {oldest} or newer, and this one is {driver}"
     return f"{wanted}: update it{older}, {on_cpu}"
 
 
 def reinstall(package: str) -> str:
-    """Advice on installing the libraries that JAX needs, if it has found others or none."""
+    """Advice for when JAX has found wrong libraries, or none: install the ones that it needs."""
     path = os.environ.get("LD_LIBRARY_PATH", "")
-    # A cluster's environment module may have put its own libraries there.
+    # LD_LIBRARY_PATH may hold the libraries of a cluster's environment module.
     unset = f"unset LD_LIBRARY_PATH, which is {path}, or " if path else ""
     return f"{unset}install again: .venv/bin/python -m pip install -U '{package}'"
 
 
 def check_cudnn() -> None:
     """Exit with code 2 unless the loaded cuDNN has the major version that JAX was compiled for, and
-    at least the same minor version. This is the rule that XLA follows."""
+    at least its minor version. XLA has the same rule."""
     cuda = plugin_cuda()
-    # JAX itself reads the versions from this module of the plugin that it has loaded.
+    # JAX's own check reads the versions from this module of its CUDA plugin.
     versions = sys.modules.get(f"jax_cuda{cuda}_plugin._versions")
     # A site's own build of JAX may have CUDA built in.
     if versions is None:
@@ -129,5 +133,5 @@ def check_cudnn() -> None:
 
 
 def dotted(version: int) -> str:
-    """91201 -> 9.12.1"""
+    """Returns cuDNN's version as text: 9.12.1 for 91201."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

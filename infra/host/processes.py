@@ -1,4 +1,4 @@
-"""The processes of a run: find them, check that all are there, gather values, stop together, exit.
+"""The processes of a run: find them, compare their flags, gather values, stop together, exit.
 
 A run has one JAX process per host (a TPU worker or a Slurm node), or one per Slurm task. All
 processes run the same program with the same flags, and every process runs every jitted call.
@@ -48,20 +48,20 @@ def together(what: str):
     """A context in which each process gets `what`, and which all processes leave at the same time.
     Every process must enter it.
 
-    Some processes may wait in it for minutes. If a process stops in it, all stop, with exit code 2:
-    otherwise the others would wait for it, or abort when process 0 is gone.
+    Some processes may need minutes for this. If one process exits in the context, all exit, with
+    code 2: otherwise the others would wait for it, or abort when process 0 is gone.
     """
-    stopped = None
+    exited = None
     try:
         yield
     except SystemExit as e:
-        stopped = e
-    absent = []
+        exited = e
+    failed = []
     if jax.process_count() > 1:
-        absent = np.flatnonzero(all_gather_processes(int(stopped is not None))).tolist()
-    if stopped:
-        raise stopped
-    check(not absent, f"not all processes have {what}: process {min(absent, default=0)} says why")
+        failed = np.flatnonzero(all_gather_processes(exited is not None)).tolist()
+    if exited:
+        raise exited
+    check(not failed, f"not all processes have {what}: process {min(failed, default=0)} says why")
 
 
 def host_count(mesh) -> int:
@@ -73,7 +73,8 @@ def give_cpu_devices_threads() -> None:
     """Give several virtual CPU devices enough threads. Call this before JAX looks for devices."""
     devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", 0))
     if devices:
-        # By default XLA has one thread per core. With more devices, collectives may deadlock.
+        # XLA starts one thread per core, unless NPROC says otherwise. If there are more devices
+        # than threads, collectives may deadlock.
         os.environ.setdefault("NPROC", str(4 * devices))
 
 
@@ -85,7 +86,7 @@ class Processes:
     address: str  # host:port of process 0
     hosts: list  # the host of each process, or "" if unknown
     index: int  # index of this process
-    local_gpu: int | None = None  # the only GPU of this process; None for all GPUs that it finds
+    local_gpu: int | None = None  # index of this process's only GPU; None if it uses all it finds
 
 
 def on_tpu_vm() -> bool:
@@ -94,7 +95,8 @@ def on_tpu_vm() -> bool:
 
 
 def metadata(key: str, timeout: float | None) -> str:
-    """Ask Google's metadata server about this VM. Raises OSError."""
+    """Returns the value of `key` for this VM from Google's metadata server. timeout: seconds.
+    Raises OSError if the server does not answer."""
     server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/{key}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
@@ -138,15 +140,16 @@ def slurm_processes() -> Processes:
     tasks_per_node = tasks // len(nodes)
     # Two jobs on the same node must not choose the same port.
     port = 12000 + int(env["SLURM_JOB_ID"]) % 20000
-    # If every task of a node sees all of the node's GPUs, each task takes one GPU.
-    gpus = env.get("CUDA_VISIBLE_DEVICES", ",").split(",")
-    gpus_are_shared = tasks_per_node > 1 and len(gpus) > 1
-    # Otherwise some task would have no GPU, or some GPU would be unused. Without
-    # CUDA_VISIBLE_DEVICES, the GPUs cannot be counted.
+    # If several tasks of a node see the same GPUs, each task takes one of them. Without
+    # CUDA_VISIBLE_DEVICES, every task sees all GPUs, but they cannot be counted here.
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    gpus = None if visible is None else len(visible.split(","))
+    gpus_are_shared = tasks_per_node > 1 and gpus != 1
+    # With another number of tasks, some task would have no GPU, or some GPU would be unused.
     check(
-        not gpus_are_shared or len(gpus) == tasks_per_node or not any(gpus),
-        f"{tasks_per_node} tasks share the {len(gpus)} GPUs of a node; "
-        f"give --ntasks-per-node {len(gpus)}, one a GPU, or 1, which takes all",
+        not gpus_are_shared or gpus in (tasks_per_node, None),
+        f"{tasks_per_node} tasks share the {gpus} GPUs of a node; "
+        f"give --ntasks-per-node {gpus}, one a GPU, or 1, which takes all",
     )
     return Processes(
         address=f"{nodes[0]}:{port}",
@@ -160,7 +163,7 @@ def slurm_processes() -> Processes:
 def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
     """Let all processes report to process 0 what they run. Returns what is wrong, or "".
 
-    JAX's own wait aborts after a while, and does not name the absent processes.
+    JAX's own start aborts after a while, and does not name the absent processes.
     """
     names = [
         f"process {i} ({host})" if host else f"process {i}"
@@ -218,7 +221,7 @@ def call_the_roll(processes, names, facts, seconds):
                 index, its_facts = json.loads(files[-1].readline())
                 facts_of[index] = its_facts
             except (OSError, ValueError, TypeError):
-                # Nothing connected for a while, or something that is no process of this run.
+                # Nothing connected for a while, or something else than a process of this run did.
                 print(f"waiting for {', '.join(names[i] for i in absent)}", flush=True)
     fault = first_difference(names, facts_of)
     if absent:
@@ -253,17 +256,18 @@ def bypass_proxies(hosts: set[str]) -> None:
     """
     env = os.environ
     for name in ("NO_PROXY", "no_proxy", "no_grpc_proxy"):
-        # Setting a variable hides the one that was read instead, so start from that one's hosts.
+        # Once this variable is set, it is read instead of the others, so keep the hosts that the
+        # others list.
         listed = env.get(name) or env.get("no_proxy") or env.get("NO_PROXY") or ""
         names = [host for host in listed.split(",") if host]
         env[name] = ",".join(names + sorted(hosts - set(names)))
-    # Otherwise JAX would warn about these variables and advise unsetting them.
+    # Keep JAX from warning about these variables and advising to unset them.
     jax.config.update("jax_check_proxy_envs", False)
 
 
 def connect(cfg) -> None:
-    """Connect to the run's other processes, if it has any, once all are there and have the same
-    flags and code. Exits with code 2 if they do not belong together."""
+    """Connect to the run's other processes, if it has any, once all have reported the same flags
+    and code. Exits with code 2 if a process is absent or differs."""
     with exit_on(
         Exception,
         "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; fix them, "
@@ -286,17 +290,19 @@ def connect(cfg) -> None:
         # JAX's preemption service would swallow SIGTERM.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
-            found.address,
-            count,
-            found.index,
-            found.local_gpu,
-            "deactivate",
+            coordinator_address=found.address,
+            num_processes=count,
+            process_id=found.index,
+            local_device_ids=found.local_gpu,
+            # Keep JAX from looking for a cluster: the processes have been found.
+            cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=30,
         )
     check_devices(cfg.require_processes, cfg.require_devices)
 
 
 def check_devices(require_processes: int, require_devices: int) -> None:
+    """Exit with code 2 unless JAX finds these numbers of processes and devices in the run."""
     nvidia.find_devices()
     processes = jax.process_count()
     devices = jax.device_count()
@@ -328,7 +334,7 @@ def commit() -> str:
 
     TPU workers get the files without the git directory; there, PODGRPO_COMMIT holds the commit.
     """
-    # If git is missing, the shell hides the error.
+    # The parentheses also redirect the shell's own error if git is missing.
     git = f"cd {shlex.quote(ROOT)} && git describe --always --dirty --abbrev=40"
     described = os.environ.get("PODGRPO_COMMIT") or subprocess.getoutput(f"({git}) 2> /dev/null")
     return described or "unknown"
@@ -336,7 +342,7 @@ def commit() -> str:
 
 # ---------------------------------------------------------------- stop together
 class Stop(Exception):
-    """A signal asks the run to end. The argument is the signal's number."""
+    """Raised when a signal has asked the run to end. The argument is the signal's number."""
 
 
 class StopSignal:
@@ -346,6 +352,7 @@ class StopSignal:
         self.number = 0
 
     def note(self, number, _frame=None):
+        """Note a signal; a handler for `signal.signal`."""
         self.number = number
         # The same signal again ends the process at once.
         signal.signal(number, signal.SIG_DFL)
@@ -404,7 +411,7 @@ def check_for_stop(stop_signal: StopSignal) -> None:
 
 
 def run_process(main: Callable) -> None:
-    """Run main(arguments of the command line) as a process of a run, until this process exits."""
+    """Run main(arguments of the command line) as one process of a run, and end the process."""
     give_cpu_devices_threads()
     signal.signal(signal.SIGINT, end_at_once)
     signal.signal(signal.SIGUSR1, end_at_once)
@@ -414,7 +421,7 @@ def run_process(main: Callable) -> None:
     except BaseException as e:
         leave(e)
     finally:
-        # Nothing is left to save, and Slurm's warning would kill the interpreter while it exits.
+        # Nothing is left to save, and SIGUSR1 would kill the interpreter while it exits.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -423,7 +430,7 @@ def leave(error: BaseException) -> None:
 
     In an orderly exit, JAX would wait for the other processes, which wait for this one.
     """
-    # Otherwise the status line would show behind a traceback or the shell's prompt.
+    # Do not leave a status line behind a traceback or the shell's prompt.
     erase_status()
     code = error.code if isinstance(error, SystemExit) else 1
     if not jax.distributed.is_initialized() or code == 0:
@@ -433,7 +440,7 @@ def leave(error: BaseException) -> None:
     sys.stdout.flush()
     try:
         index = jax.process_index()
-    # If JAX found no devices, it does not tell the index, and this may be process 0.
+    # If JAX found no devices, the index is unknown: act as process 0, which this may be.
     except Exception:
         index = 0
     # Process 0 exits last, since the others abort when it is gone.
