@@ -294,7 +294,7 @@ def test_patience_ends_after_minutes(fault, starts):
     assert result["waits"] == asked and sum(asked) > 300, result
     assert result["code"] == 2, result
     last = result["log"].strip().splitlines()[-1]
-    reason = "breaks off" if fault == "drop" else f"answers {fault[0]}"
+    reason = "drops the connection" if fault == "drop" else f"answers {fault[0]}"
     assert re.search(
         f"and it cannot be had from the hub: HubError: the hub {reason} .*, after 7 tries", last
     )
@@ -378,7 +378,7 @@ STORE = RuntimeError("Task error: CAS Client Error: Request middleware error: er
     "error, reason",
     [
         (chained(FileNotFoundError("no copy"), ConnectionResetError("reset")), "ResetError: reset"),
-        (STORE, "the hub's store breaks off .RuntimeError: Task error"),
+        (STORE, "the hub's store fails .RuntimeError: Task error"),
         (TimeoutError("too long"), "TimeoutError: too long"),
         (FileNotFoundError("no such file"), None),
         (OSError("No space left on device"), None),

@@ -39,7 +39,8 @@ EQUALS = set("=\u2248")
 # Two numbers joined by one of these words are a pair.
 JOINING = {"and", "or", "to", "by", "over", "through", "x", "vs"}
 MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
-# Units that may follow a number without a space, as in 5cm, and short words that may follow it.
+# After a number, a short string of letters is a product of variables, as in 2 xy, unless it is one
+# of these units or words. Only units may follow without a space, as in 5cm.
 UNITS = set(
     "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
     "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
@@ -48,6 +49,7 @@ UNITS = set(
 SHORT_WORDS = set("of is at on as an if we he it so am be my are was has had her his".split())
 LETTERS_AS_UNITS = set("mgshlL")
 LETTERS_AS_WORDS = set("aAI")
+# Exponents of ten.
 TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
@@ -78,7 +80,7 @@ def final_number(text: str) -> fractions.Fraction | None:
 def plain(text: str) -> str:
     """Rewrite LaTeX as plain text: 3\\frac12 becomes 3 1/2."""
     text = text.replace("\u2212", "-").replace("{,}", ",")
-    # Drop replacement characters: each is half a character that was decoded alone.
+    # Drop replacement characters, which stand for part of a character.
     text = text.replace("\ufffd", " ")
     # Replace LaTeX's spaces and the commands that only affect typesetting.
     text = re.sub(r"\\!", "", text)
@@ -92,10 +94,11 @@ def plain(text: str) -> str:
     # Fractions of numbers, as in \frac{1}{2}, \frac1{2} and \frac12.
     argument = rf"\s?(?:\{{\s?(-?{DECIMAL})\s?\}}|(\d))"
     text = re.sub(rf"(\d\s?)?\\[dt]?frac{argument}{argument}", fraction_text, text)
-    # Powers: 10^{-3}, 10**3, 10\u207b\u00b3. Other pairs of stars are bold type.
+    # Powers: 10^{-3}, 10**3, 10\u207b\u00b3. Other pairs of stars are Markdown's bold type.
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
     text = re.sub(r"(?<=\w)\*\*(?=[-\w])", "^", text).replace("**", "")
     text = re.sub(r"\^\{\s?([-+]?\d+)\s?\}", r"^\1", text)
+    # An x between two numbers is a sign of multiplication.
     text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
     # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
     text = re.sub(r"((?<=\d)\s*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
@@ -203,6 +206,7 @@ def word_scale(word: str, is_attached: bool) -> int | None:
         return None
     for part in parts:
         is_known = part in UNITS | SHORT_WORDS | LETTERS_AS_UNITS | LETTERS_AS_WORDS
+        # Other words have a vowel, or letters beyond a to z.
         is_word = len(part) >= 3 and re.search("[aeiouyAEIOUY]|[^a-zA-Z]", part)
         if not is_known and not is_word:
             return None
@@ -219,7 +223,7 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
     if before and before[-1][0] in OPENING and "," in number[0]:
         return False
     if before and before[-1][0] in EQUALS:
-        return is_left_side(list(run_back(before[:-1])))
+        return is_left_side(list(formula_at_end(before[:-1])))
     # A dash before a number is punctuation only in a sentence, with a space after it.
     if before and before[-1][0] == "-" and (is_marked or before[-1].end() == number.start()):
         return False
@@ -252,9 +256,9 @@ def is_call(before: list[re.Match], number: re.Match) -> bool:
     return bool(re.search(r"[\w)\]]\Z", number.string[: before[-1].start()]))
 
 
-def run_back(before: list[re.Match]) -> Iterator[re.Match]:
+def formula_at_end(tokens: list[re.Match]) -> Iterator[re.Match]:
     """Yields the tokens of the formula at the end of a text, from the last one backwards."""
-    for token in reversed(before):
+    for token in reversed(tokens):
         is_word = token["word"] and not is_letter(token)
         if token["line"] or is_end_of_sentence(token) or is_word:
             return

@@ -16,16 +16,16 @@ import tokenizers
 from infra.host import files
 from infra.host.console import check, exit_on, say
 
-# ChatML, the template of the tiny model and of tokenizers that come without one. If no system
-# message is sent, the template writes an empty one, where Qwen2.5's writes a text of its own.
+# ChatML, the template of the tiny model and of tokenizers that come without one. If there is no
+# system message, this template writes an empty one; Qwen2.5's template writes a default text.
 CHAT_TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The names by which templates write special tokens, as in tokenizer_config.json.
+# The names of special tokens in tokenizer_config.json, which templates use as variables.
 TOKEN_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# No tokenizer encodes surrogates, which are half a character.
+# A surrogate is half a character, which no tokenizer can encode.
 HALF_CHARACTER = "[\ud800-\udfff]"
 
 
@@ -34,20 +34,20 @@ HALF_CHARACTER = "[\ud800-\udfff]"
 class Tokenizer:
     """The tokenizer of a model, with its chat template."""
 
-    directory: str  # the model's, for messages
+    directory: str  # the model's directory, which errors name
     bpe: tokenizers.Tokenizer
     special: str  # regular expression of the special tokens' texts
     named: dict[str, str]  # {"eos_token": its text, ...}, for the template
     template: jinja2.Template
 
     def render(self, messages: Sequence[dict], answered: bool = False) -> str:
-        """The text of messages, up to the start of the answer. answered: the messages end with the
-        answer instead. Exits with code 2 if the template refuses them or fails."""
+        """The text of messages, up to the start of the answer. If `answered`, the last message is
+        the answer, and the text ends after it. Exits with code 2 if the template fails."""
         fix = ""
         if messages[0]["role"] == "system":
             fix = ' (if it takes no system message, give --system "")'
         with exit_on(Exception, f"the chat template of {self.directory} fails{fix}"):
-            # Some templates look at tools and documents, which no prompt has here.
+            # Some templates read tools and documents, even if there are none.
             return self.template.render(
                 messages=messages,
                 tools=None,
@@ -58,7 +58,7 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text."""
-        # The template has all special tokens that a prompt needs.
+        # The template has already written the special tokens that a prompt needs.
         encoded = self.bpe.encode_batch(texts, add_special_tokens=False)
         return [text.ids for text in encoded]
 
@@ -92,7 +92,8 @@ class Tokenizer:
 
     @property
     def stops(self) -> set[str]:
-        """The tokens that end an answer: a base model's eos is often not what ends a turn."""
+        """The tokens that end an answer: `end` and the tokenizer's eos. In many base models, eos is
+        not the token that ends a turn."""
         return {self.end, self.named.get("eos_token", self.end)}
 
     @property
@@ -108,16 +109,17 @@ def load_tokenizer(directory: str) -> Tokenizer:
     check(os.path.isfile(path), f"{path} is missing; the model's is on the hub")
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         bpe = tokenizers.Tokenizer.from_file(path)
-        # The file may turn these on for other uses than training.
+        # The file may turn truncation and padding on, for other uses.
         bpe.no_truncation()
         bpe.no_padding()
         decoded = bpe.decode(bpe.encode(text, add_special_tokens=False).ids)
         added = bpe.get_added_tokens_decoder().values()
     check(decoded == text, f"{path} makes {decoded!r} of {text!r}: not the tokenizer of a model")
 
-    # The longest comes first, as one special token may begin with another.
+    # A regular expression tries its alternatives in order, and one special token may begin with
+    # another, so the longest comes first.
     special = sorted((t.content for t in added if t.special), key=len, reverse=True)
-    # This expression matches nothing.
+    # (?!) matches nothing.
     pattern = "|".join(map(re.escape, special)) or "(?!)"
     named = named_tokens(read_config(directory))
     source = template_of(directory) or CHAT_TEMPLATE
@@ -180,7 +182,8 @@ def template_of(directory: str) -> str | None:
 
 
 class Generation(jinja2.ext.Extension):
-    """The block {% generation %}, which marks what an assistant writes. Its text is not changed."""
+    """Support for the block {% generation %}, with which some templates mark the assistant's text.
+    The block renders as its content."""
 
     tags = {"generation"}
 
@@ -191,9 +194,9 @@ class Generation(jinja2.ext.Extension):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """A chat template, which renders as in transformers' `apply_chat_template`.
+    """Compile a chat template, which renders as in transformers' `apply_chat_template`.
 
-    A template comes from whoever published the model. jinja2's sandbox keeps it from everything
+    A template comes from whoever published the model. jinja2's sandbox lets a template use nothing
     but the values that it is given. Raises jinja2.TemplateError.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -206,7 +209,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # jinja2's own filter escapes characters of HTML.
+    # jinja2's own tojson escapes HTML.
     options = dict(ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
     return json.dumps(value, separators=separators, **options)
 

@@ -47,10 +47,10 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     """Returns a row with `question` and `answer`, and with `turns` if its prompt is a list of
     messages.
 
-    The question is the user's last message. An assistant's message after it is the answer, unless
-    a column is. Raises ValueError for messages of any other form.
+    The question is the user's last message. If an assistant's message follows, it is the answer,
+    unless the row already has one. Raises ValueError for messages of any other form.
     """
-    # Copy the row: reward functions may read the other columns as the data has them.
+    # Copy the row, with its other columns: reward functions may read them.
     row = {**row}
     for ours, theirs in chosen.items():
         value = value_of(row, theirs)
@@ -66,13 +66,13 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
         turns.pop()
     roles = [turn["role"] for turn in turns]
     if roles[-1:] != ["user"] or not {*roles} <= {"system", "user", "assistant"}:
-        raise ValueError(f"messages of {roles} do not end with one of the user")
+        raise ValueError(f"messages with roles {roles} do not end with a user's message")
     return row | {"question": turns[-1]["content"], "turns": turns}
 
 
 def messages_of(row: dict, system: str) -> Sequence[dict]:
-    """The messages of a row's prompt. A row's own system message replaces --system, and without
-    either none is sent."""
+    """The messages of a row's prompt. A row's own system message replaces --system. Without either,
+    there is no system message."""
     turns = row.get("turns") or [{"role": "user", "content": row["question"]}]
     if turns[0]["role"] == "system" or not system:
         return turns

@@ -99,7 +99,7 @@ def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
 
 # ---------------------------------------------------------------- load
 def weight_files(directory: str) -> list[str]:
-    """Returns the paths of a model's safetensors: those that its index names, or the only one."""
+    """Returns the paths of a model's safetensors: all that its index names, or the only file."""
     refuse_other_weights(directory)
     # Models of more than a few gigabytes have several files and an index.
     index = os.path.join(directory, "model.safetensors.index.json")
@@ -123,7 +123,7 @@ def refuse_other_weights(directory: str) -> None:
     ]
     if not others or glob.glob(f"{glob.escape(directory)}/*.safetensors"):
         return
-    # transformers finds the files of other formats by itself.
+    # transformers needs to be told the name of a GGUF file only.
     gguf = f', gguf_file="{others[0]}"' if others[0].endswith("gguf") else ""
     raise CheckpointError(
         f"{directory} has weights as {others[0]}, and no *.safetensors; convert them: python -c "
@@ -193,8 +193,8 @@ class ModelFiles:
         return value
 
     def read_tensor(self, parameter, layer, index):
-        """Returns part of one layer of a parameter, or of a parameter without layers, as a float32
-        view with its dimensions in our order."""
+        """Returns part of one layer of a parameter (layer None: a parameter without layers) in
+        float32, with its dimensions in our order."""
         hf_name, dimensions, _ = model.TENSORS[parameter]
         hf_name = hf_name.format(layer)
         letters = model.letters(parameter).lstrip("L")
@@ -203,7 +203,7 @@ class ModelFiles:
         hf_index = []
         for dimension in dimensions.split():
             part = parts[dimension[0]]
-            # Two letters, heads and H, are one dimension of the tensor. H itself is never split.
+            # "NH" or "KH" is one dimension of the tensor: heads times H, where H is never split.
             if len(dimension) == 2:
                 part = slice(part.start * self.cfg.H, part.stop * self.cfg.H)
             hf_index.append(part)
@@ -212,7 +212,7 @@ class ModelFiles:
         # This also finds NaN, for which every comparison is false.
         is_finite = -np.inf < value.min() and value.max() < np.inf
         if not is_finite:
-            raise CheckpointError(f"{path}: {hf_name} holds NaN or infinity; get it again")
+            raise CheckpointError(f"{path}: {hf_name} holds NaN or infinity; download it again")
         # For example, [N * H, D] becomes [N, H, D], then [D, N, H].
         hf_letters = dimensions.replace(" ", "")
         value = value.reshape([parts[letter].stop - parts[letter].start for letter in hf_letters])
@@ -349,12 +349,12 @@ def write_final(
     mesh: Mesh,
     about: dict,
 ) -> None:
-    """Write OUT/final: the parameters, the other files of the model that training began from, the
-    chat template if it had none, and podgrpo.json, which describes the training: its step, commit
-    and system prompt.
+    """Write OUT/final. Every process must call this; process 0 writes. The directory appears under
+    its name once it is complete.
 
-    The weights are written in the dtype that they came in. Every process must call this; process 0
-    writes. The directory appears under its name once it is complete.
+    It has the parameters, in the dtype of the model that training began from, and this model's
+    other files. If the model had no chat template, the one that was used is added. `about` goes
+    into podgrpo.json: the step, commit and system prompt of the training.
     """
     final = f"{out}/final"
     unfinished = f"{final}.tmp"
@@ -378,7 +378,7 @@ def write_final(
             with open(f"{unfinished}/chat_template.jinja", "w", encoding="utf-8") as f:
                 f.write(chat.CHAT_TEMPLATE)
         files.write_json(f"{unfinished}/podgrpo.json", about)
-        # safetensors creates files that other users may not read.
+        # safetensors creates files that other users cannot read. Give them an ordinary file's mode.
         for path in glob.glob(f"{unfinished}/*.safetensors"):
             shutil.copymode(f"{unfinished}/podgrpo.json", path)
         # The files must be on the disk before the name that says that they are complete.

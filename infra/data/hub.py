@@ -28,7 +28,8 @@ from infra.host.processes import together
 # Seconds to wait before each retry; up to twice as many in a run of many processes. The hub counts
 # requests over windows of five minutes.
 PATIENCE = (5, 10, 20, 40, 80, 160)
-# If the hub asks for a longer wait, the retry waits as long as it asks, but at most these seconds.
+# If the hub asks for a longer wait, the retry waits as long as that, but at most LONGEST_WAIT
+# seconds.
 LONGEST_WAIT = 600
 # The processes of a run send their first requests APART seconds apart, or closer together if there
 # are many: the last one sends its first request within SPREAD seconds.
@@ -41,11 +42,11 @@ class HubError(OSError):
 
 
 def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
-    """Returns the result of call(), a request to the hub. what: its name in messages.
+    """Returns the result of call(), a request to the hub. what: the request's name in messages.
 
-    Retries after faults of the hub. Exits with code 2 and the message `failure` if the hub refuses,
-    or if it does not serve and there is no local copy. Libraries that access the hub must be
-    imported in call(), since `reach` may set them to use their local copies.
+    Retries after faults of the hub. Exits with code 2 and the message `failure` if the hub refuses
+    the request, or if all retries fail and there is no local copy. Libraries that access the hub
+    must be imported in call(), since `reach` may set them to use their local copies.
     """
     no_answer = reach()
     with exit_on(Exception, f"{failure}{no_answer}"), first_on_this_disk(what):
@@ -71,8 +72,8 @@ def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
 def fault(error: BaseException) -> tuple[str, float] | None:
     """Returns (what the hub did, seconds that it asks to wait), or None if a retry would not help.
 
-    Libraries raise their own errors from those of the connection, so this follows the chain of
-    causes to the first error that tells.
+    Libraries wrap a connection's errors in errors of their own, so this follows the chain of causes
+    to the first error that shows what happened.
     """
     if is_offline():
         return None
@@ -101,10 +102,10 @@ def fault(error: BaseException) -> tuple[str, float] | None:
             # A certificate that is not trusted now will not be trusted later.
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 return None
-            return f"the hub breaks off ({first_line(error)})", 0
+            return f"the hub drops the connection ({first_line(error)})", 0
         # Large files come from a store, through a library whose errors differ only in their text.
         if "CAS Client Error" in str(error):
-            return f"the hub's store breaks off ({first_line(error)})", 0
+            return f"the hub's store fails ({first_line(error)})", 0
         error = error.__cause__ or error.__context__
     return None
 
@@ -125,7 +126,7 @@ def seconds_asked(headers: Mapping[str, str]) -> float:
     return int(used_up[1]) if used_up else 0
 
 
-# ---------------------------------------------------------------- who asks when
+# ---------------------------------------------------------------- the order of requests
 def seconds_until_first(index: int, count: int) -> float:
     """Seconds that process `index` of `count` waits before its first request to the hub."""
     return index * min(APART, SPREAD / count)
@@ -136,14 +137,14 @@ def first_on_this_disk(what: str) -> Iterator[None]:
     """Let only the first of the processes that share a disk request `what`. The others wait until
     it has finished or failed, and then go on together: they find the local copy.
 
-    This uses a file lock of the kernel. It needs no number of processes per host, works on disks
-    that hosts share, and ends with the process that holds it, so no process waits for a dead one.
+    This uses the kernel's file lock, which need not know how many processes a host has, also works
+    on disks that hosts share, and ends with the process that holds it: none waits for a dead one.
     """
     from huggingface_hub import constants
 
     path = f"{constants.HF_HUB_CACHE}/.locks/podgrpo--{re.sub(r'[^A-Za-z0-9.-]', '--', what)}.lock"
     with contextlib.ExitStack() as held:
-        # If the disk cannot be written or locked, continue without the lock: either the copies are
+        # If the disk cannot be written or locked, continue without the lock. Then the copies are
         # already there, or each process sends its own request.
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -156,7 +157,7 @@ def first_on_this_disk(what: str) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- is there a hub
+# ---------------------------------------------------------------- whether the hub can be reached
 def is_offline() -> bool:
     """Whether the hub's libraries are set to use only their local copies."""
     settings = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -187,7 +188,7 @@ def reach() -> str:
         return ""
     # urllib raises URLError if it gets no connection, and ValueError if the URL is malformed.
     except (urllib.error.URLError, ValueError) as e:
-        # The hub's libraries have their own certificates.
+        # The hub's libraries bring their own certificates, so they may be able to connect.
         if isinstance(getattr(e, "reason", None), ssl.SSLError):
             return ""
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -218,7 +219,7 @@ def model_directory(cfg: Any, *patterns: str) -> str:
 
         return snapshot_download(cfg.model, allow_patterns=patterns)
 
-    missing = f"model {cfg.model} is not a directory here (for a plan, of config.json alone)"
+    missing = f"model {cfg.model} is not a directory here (a plan needs only its config.json)"
     # Some hosts may have such a directory, and others not.
     with together(f"model {cfg.model}"):
         if os.path.isdir(cfg.model):

@@ -37,8 +37,8 @@ def load_rows(
 ) -> list[dict]:
     """The rows of a data set: arith, gsm8k, a file, a directory, or a data set of the hub.
 
-    named: --columns, for data whose columns have unusual names. refused: regular expression of what
-    no text may contain. Exits with code 2 if a row has no question or answer, or if the data cannot
+    named: --columns, for data whose columns have unusual names. refused: a regular expression that
+    no text may match. Exits with code 2 if a row has no question or answer, or if the data cannot
     be loaded.
     """
     if name == "arith":
@@ -64,7 +64,7 @@ def load_rows(
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """Yields (line number, row) of a file with one JSON object per line; skips blank lines."""
-    check(os.path.isfile(path), f"{path} does not exist, or is no file")
+    check(os.path.isfile(path), f"{path} does not exist, or is not a file")
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
         # This encoding is UTF-8 that may begin with a byte order mark.
@@ -86,11 +86,11 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
     NAME or NAME:CONFIG."""
     kind = FILE_KINDS.get(os.path.splitext(name)[1])
     if kind:
-        check(os.path.isfile(name), f"{name} does not exist, or is no file")
+        check(os.path.isfile(name), f"{name} does not exist, or is not a file")
     else:
         endings = ", ".join(FILE_KINDS)
-        check(not os.path.isfile(name), f"{name} is no file of questions; try {endings}")
-    # A directory comes before a data set of the same name on the hub, as in `datasets`.
+        check(not os.path.isfile(name), f"{name} is not a file of questions; try {endings}")
+    # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
     path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
 
     def read():
@@ -121,8 +121,8 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
     start."""
     return exit_on(
         Exception,
-        f"{name} line {number}: no JSON object with texts `question` and `answer` (which may be a "
-        f"number), nor of --columns: {str(row)[:50]!r}",
+        f"{name} line {number}: not a JSON object with texts `question` and `answer` (which may be "
+        f"a number), or with the columns that --columns names: {str(row)[:50]!r}",
     )
 
 
@@ -142,7 +142,7 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     contents += [("messages", turn["content"]) for turn in row.get("turns", [])]
     for column, text in contents:
         if not isinstance(text, str) or not text.strip() or re.search(refused, text):
-            raise ValueError(f"{column} = {text!a:.50} is no text, or holds a special token")
+            raise ValueError(f"{column} = {text!a:.50} is not text, or holds a special token")
     return row
 
 
@@ -199,7 +199,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
         f"the shortest has {shortest}; raise --max_prompt",
     )
 
-    # Print what is lost, since it may be due to a mistake.
+    # Print how many questions cannot be used, since this may be due to a mistake.
     summary = f"{what}: {len(questions)} questions"
     skipped = len(rows) - len(questions)
     if skipped:

@@ -20,8 +20,8 @@ RewardFunction = Callable[[dict, str], float]
 
 # Seconds that a function has for one answer.
 REWARD_SECONDS = 5
-# An alarm raises an exception when the time is up, and again each second. A function that catches
-# this many of them never ends by itself.
+# An alarm raises an exception in the function when the time is up, and again each second. If a
+# function catches this many exceptions, it will never end by itself.
 MOST_ALARMS = 10
 # A function that is too slow on this many answers in succession is not called again in this step:
 # otherwise each remaining answer might take another 5 seconds.
@@ -30,7 +30,7 @@ MOST_SLOW = 16
 MOST_REWARD = 1e6
 # Names of the functions that have returned a score in this process.
 HAVE_WORKED = set()
-# A function that has never worked is a mistake if it fails on all answers of a step. With fewer
+# A function that has never worked, and fails on all answers of a step, counts as broken. With fewer
 # answers than this, the failures may be chance.
 LEAST_FAILED = 4
 
@@ -148,12 +148,12 @@ def report(faults: dict[str, dict[int, str]]) -> int:
     worked: the run would train on nothing.
     """
     for name, messages in faults.items():
-        one = max(messages.values())
+        reason = max(messages.values())
         n = len(messages)
         may_work = name in HAVE_WORKED or n < LEAST_FAILED
-        failed = f"reward {name} failed on all {n} answers that were not truncated: {one}"
+        failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
         check(may_work, f"{failed}; fix it")
-        print(f"reward {name} failed on {n} answers, and counts 0 there: {one}")
+        print(f"reward {name} failed on {n} answers, and counts 0 there: {reason}")
     return sum(len(messages) for messages in faults.values())
 
 

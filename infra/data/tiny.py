@@ -1,4 +1,4 @@
-"""The embedded default: a tiny model with random weights, made in code, and sums to train it on."""
+"""The built-in default: a tiny model with random weights, made in code, and sums to train it on."""
 
 import os
 import random
@@ -100,7 +100,7 @@ def make_tiny(directory: str, seed: int) -> str:
 def tiny_tokenizer() -> tokenizers.ByteLevelBPETokenizer:
     """A byte-level BPE tokenizer, trained on 99 sums, with a token for each digit."""
     pre_tokenizers = tokenizers.pre_tokenizers
-    # A digit | a word with the space before it | a space | a sign with the space before it
+    # A digit | a word with the space before it | a space | a symbol with the space before it
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+|\s| ?[^\s\p{L}\p{N}]")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     split = pre_tokenizers.Split(words, "isolated")
