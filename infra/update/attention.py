@@ -1,7 +1,7 @@
 """Attention for the training forward: causal, and within the segments of packed rows.
 
 Each function takes q_BNTH (already scaled by H ** -0.5), k_BKTH, v_BKTH and segments_BT (int32),
-and returns [B, N, T, H]. A token attends to tokens of its own segment at or before it in its row.
+and returns [B, N, T, H]. A token attends to the tokens of its own segment up to itself.
 """
 
 from collections.abc import Callable
@@ -47,19 +47,19 @@ def blockwise(q_BNTH, k_BKTH, v_BKTH, segments_BT):
 
 
 def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
-    """Attention by cuDNN's kernel, which never holds scores in memory. Exits 2 if H > 128."""
+    """Attention by cuDNN's kernel, which holds no scores in memory. Exit with code 2 if H > 128."""
     H = q_BNTH.shape[3]
     check(
         H <= 128,
-        f"attention = cudnn is for heads of at most 128, and the model's are of {H}; try "
+        f"attention = cudnn takes a head dim of at most 128, and the model's is {H}; try "
         "--attention blockwise",
     )
     # jax.nn.dot_product_attention expects [B, T, N, H].
     q = q_BNTH.transpose(0, 2, 1, 3)
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
-    # The kernel skips later keys without a mask, but for segments it reads a bfloat16 mask [T, T].
-    # Passing each segment as a row of its own, by sequence lengths, would move more bytes.
+    # The kernel needs no mask to skip later keys, but for segments it reads a bfloat16 mask [T, T].
+    # Giving each segment a row of its own, and the kernel its length, would move more bytes.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)

@@ -25,21 +25,22 @@ from infra.rollout.engine import make_engine
 from infra.update.packing import row_width
 from infra.update.state import abstract_gradients, abstract_rows, abstract_state
 
-# Eight arrays of 4 bytes per token, lists of Python integers, and the text.
+# For each token of a step, the host has eight numbers of 4 bytes, Python integers, and the text.
 HOST_BYTES_OF_A_TOKEN = 100
 # Flags that make an update take less memory.
 ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
 
 
 def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple:
-    """Returns (tokens per packed row, micro-batch in rows per device, engine of the rollout), the
-    largest that fit in memory. Exits with code 2 if nothing fits.
+    """Returns (tokens per packed row, micro-batch in rows per device, engine of the rollout).
+
+    Micro-batch and engine are the largest that fit in memory. Exits with code 2 if nothing fits.
 
     longest_prompt: in tokens. programs: the trainer's UpdatePrograms, which are compiled.
     """
     width = row_width(longest_prompt + cfg.max_answer, mesh)
     check_host_memory(cfg, width)
-    # The rollout runs beside parameters and optimizer state.
+    # Parameters and optimizer state stay on the devices during the rollout.
     resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
     engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
     micro_batch = choose_micro_batch(cfg, model_cfg, mesh, width, programs)
@@ -84,7 +85,7 @@ def device_metrics(mesh, flops: float, seconds: float) -> dict:
 
 # ---------------------------------------------------------------- memory of a program
 def ignore(*_) -> None:
-    """Ignore a compiled program: the default, for callers that only want its memory."""
+    """Do nothing with a compiled program. The default for callers that only want its memory."""
 
 
 def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
@@ -96,6 +97,7 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
+        # The message has `Used 20.1G of 15.7G` or `(20.1G) exceeds`, for example.
         total = re.search(r"(?:\(|Used )([\d.]+)([MGT])(?=\) exceeds| of )", str(e))
         if not total:
             raise
@@ -149,18 +151,19 @@ def update_gib(
     # Parameters are updated one by one; the largest one takes the most memory.
     params = model.flatten(state["params"])
     name = max(params, key=lambda name: params[name].size)
-    one = params[name], state["opt"][name], model.flatten(grads)[name]
+    largest = params[name], state["opt"][name], model.flatten(grads)[name]
     factor = jax.ShapeDtypeStruct((), jnp.float32)
-    step = programs.optimizer_step.lower(*one, factor, 0.0, name=name, **static)
+    step = programs.optimizer_step.lower(*largest, factor, 0.0, name=name, **static)
 
-    # The compiler does not count the other arrays that are on the device.
+    # The compiler counts only a program's own arguments and results. Add the other arrays that are
+    # on the device at the same time.
     gradient_gib, gradient_fits = compile(gradient, mesh)
     gradient_gib += device_bytes(others) / GIB
     if micro_batch < rows_to_fill(cfg, mesh):
         # With several micro-batches, the sum of their gradients is on the device as well.
         gradient_gib += device_bytes(grads) / GIB
     step_gib, step_fits = compile(step, mesh)
-    step_gib += resting_gib - device_bytes(one) / GIB
+    step_gib += resting_gib - device_bytes(largest) / GIB
     gib = max(gradient_gib, step_gib)
     return gib, gradient_fits and step_fits and gib <= limit
 
@@ -185,7 +188,7 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
     # Count a whole embedding, the largest parameter, in the compute dtype, and its whole gradient
-    # in float32. This overestimates if devices share them, as they do except by --loss_impl full.
+    # in float32. This overestimates if they are sharded, as they are except with --loss_impl full.
     embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + 4)
     rest_gib = (device_bytes((state, grads)) + embedding) / GIB
     # For each row, memory holds the inputs of all layers, the last hidden states and two gradients.
@@ -203,12 +206,12 @@ def largest_that_fits(
 ) -> tuple[int, dict]:
     """Returns (the largest micro-batch n <= most that fits, 0 if none; {each tried n: need(n)}).
 
-    need(n) -> (GiB, whether it fits). The first try is the estimate, and the only one if that is
-    good. The second try assumes that each row adds `estimate.row_gib`. Each further try is where
-    the line through two earlier tries meets the limit.
+    need(n) -> (GiB, whether n rows fit). The first try is the estimate, and the last if not even
+    one more row can fit. The second try assumes that each row adds `estimate.row_gib`. Each further
+    try is where the line through two earlier tries meets the limit.
     """
     tried = {}
-    # The answer is at least `fits`, and below `too_many`.
+    # The largest that fits is at least `fits`, and below `too_many`.
     fits = 0
     too_many = most + 1
     n = min(estimate.rows, most)
@@ -280,20 +283,27 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
 
 
 def search_or_remember(search, limit, most, program):
-    """Returns (largest that fits, its GiB, GiB of `most`), each the minimum over all processes."""
+    """Returns (largest that fits, its GiB, GiB of `most`), each the minimum over all processes.
+
+    search() -> (largest that fits, {n: (GiB, whether n rows fit)}). program: all else that the
+    result depends on.
+    """
     program = (*program, limit, most, jax.__version__, code_hash())
     key = hashlib.sha256(repr(program).encode()).hexdigest()
     path = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
     # If the user's cache cannot be read, the search is made again.
-    found = {}
+    cache = {}
     with contextlib.suppress(CheckpointError):
-        found = files.read_json(path)
-    if key not in found:
+        cache = files.read_json(path)
+    if key not in cache:
         chosen, tried = search()
-        found[key] = [chosen, tried.get(chosen, [0])[0], tried.get(most, [0])[0]]
+        # The search may not have tried these two, for example if nothing fits.
+        gib, _ = tried.get(chosen, (0, False))
+        gib_of_most, _ = tried.get(most, (0, False))
+        cache[key] = [chosen, gib, gib_of_most]
         # If `most` fits at once, there was no search worth caching.
         if chosen < most:
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                files.write_json(path, found)
-    return all_gather_processes(found[key]).min(0).tolist()
+                files.write_json(path, cache)
+    return all_gather_processes(cache[key]).min(0).tolist()

@@ -12,7 +12,7 @@ from infra.host.processes import all_gather_processes
 
 @dataclass(frozen=True)
 class Packing:
-    """This host's sequences in rows, and totals over all hosts for each minibatch M."""
+    """This host's sequences in rows, and for each minibatch (M) the totals over all hosts."""
 
     shape: tuple[int, int]  # (this host's rows in a micro-batch, tokens per row)
     # For each minibatch, its micro-batches, the same number on every host. A micro-batch is
@@ -35,7 +35,7 @@ def pack(lengths, width: int) -> list[list[int]]:
     rows = []
     free = np.zeros(0, int)  # tokens that each row has left
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        # The fullest row that still has room.
+        # Choose the fullest row that still has room. Rows without room count as width + 1.
         fitting = np.where(free >= lengths[i], free, width + 1)
         if not rows or fitting.min() > width:
             rows.append([])
@@ -48,8 +48,8 @@ def pack(lengths, width: int) -> list[list[int]]:
 
 
 def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Packing:
-    """Pack prompts with their answers into rows of each minibatch, dealt out over this host's
-    devices.
+    """Pack prompts with their answers into rows, a set of rows for each minibatch, and deal the
+    rows out over this host's devices.
 
     A minibatch takes every minibatches-th sequence, so that the same sequences go together on any
     number of hosts. computed: whether to pack each sequence; the others count in their minibatch,
@@ -82,10 +82,11 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
         micro_batches.append([])
         for k in range(n):
             own = rows[k * height : (k + 1) * height]
+            # The number of rows that each device gets, if they are dealt out one by one.
             filled = (len(own) + shards - 1 - np.arange(shards)) // shards
             computed_rows += int((-(-filled // chunk) * chunk).sum())
-            # Deal the rows out one by one, so that the devices' numbers of rows differ by at most
-            # one. Each device's rows are contiguous, the filled ones first.
+            # Deal the rows out, so that the devices' numbers of rows differ by at most one. Each
+            # device's places are contiguous, and it fills the first of them.
             places = {i % shards * micro_batch + i // shards: row for i, row in enumerate(own)}
             micro_batches[-1].append(places)
 
@@ -101,8 +102,8 @@ def count_tokens(lengths, answer_lengths, computed, slots, model_cfg) -> dict:
     of_host = {
         "valid": answer_lengths.sum(),  # tokens of all answers
         "trained": answer_lengths[computed].sum(),  # tokens of the packed answers
-        "tokens": lengths[computed].sum(),  # the same with their prompts
-        "slots": slots,  # the same with padding
+        "tokens": lengths[computed].sum(),  # tokens of the packed answers and their prompts
+        "slots": slots,  # the same and the padding of the rows that are computed
         "flops": flops(model_cfg, lengths[computed].tolist()),
     }
     of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
@@ -112,8 +113,8 @@ def count_tokens(lengths, answer_lengths, computed, slots, model_cfg) -> dict:
 def flops(model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
     """Operations of a forward and backward over sequences, without recomputation.
 
-    6 per parameter and token, plus 12 per layer, per dimension of the query heads and per pair
-    of tokens of which one attends to the other (arXiv 2204.02311, appendix B).
+    6 per parameter and token, plus 12 per layer, per dimension of all query heads (N * H) and per
+    pair of tokens of which one attends to the other (arXiv 2204.02311, appendix B).
     """
     of_parameters = 6 * model_cfg.n_multiplied
     of_attention = 12 * model_cfg.L * model_cfg.N * model_cfg.H
