@@ -109,7 +109,7 @@ def test_the_claim_of_another_machine_counts_while_it_changes(tmp_path, monkeypa
     thread = threading.Thread(target=live_elsewhere)
     thread.start()
     try:
-        with pytest.raises(claim.InUse, match="process 7 on elsewhere, which runs since noon"):
+        with pytest.raises(claim.InUse, match="process 7 on elsewhere, running since noon"):
             claim.claimed(out, say=said.append).__enter__()
     finally:
         is_over.set()
@@ -206,7 +206,7 @@ def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, buck
     on_host(monkeypatch, "here")
     with claim.claimed(here, bucket):
         on_host(monkeypatch, "there")
-        with pytest.raises(claim.InUse, match="on here, which runs since"):
+        with pytest.raises(claim.InUse, match="on here, running since"):
             claim.claimed(there, bucket, said.append).__enter__()
     # The first run has ended and removed its claim from the bucket, so the next one need not wait.
     said.clear()

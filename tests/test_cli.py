@@ -43,7 +43,7 @@ MISTAKES = {  # {flags: what the message must say}
     "--keep 0": "keep = 0",
     "--profile -1": "profile = -1",
     "--profile 161":
-        "profile = 161 is no step of this run: the last is sft_steps + steps = 80 + 80 = 160",
+        "profile = 161 is not a step of this run: the last is sft_steps + steps = 80 + 80 = 160",
     "--npq 1": "npq = 1",
     "--steps -1": "steps = -1",
     "--steps 1000000": "steps = 1000000",

@@ -189,7 +189,7 @@ def test_a_line_of_metrics_that_is_no_row_is_reported_and_left_out(tmp_path, cap
     assert rows == [good, {"step": 2}]
     said = capsys.readouterr().err
     for number in range(2, len(lines) + 1):
-        assert said.count(f"metrics.jsonl line {number} is no row of a step") == 1, said
+        assert said.count(f"metrics.jsonl line {number} is not a row of a step") == 1, said
 
 
 # ---------------------------------------------------------------- GSM8K

@@ -10,7 +10,7 @@ STEPS = 5
 STEPS_BETWEEN = 50
 # A fraction below this counts as hardly any.
 FEW = 0.05
-# These metrics tell the cause. A run whose SOLVED reads no numbers has no `no_number`.
+# Metrics that point to a cause. `no_number` is missing if SOLVED does not read numbers.
 CAUSES = ("group/zero_variance", "truncated", "solved", "no_number")
 # These names look like the metric of one reward function, but cover all functions.
 OF_ALL_FUNCTIONS = {"reward/mean", "reward/std", "reward/faults"}
@@ -34,7 +34,8 @@ def why_nothing_is_learned(steps: Sequence[dict]) -> str:
 
 
 def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
-    """Returns a cause with its number, and what to do. A cause that hides others comes first."""
+    """Returns a cause, with the metric that shows it, and what to do. A cause that hides others
+    comes first."""
     if mean["truncated"] > 0.5:
         longest = steps[-1]["len/answer_max"]
         return (

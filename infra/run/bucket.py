@@ -1,9 +1,9 @@
 """Keep a run's bucket, gs://bucket/run, in sync with its local directory, by calling gcloud.
 
-Each process sends its part of a checkpoint once it is written, and process 0 the small files.
-Checkpoints in the bucket need not stay on this disk: a TPU VM's disk has only 100 GB. A resume
-fetches the small files, and then checkpoints from the newest on, until one is complete. No files of
-the user are deleted in the bucket.
+Each process sends its part of a checkpoint once it is written, and process 0 sends the small files.
+Checkpoints in the bucket need not stay on this disk: a TPU VM's disk has only 100 GB. A run that
+resumes fetches the small files, and then checkpoints, newest first, until one is complete. A user's
+own files in the bucket are never deleted.
 """
 
 import contextlib
@@ -87,8 +87,8 @@ def bucket_of(out: str) -> str:
 
 
 def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> None:
-    """Copy files that differ, but none that match an `excluded` pattern. Raises a BucketError that
-    names source and target."""
+    """Copy the files that differ, except those that match an `excluded` pattern. Raises a
+    BucketError that names source and target."""
     patterns = "|".join(excluded)
     try:
         gcloud("rsync", "--recursive", "--exclude", patterns, *flags, source, target)
@@ -102,7 +102,7 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
 def others_parts(process: int, processes: int) -> str:
     """A pattern that matches the files of other processes in a checkpoint of `processes` parts.
 
-    It does not match files of a checkpoint of another number of processes: all may be needed.
+    It does not match files that another number of processes wrote: this process may need them all.
     """
     return rf".*shards-(?!{process:05})\d+-of-{processes:05}"
 
@@ -135,8 +135,8 @@ def send_rest(out: str) -> None:
 
 
 def send_results(out: str) -> None:
-    """Send all files but checkpoints. The bucket has the marker only next to a complete model.
-    Raises BucketError."""
+    """Send all files but checkpoints. The bucket never has the marker of final/ without a complete
+    model beside it. Raises BucketError."""
     marker = f"{bucket_of(out)}/{MARKER}"
     here = marker_here(out)
     there = ""
@@ -205,7 +205,7 @@ def remove_checkpoints(out: str, steps: Iterable[int]) -> None:
 
 def remove(*words: str) -> None:
     """Run `gcloud storage rm`. Raises BucketError."""
-    # A try that seemed to fail may have removed the object.
+    # An earlier try that seemed to fail may have removed the object.
     with contextlib.suppress(AbsentError):
         gcloud("rm", *words)
 
@@ -215,6 +215,6 @@ def put_aside(out: str, old: str, pattern: str) -> None:
     BucketError."""
     for name in names(out):
         if re.fullmatch(pattern, name):
-            # A try that seemed to fail may have moved the object.
+            # An earlier try that seemed to fail may have moved the object.
             with contextlib.suppress(AbsentError):
                 gcloud("mv", f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}")

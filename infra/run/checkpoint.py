@@ -31,6 +31,7 @@ from infra.run import bucket
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # {name of a dtype in NumPy: its name in safetensors}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
+# Stands in a file's header until the checksum is known.
 NO_CHECKSUM = b"0" * 8
 
 
@@ -80,7 +81,7 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             f.write(data)
             crc = zlib.crc32(data, crc)
-        # The checksum is known only now. Write it over its zeros in the header.
+        # The checksum is known only now. Write it over the zeros in the header.
         f.seek(8)
         f.write(text.replace(NO_CHECKSUM, b"%08x" % crc, 1))
 
@@ -91,6 +92,7 @@ def read_about(path: str) -> dict:
         # Opening the file compares the sizes in its header with its own size.
         with safe_open(path, "np") as f:
             about = f.metadata()
+        # Both must be there: a missing one raises KeyError.
         return about | {"run": int(about["run"]), "crc32": about["crc32"]}
     except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__} {e}") from None
@@ -124,8 +126,8 @@ def saved_steps(out: str) -> list[int]:
 def shard_files(directory: str) -> dict:
     """Returns {(part, number of parts): path} for a checkpoint's files. Ignores other files, which
     a killed process may have left."""
-    # The directory may be gone, since other processes delete old checkpoints.
     found = {}
+    # The directory may be gone, since other processes delete old checkpoints.
     names = os.listdir(directory) if os.path.isdir(directory) else []
     for name in names:
         if match := re.fullmatch(SHARDS.replace("{:05}", r"(\d{5})"), name):
@@ -141,7 +143,8 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
     files are missing, and CheckpointError if a file is damaged.
     """
     index, count = jax.process_index(), jax.process_count()
-    # There may also be files of another run, or of another number of processes.
+    # There may also be files of another run, or of another number of processes. A key is (number of
+    # the run, parts of its checkpoint), a value is ({part: path}, a header).
     runs = {}
     faults = []
     for (part, of), path in sorted(shard_files(directory).items()):
@@ -157,6 +160,7 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
     for (_, of), (paths, about) in newest_first:
         has_own = of == count and index in paths
         if len(paths) == of or has_own:
+            # Each process verifies every count-th part, beginning with its own.
             for part in range(index, of, count):
                 verify(paths[part])
             return list(paths.values()), about
@@ -191,7 +195,7 @@ class ShardFiles:
 
         Raises CheckpointError if the pieces do not cover it.
         """
-        # Count the numbers that are filled in, to notice if some are missing.
+        # Count the values that are filled in, to notice if some are missing.
         out = np.empty([part.stop - part.start for part in index], dtype)
         filled = 0
         for start, f, key in self.of_array.get(name, {}).values():
@@ -209,14 +213,15 @@ class ShardFiles:
             filled += out[in_out].size
         if filled != out.size:
             raise CheckpointError(
-                f"{self.paths[0]} and others have {filled} of the {out.size} numbers wanted of "
-                f"{name}; on another mesh --out must be one that all processes share"
+                f"{self.paths[0]} and others have {filled} of the {out.size} numbers needed of "
+                f"{name}; on another mesh, --out must be a directory that all processes share"
             )
         return out
 
 
 def overlap_of(index, start, shape):
-    """The overlap of a piece with `index`, as [(from, to) per dimension], or None."""
+    """The overlap of `index` with a piece that starts at `start` and has this shape, as [(from, to)
+    per dimension]; None if there is none."""
     overlap = [
         (max(part.start, first), min(part.stop, first + size))
         for part, first, size in zip(index, start, shape, strict=True)
@@ -311,6 +316,7 @@ class Saver:
             self.thread.submit(self.thin_bucket)
 
     def thin_bucket(self) -> None:
+        """Remove old checkpoints from the bucket."""
         try:
             old = too_old(bucket.saved_steps(self.out), self.newest, self.keep)
             bucket.remove_checkpoints(self.out, old)
@@ -318,7 +324,8 @@ class Saver:
             warn(f"old checkpoints stay in {bucket.bucket_of(self.out)}: {e}")
 
     def save_before_exit(self) -> str:
-        """Save what `remember` noted last, unless an update has donated it. Returns a message.
+        """Save what `remember` noted last, unless an update has donated its arrays. Returns a
+        message that names the last saved step.
 
         Each process does this on its own, since others may be gone.
         """
@@ -330,8 +337,8 @@ class Saver:
         # An update donates the arrays of its state, so they may be deleted.
         if self.latest:
             step, state, skipped = self.latest
-            is_taken = any(array.is_deleted() for array in jax.tree.leaves(state))
-            if step > self.newest and not is_taken and self.write(step, shards_of(state), skipped):
+            is_lost = any(array.is_deleted() for array in jax.tree.leaves(state))
+            if step > self.newest and not is_lost and self.write(step, shards_of(state), skipped):
                 self.newest = step
         if self.newest:
             return f"step {self.newest} is saved; start again, and it resumes"
@@ -346,7 +353,7 @@ def available_memory() -> int:
 
 
 def too_old(steps: list, newest: int, kept: int) -> list:
-    """The steps up to `newest`, without the last `kept` of these."""
+    """Returns the steps up to `newest`, except the last `kept` of them."""
     # Steps after the newest complete checkpoint may still be being written.
     steps = [step for step in steps if step <= newest]
     return steps[: max(0, len(steps) - kept)]

@@ -20,9 +20,9 @@ from typing import Any
 from infra.run.bucket import AbsentError, BucketError, gcloud
 
 SECONDS_BETWEEN_SIGNS = 20
-# Long enough to see a sign that is late, or the next sign if a bucket failed to take one.
+# Long enough to see a late sign, or the next sign if one did not reach the bucket.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
-# Longer than a run takes from reading that there is no claim to writing its own, even to a bucket.
+# Longer than a run takes from looking for a claim until its own claim is written, even to a bucket.
 SECONDS_TO_ARBITRATE = 5
 
 # File descriptors of the directories that this process has locked.
@@ -73,10 +73,11 @@ def write_claim(path: str, bucket: str, claim: dict) -> None:
 
 
 def in_use(out: str, holder: dict) -> InUse:
+    """Returns the error that names the claim's holder."""
     # A process may hold the lock before it has written its claim.
     who = "a process that has just begun"
     if holder:
-        who = f"process {holder.get('pid')} on {holder.get('host')}, which runs since "
+        who = f"process {holder.get('pid')} on {holder.get('host')}, running since "
         who += f"{holder.get('since')}"
     return InUse(f"{out} is in use by {who}; let it end, stop it, or choose another --out")
 
@@ -123,8 +124,8 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
         is_of_this_machine = holder.get("host") == socket.gethostname()
         if holder and not (has_lock and is_of_this_machine):
             say(
-                f"{out} is claimed by process {holder.get('pid')} on {holder.get('host')}; looking "
-                f"for {SECONDS_TO_LOOK} s whether that runs"
+                f"{out} is claimed by process {holder.get('pid')} on {holder.get('host')}; waiting "
+                f"{SECONDS_TO_LOOK} s to see whether it still runs"
             )
             time.sleep(SECONDS_TO_LOOK)
             if read_claim(path, bucket) != holder:
@@ -142,8 +143,8 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
 
 
 def new_claim() -> dict:
-    """Returns a claim of this process. A refused run names the host, process and time in its
-    message; the count of signs makes the claim change."""
+    """Returns a claim of this process. A run that is refused names the host, process and time in
+    its message. The count of signs changes the claim, as a sign of life."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

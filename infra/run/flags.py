@@ -12,7 +12,7 @@ from infra.data.chat import HALF_CHARACTER
 from infra.data.questions import is_file
 from infra.host.console import check
 
-# Types of numeric flags, with the least value and the bound that values stay below.
+# Types of numeric flags: (type, least value, bound). Values must be below the bound.
 Natural = Annotated[int, 0, 2**31]
 Positive = Annotated[int, 1, 2**31]
 # The names of checkpoints have six digits.
@@ -22,9 +22,10 @@ Process = Annotated[int, 0, 10**4]
 NonNegative = Annotated[float, 0, 1e38]
 Temperature = Annotated[float, 1e-30, 1e38]
 Fraction = Annotated[float, 0, 1]
+# The bound of a Probability lets 1 in.
 Probability = Annotated[float, 1e-30, 1.0001]
-# Names and paths have no control characters, such as NUL and line breaks, no half characters
-# (surrogates), and fewer than 1000 characters.
+# This matches texts that cannot be names or paths: with control characters, such as NUL and line
+# breaks, with half characters (surrogates), or with 1000 characters or more.
 NO_NAME = "[\0-\x1f\ud800-\udfff]|.{1000}"
 
 
@@ -48,10 +49,10 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     names = [f"--{field.name}" for field in dataclasses.fields(config_class)]
     parser.error = lambda message: check(False, f"{message}; {near(message, names)}see --help")
     for field in dataclasses.fields(config_class):
-        number = range_of(field)
+        bounds = range_of(field)
         parser.add_argument(
             f"--{field.name}",
-            type=number[0] if number else str,
+            type=bounds[0] if bounds else str,
             choices=choices_of(field),
             help=f"{help_of[field.name]} (default {field.default!r})",
         )
@@ -66,7 +67,7 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
 
 
 def range_of(field: dataclasses.Field) -> tuple | None:
-    """(int or float, least value, bound that values stay below) of a flag; None for texts."""
+    """(int or float, least value, bound) of a numeric flag; None for texts."""
     return get_args(field.type) if get_origin(field.type) is Annotated else None
 
 
@@ -121,24 +122,24 @@ def check_numbers(cfg) -> None:
 
 
 def check_texts(cfg) -> None:
-    """Exit with code 2 if a text cannot be a name, or if the system prompt is no text."""
+    """Exit with code 2 if a text cannot be a name, or if the system prompt cannot be encoded."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         # Only the system prompt may have several lines.
-        odd = HALF_CHARACTER if field.name == "system" else NO_NAME
+        forbidden = HALF_CHARACTER if field.name == "system" else NO_NAME
         check(
-            field.type is not str or not re.search(odd, value),
+            field.type is not str or not re.search(forbidden, value),
             f"{field.name} = {str(value)[:50]!r} holds a line break or half a character, or is too "
             "long",
         )
-    # For other flags, "" means a default; these two have none.
+    # For other flags, "" means a default, or none, as for the system prompt.
     for name in ("model", "data"):
         is_empty = not getattr(cfg, name).strip()
         check(not is_empty, f"--{name} is given nothing; name one, or drop the flag")
 
 
 def check_together(cfg) -> None:
-    """Exit with code 2 if flags do not go together."""
+    """Exit with code 2 if flags contradict each other."""
     # Any other kind of URL would become a directory of that name.
     is_bucket = re.match("gs://[^/]", cfg.out)
     check(
@@ -153,7 +154,7 @@ def check_together(cfg) -> None:
     last_step = cfg.sft_steps + cfg.steps
     check(
         cfg.profile <= last_step,
-        f"profile = {cfg.profile} is no step of this run: the last is sft_steps + steps = "
+        f"profile = {cfg.profile} is not a step of this run: the last is sft_steps + steps = "
         f"{cfg.sft_steps} + {cfg.steps} = {last_step}",
     )
     # Rollouts do not use top_k and top_p: the loss computes logprobs of the complete distribution.
@@ -173,6 +174,6 @@ def check_together(cfg) -> None:
     else:
         check(
             cfg.processes == 1 and cfg.process_id == 0,
-            f"processes = {cfg.processes} and process_id = {cfg.process_id} want a --coordinator, "
+            f"processes = {cfg.processes} and process_id = {cfg.process_id} need a --coordinator, "
             "host:port of process 0",
         )

@@ -22,7 +22,7 @@ GRPO_LINE = (
     "len {len/answer:.0f} | clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | "
     "roll {time/rollout_s:.1f}s upd {time/update_s:.1f}s | {thousands:.1f}k tok/s"
 )
-# Without a terminal, a status is printed after this many seconds without a line.
+# Without a terminal, a status is printed if nothing else was for this many seconds.
 QUIET_SECONDS = 30
 # Supervised steps are many and short, so only one in this many is printed.
 SFT_STEPS_PER_LINE = 10
@@ -33,20 +33,22 @@ class Terminal:
     """Prints a line for each step of a run, and below it, on a terminal, a status.
 
     The status shows the phase, the step, tokens per second and the time left, until the next status
-    replaces it. Without a terminal, a status is printed as a line of its own, but only after half a
-    minute without a line.
+    replaces it. Without a terminal, a status is printed as a line of its own, but only if nothing
+    else was printed for half a minute.
     """
 
     def __init__(self, sft_steps: int, total_steps: int, done: int):
         self.sft_steps = sft_steps
         self.total_steps = total_steps
         self.first_step = done + 1
-        # The current phase, its text in the status, and how many of its questions are left.
+        # The current phase, and when it began.
         self.phase = ""
+        self.began = time.time()
+        # Parts of the status: the phase with its step, and how many questions are done.
         self.place = ""
         self.asked = ""
+        # How many of the phase's questions are not done.
         self.left = math.inf
-        self.began = time.time()
         # Steps of the current kind, supervised or GRPO, that have ended: their number, the last
         # step, and when the first and the last of these steps ended.
         self.ended = 0
@@ -90,9 +92,9 @@ class Terminal:
             self.print(text)
 
     def time_left(self) -> str:
-        """The time left, by the mean pace since the end of the first step, which compiles.
+        """The time left, as text; "" before a second step has ended, and after the last step.
 
-        "" before a second step has ended, and after the last step.
+        It follows from the mean time of the steps after the first one, which compiles.
         """
         if self.ended < 2 or self.last_step == self.total_steps:
             return ""
@@ -210,8 +212,8 @@ def append_at_once(path: str, data: bytes) -> None:
 def read_jsonl(path: str) -> list[dict]:
     """The rows of metrics.jsonl or samples.jsonl, or [] if there is no file.
 
-    Lines that are not the row of a step are left out, and named on stderr. Half a line at the end,
-    which a killed run may leave, is also left out.
+    Lines that are not a row of a step are skipped with a warning. Half a line at the end, which a
+    killed run may leave, is skipped without one.
     """
     rows = []
     # A run that has just begun has no file yet.
@@ -223,10 +225,10 @@ def read_jsonl(path: str) -> list[dict]:
         try:
             row = json.loads(line)
             if type(row["step"]) is not int:
-                raise ValueError("its step is no number")
+                raise ValueError("its step is not a whole number")
             rows.append(row)
         except (ValueError, TypeError, LookupError, RecursionError) as e:
-            warn(f"{path} line {number} is no row of a step, and is left out: {first_line(e)}")
+            warn(f"{path} line {number} is not a row of a step, and is skipped: {first_line(e)}")
     return rows
 
 
@@ -235,7 +237,9 @@ def start_wandb(project: str, out: str, flags: dict):
     project."""
     if not project or jax.process_index() != 0:
         return None
-    with exit_on(Exception, f"--wandb {project} needs wandb and WANDB_API_KEY; set up or drop it"):
+    with exit_on(
+        Exception, f"--wandb {project} needs wandb and WANDB_API_KEY; set up both or drop it"
+    ):
         # wandb is optional, and slow to import.
         import wandb
 
@@ -269,6 +273,7 @@ def print_setup(cfg, setup) -> None:
     inner = setup.mesh.devices[0]
     spans = len({device.process_index for device in inner.flat})
     if spans > 1:
+        # A host lacks the other hosts' shares of the weights, in bfloat16.
         gib = params * 2 * (1 - 1 / spans) / 2**30
         say(
             f"fsdp*tp = {inner.size} spans {spans} hosts: each forward or backward brings "

@@ -35,14 +35,14 @@ class Run:
             cfg.out, self.total_steps, flags, cfg.resume
         )
         run_dir.keep_compiled(cfg.out)
-        # A life of the run without a new step has an exit code of its own.
+        # To tell whether this process has added a step, on which the exit code depends.
         self.resumed_after = self.step
         self.cfg = cfg
         # The last ten steps, for the average time of a step.
         self.step_seconds = []
 
     def check_disk(self, state) -> None:
-        """Exit with code 2 unless the disk has room for the checkpoints of this state of shapes."""
+        """Exit with code 2 unless the disk has room for checkpoints. state: a tree of shapes."""
         cfg = self.cfg
         run_dir.check_disk(self.out, state, self.step, self.total_steps, cfg.save_every, cfg.keep)
 
@@ -72,7 +72,7 @@ class Run:
 
         wanted: a tree of shapes with shardings, on any mesh.
         """
-        # Steps count from 1.
+        # Steps count from 1, so 0 means no checkpoint.
         if not self.step:
             return None
         say(f"resuming {self.out} after step {self.step}")
@@ -121,12 +121,12 @@ class Run:
             self.wandb.log(row, step=row["step"])
 
     def write_sample(self, step: int, row: dict, answer: str, **scores) -> None:
-        """Append an answer to a row of the data, with its scores, to samples.jsonl."""
+        """Append an answer with its scores to samples.jsonl. row: the row that was asked."""
         self.samples.append(log.sample(step, row, answer, **scores))
 
     def last_checkpoint(self) -> str:
         """The directory of the newest complete checkpoint, or "none"."""
-        # A checkpoint may still be in the writing.
+        # Wait for a checkpoint that is still being written.
         self.saver.finish()
         newest = self.saver.newest
         return f"{self.out}/step_{newest:06}" if newest else "none"
@@ -137,7 +137,8 @@ class Run:
 
     # ------------------------------------------------------------ the end
     def finish(self, params, setup) -> None:
-        """Write the last checkpoint and final/, print the report, and send all to the bucket.
+        """Write the last checkpoint and final/, print the report, and send the results to the
+        bucket.
 
         setup: the trainer's Setup, which names the model that the run started from.
         """
@@ -152,9 +153,10 @@ class Run:
 
     @contextlib.contextmanager
     def saved_if_cut_short(self, micro_batch: int) -> Iterator[None]:
-        """If the training in this context ends early, save what there is, and print why it ended.
+        """If the training in this context ends early, save the last complete step if possible, and
+        print why the training ended.
 
-        micro_batch: rows per device, which is halved in the advice for a full device.
+        micro_batch: rows per device. If a device is out of memory, the advice is half of this.
         """
         saver = self.saver
         try:
@@ -163,8 +165,8 @@ class Run:
             number = stop.args[0]
             say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
             if number == signal.SIGUSR1 and self.step > self.resumed_after:
-                # Slurm's time limit counts as SIGTERM, and the job is requeued. Without a new step,
-                # it must not be requeued, as it would get no further the next time.
+                # SIGUSR1 warns of Slurm's time limit. After a new step, exit as for SIGTERM, so
+                # that the job is requeued. Without one, a requeued job would get no further.
                 number = signal.SIGTERM
             # Shells use this exit code for a command that was ended by a signal.
             raise SystemExit(128 + number) from None

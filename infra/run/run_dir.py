@@ -51,15 +51,15 @@ FREE_ON_RESUME = FREE_PER_PROCESS | {
     "require_processes",
     "profile",
 }
-# Names of files that another run in the same directory would also write.
+# This matches names that any run writes in its directory.
 WRITTEN = r"step_\d{6}|final|profile|(metrics|samples)\.jsonl"
 
 
 def comparable(flags: dict) -> dict:
     """The flags of a run that must not change when it resumes.
 
-    Instead of `batch`, questions per step are compared: a run may resume on another number of
-    processes.
+    In place of `batch`, this has the questions per step, batch * processes: a run may resume on
+    another number of processes. train.py sets `require_processes` to the number of processes.
     """
     # Runs older than the flag rollout_dtype sampled in `dtype`.
     flags = {"rollout_dtype": flags.get("dtype")} | flags
@@ -69,8 +69,8 @@ def comparable(flags: dict) -> dict:
 
 
 def write_config(out: str, flags: dict) -> None:
-    """Write config.json on every process, since each may have its own disk. Exits as in
-    `exit_without_bucket` if the run's bucket cannot take it."""
+    """Write config.json on every process, since each may have its own disk, and send it to the
+    run's bucket. Exits as in `exit_without_bucket` if that fails."""
     versions = {module.__name__: module.__version__ for module in (jax, optax, np)}
     content = {"config": flags, "commit": commit(), "versions": versions}
     files.write_json(f"{out}/config.json", content)
@@ -93,8 +93,8 @@ def exit_without_bucket():
 
 @contextlib.contextmanager
 def claimed_out(out: str) -> Iterator[None]:
-    """In the context, no other run uses the directory `out`, which process 0 makes and claims.
-    Exits with code 2 if another run uses it."""
+    """In the context, no other run uses the directory `out`. Every process makes it, and process 0
+    claims it. Exits with code 2 if another run uses it."""
     fault = ""
     with contextlib.ExitStack() as claims:
         with exit_on(OSError, f"{out} cannot be made a directory; choose another --out"):
@@ -158,8 +158,8 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
 
 
 def send_what_is_here(out: str, done: int) -> None:
-    """Send what a finished run could not send to its bucket. Exits with code 1 if the results still
-    cannot be sent."""
+    """Send to the bucket of a finished run what the run could not send. Exits with code 1 if the
+    results still cannot be sent."""
     if not bucket.bucket_of(out):
         return
     send_results(out)
@@ -185,7 +185,7 @@ def refuse_other_run(out, flags, resume):
     found = {name for name in os.listdir(out) if not re.match(harmless, name)}
     if not found:
         return
-    # The user may have named any directory by mistake.
+    # The user may have named a directory of something else by mistake.
     with exit_on(Exception, f"{out} exists and is not a run of podgrpo; choose another --out"):
         flags_there = comparable(files.read_json(f"{out}/config.json")["config"])
     changed = [
@@ -225,8 +225,8 @@ def newest_checkpoint(out: str, resume: str):
         runs = all_gather_processes(about.get("run", 0))
         if 0 < runs.min() == runs.max():
             return step, paths, about
-    # A run begins its second checkpoint when all processes have the first one. So if this process
-    # has two, the others have lost theirs.
+    # A run begins its second checkpoint only when all processes have written the first one. So if
+    # this process has two, the others have lost theirs.
     if len(own_steps) > 1 and not fault:
         index = jax.process_index()
         fault = f"process {index} has its part of steps {own_steps}, and others lack theirs"
@@ -338,11 +338,11 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
         final = 4 * sum(array.size for array in jax.tree.leaves(state["params"]))
     saves = 1 + (steps_left - 1) // save_every if save_every else 1
     present = glob.glob(f"{glob.escape(out)}/step_*")
-    # While a checkpoint is written, the older ones are still there: those that are here, and later
-    # `keep` of them.
+    # While a checkpoint is written, the older ones are still there: at first the present ones, and
+    # later the newest `keep`.
     at_once = max(len(present) + 1, min(len(present) + saves, keep + 1))
     if bucket.bucket_of(out):
-        # The only older one is the checkpoint that the run resumed from.
+        # The only older checkpoint on the disk is the one that the run resumed from.
         at_once = 2 if done else 1
     # Count the present checkpoints as free: at_once includes those that will still be there.
     old = sum(files.directory_bytes(path) for path in present)
@@ -352,7 +352,7 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     check(
         need_gib <= free_gib,
         f"{what} need {need_gib:.2f} GiB of the disk of {out}, which has {free_gib:.2f}; try "
-        "--keep 1, --save_every 0, --out gs://bucket/run, or a larger disk (of a TPU VM: --create "
+        "--keep 1, --save_every 0, --out gs://bucket/run, or a larger disk (on a TPU VM: --create "
         '"--data-disk source=..")',
     )
     files_of_run = f"{at_once} checkpoints at once and final/"
@@ -376,7 +376,7 @@ def checkpoint_bytes(state) -> int:
     """Bytes of this process's part of a checkpoint: its shards of the state, each counted once."""
     total = 0
     for array in jax.tree.leaves(state):
-        # Only the devices of this process.
+        # This covers only the devices of this process.
         indices = array.sharding.addressable_devices_indices_map(array.shape).values()
         # Replicas of a shard have the same index, so they count once.
         shards = len({str(index) for index in indices})
