@@ -53,8 +53,8 @@ def find_devices() -> None:
 
 @contextlib.contextmanager
 def plugin_faults():
-    """Yields a list of the errors with which plugins failed to load in the context. JAX would print
-    pages about them on stderr; these are hidden."""
+    """Yields a list that collects the errors of plugins that fail to load in the context, and hides
+    the pages that JAX prints about them on stderr."""
     faults = []
 
     def keep(record: logging.LogRecord) -> bool:

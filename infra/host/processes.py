@@ -163,7 +163,7 @@ def slurm_processes() -> Processes:
 def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
     """Let all processes report to process 0 what they run. Returns what is wrong, or "".
 
-    JAX's own start aborts after a while, and does not name the absent processes.
+    JAX's own start-up aborts after a while, and does not name the absent processes.
     """
     names = [
         f"process {i} ({host})" if host else f"process {i}"
@@ -209,10 +209,9 @@ def call_the_roll(processes, names, facts, seconds):
     facts_of = {0: facts}
     # Keep the connections open to send the verdict.
     files = []
+    absent = list(range(1, len(names)))
     with socket.create_server(("", port), backlog=len(names)) as server:
-        while (absent := [i for i in range(len(names)) if i not in facts_of]) and (
-            time.time() < deadline
-        ):
+        while absent and time.time() < deadline:
             server.settimeout(max(0.1, min(10, deadline - time.time())))
             try:
                 connection, _ = server.accept()
@@ -220,8 +219,9 @@ def call_the_roll(processes, names, facts, seconds):
                 files.append(connection.makefile("rw"))
                 index, its_facts = json.loads(files[-1].readline())
                 facts_of[index] = its_facts
+                absent = [i for i in absent if i not in facts_of]
             except (OSError, ValueError, TypeError):
-                # Nothing connected for a while, or something else than a process of this run did.
+                # Nothing connected for a while, or something that is not a process of this run.
                 print(f"waiting for {', '.join(names[i] for i in absent)}", flush=True)
     fault = first_difference(names, facts_of)
     if absent:
@@ -352,14 +352,14 @@ class StopSignal:
         self.number = 0
 
     def note(self, number, _frame=None):
-        """Note a signal; a handler for `signal.signal`."""
+        """Handle a signal by noting its number."""
         self.number = number
         # The same signal again ends the process at once.
         signal.signal(number, signal.SIG_DFL)
 
     def warned(self, number, _frame=None):
-        """Note a warning that SIGTERM will come. Unlike `note`, keep the handler: the SIGTERM must
-        not end a save."""
+        """Handle a warning that SIGTERM will come. Unlike `note`, keep the handler: that SIGTERM
+        must not end a save."""
         self.number = number
 
 
@@ -411,7 +411,7 @@ def check_for_stop(stop_signal: StopSignal) -> None:
 
 
 def run_process(main: Callable) -> None:
-    """Run main(arguments of the command line) as one process of a run, and end the process."""
+    """Run main(arguments of the command line) as one process of a run. Errors end the process."""
     give_cpu_devices_threads()
     signal.signal(signal.SIGINT, end_at_once)
     signal.signal(signal.SIGUSR1, end_at_once)
@@ -430,7 +430,7 @@ def leave(error: BaseException) -> None:
 
     In an orderly exit, JAX would wait for the other processes, which wait for this one.
     """
-    # Do not leave a status line behind a traceback or the shell's prompt.
+    # Erase the status line, which would stay beside a traceback or the shell's prompt.
     erase_status()
     code = error.code if isinstance(error, SystemExit) else 1
     if not jax.distributed.is_initialized() or code == 0:
