@@ -234,7 +234,7 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
     wrong = {"correct": train.correct, "(5, 1.0)": (5, 1.0), "'correct'": "correct"}
     for shown, entry in wrong.items():
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), entry])
-        text = f"train.py: REWARDS holds {shown}, not (function, weight) as (correct, 1.0)"
+        text = f"train.py: REWARDS holds {shown}, not (function, weight) such as (correct, 1.0)"
         assert refused("--out", tmp_path / "run") == text
 
 

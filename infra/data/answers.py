@@ -123,18 +123,19 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
     if not places:
         return None
     last = places[-1]
+    number = tokens[last]
     before = tokens[:last]
     sign = 1
     # A plus or minus with a space after it is the number's sign if no term stands before it.
     if before and before[-1][0] in "-+" and (len(before) == 1 or before[-2][0] in EQUALS):
         sign = -1 if before[-1][0] == "-" else 1
         before = before[:-1]
-    value = value_of(tokens[last])
+    value = value_of(number)
     # Digits attached to the text before them, as in x2 or _8, are not a number.
-    if value is None or re.search(r"[\w.)\]}]\Z", tokens[last].string[: tokens[last].start()]):
+    if value is None or re.search(r"[\w.)\]}]\Z", number.string[: number.start()]):
         return None
-    scale = scale_after(tokens[last], tokens[last + 1 :], is_marked)
-    if scale is None or not may_precede(before, tokens[last], is_marked):
+    scale = scale_after(number, tokens[last + 1 :], is_marked)
+    if scale is None or not may_precede(before, number, is_marked):
         return None
     return sign * value * scale
 

@@ -36,7 +36,7 @@ class Tokenizer:
 
     directory: str  # the model's directory, which errors name
     bpe: tokenizers.Tokenizer
-    special: str  # regular expression of the special tokens' texts
+    special: str  # regular expression that matches any special token
     named: dict[str, str]  # {"eos_token": its text, ...}, for the template
     template: jinja2.Template
 
@@ -73,8 +73,8 @@ class Tokenizer:
 
     @property
     def refused(self) -> str:
-        """Regular expression of what no question may contain. A special token would end the
-        question early."""
+        """A regular expression that no question may match. A special token would end the question
+        early."""
         return f"{self.special}|{HALF_CHARACTER}"
 
     @cached_property
@@ -106,7 +106,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
     """The tokenizer of a Hugging Face directory. Exits with code 2 if it cannot be used."""
     path = f"{directory}/tokenizer.json"
     text = "What is 2 + 3?"
-    check(os.path.isfile(path), f"{path} is missing; the model's is on the hub")
+    check(os.path.isfile(path), f"{path} is missing; get it from the model on the hub")
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         bpe = tokenizers.Tokenizer.from_file(path)
         # The file may turn truncation and padding on, for other uses.
@@ -131,7 +131,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
             is_token = tokenizer.encode([token]) == [[bpe.token_to_id(token)]]
         check(
             is_token,
-            f"{path} has no token {token!r} to end an answer; name one that it has as eos_token in "
+            f"{path} has no token {token!r} to end an answer; name another as eos_token in "
             "tokenizer_config.json",
         )
     if "strftime_now" in source:

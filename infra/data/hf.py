@@ -108,7 +108,7 @@ def weight_files(directory: str) -> list[str]:
     weight_map = files.read_json(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
     for name in names:
-        # A name that contains folders could be any file on the machine.
+        # A name that contains folders could lead to any file on the machine.
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file of this directory")
     return [os.path.join(directory, name) for name in sorted(set(names))]
@@ -123,7 +123,7 @@ def refuse_other_weights(directory: str) -> None:
     ]
     if not others or glob.glob(f"{glob.escape(directory)}/*.safetensors"):
         return
-    # transformers needs to be told the name of a GGUF file only.
+    # transformers finds other formats by their usual names, but must be told a GGUF file's name.
     gguf = f', gguf_file="{others[0]}"' if others[0].endswith("gguf") else ""
     raise CheckpointError(
         f"{directory} has weights as {others[0]}, and no *.safetensors; convert them: python -c "
@@ -198,7 +198,7 @@ class ModelFiles:
         hf_name, dimensions, _ = model.TENSORS[parameter]
         hf_name = hf_name.format(layer)
         letters = model.letters(parameter).lstrip("L")
-        # Translate the slices of our dimensions into slices of the tensor's, in its order.
+        # Translate the slices of our dimensions into slices of the tensor's dimensions.
         parts = dict(zip(letters, index, strict=True))
         hf_index = []
         for dimension in dimensions.split():

@@ -169,7 +169,7 @@ def reach() -> str:
     """Connect to the hub, once per process. Returns "", or why the hub cannot be reached.
 
     If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
-    would try for half a minute. They read this setting when they are imported, so call this first.
+    would try for half a minute. They read the setting at import, so call this before that.
     The hub counts as reachable if it accepts the connection, whatever it responds.
     """
     if is_offline():

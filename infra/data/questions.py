@@ -82,8 +82,8 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
 
 
 def read_hub_set(name: str, held_out: bool) -> list[dict]:
-    """The rows of a file, or of split `test` or `train` of a directory or a data set of the hub,
-    NAME or NAME:CONFIG."""
+    """The rows of a file, or of one split (test or train) of a directory or of a data set on the
+    hub. A name may end with the data set's config, as in openai/gsm8k:main."""
     kind = FILE_KINDS.get(os.path.splitext(name)[1])
     if kind:
         check(os.path.isfile(name), f"{name} does not exist, or is not a file")
@@ -207,7 +207,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     without_number = sum(final_number(row["answer"]) is None for row in questions)
     if without_number:
         summary += (
-            f"; {without_number} have no number as their answer, which equals nothing: compare "
+            f"; the answers of {without_number} are not numbers, so nothing equals them: compare "
             "formulas by math-verify (README, How to fork it)"
         )
     say(summary)

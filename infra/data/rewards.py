@@ -64,7 +64,7 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
                 functions.append(function)
             case _:
                 what = name_of(entry) if callable(entry) else repr(entry)
-                check(False, f"REWARDS holds {what}, not (function, weight) as (correct, 1.0)")
+                check(False, f"REWARDS holds {what}, not (function, weight) such as (correct, 1.0)")
     for function in functions:
         name = name_of(function)
         try:
@@ -176,9 +176,9 @@ def time_limit(function: RewardFunction, question: str) -> Iterator[None]:
     def on_alarm(*_):
         if next(alarms) > MOST_ALARMS:
             warn(
-                f"reward {name_of(function)} does not end, and catches what is raised to end it; "
-                f"it scored an answer to {question[:200]!r}; let it catch Exception, not all. The "
-                "run ends; start it again, and it resumes"
+                f"reward {name_of(function)} does not end, and catches what is raised to end it, "
+                f"on an answer to {question[:200]!r}; let it catch Exception, not all. The run "
+                "ends; start it again, and it resumes"
             )
             # sys.exit would raise another exception for the function to catch.
             os._exit(1)
