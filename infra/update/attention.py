@@ -47,7 +47,10 @@ def blockwise(q_BNTH, k_BKTH, v_BKTH, segments_BT):
 
 
 def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
-    """Attention by cuDNN's kernel, which holds no scores in memory. Exit with code 2 if H > 128."""
+    """Attention by cuDNN's kernel, which never holds scores in memory.
+
+    Exits with code 2 if H > 128.
+    """
     H = q_BNTH.shape[3]
     check(
         H <= 128,

@@ -297,7 +297,7 @@ def search_or_remember(search, limit, most, program):
         cache = files.read_json(path)
     if key not in cache:
         chosen, tried = search()
-        # The search may not have tried these two, for example if nothing fits.
+        # The search has not tried `chosen` if nothing fits, and may not have tried `most`.
         gib, _ = tried.get(chosen, (0, False))
         gib_of_most, _ = tried.get(most, (0, False))
         cache[key] = [chosen, gib, gib_of_most]

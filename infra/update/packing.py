@@ -63,22 +63,22 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
     lengths = answer_lengths + [len(prompt) for prompt in prompts]
     parts = [range(len(lengths))[m::minibatches] for m in range(minibatches)]
     # Pack each minibatch separately, as a row belongs to one update.
-    rows_of = []
+    rows_M = []
     for part in parts:
         kept = [i for i in part if computed[i]]
         packed = pack(lengths[kept], width)
-        rows_of.append([[kept[i] for i in row] for row in packed])
+        rows_M.append([[kept[i] for i in row] for row in packed])
 
     # A host with fewer rows adds empty micro-batches, as every process runs every jitted call. If
     # no host has a row, there is still one micro-batch: the optimizer takes a step with gradient 0.
-    needed_M = [max(1, -(-len(rows) // height)) for rows in rows_of]
+    needed_M = [max(1, -(-len(rows) // height)) for rows in rows_M]
     micro_batches_M = all_gather_processes(needed_M).max(0)
     micro_batches = []
     computed_rows = 0
     # A device computes its rows in chunks. It skips chunks without any row, but computes all of a
     # partly empty one.
     chunk = model.rows_at_once(micro_batch, width)
-    for rows, n in zip(rows_of, micro_batches_M, strict=True):
+    for rows, n in zip(rows_M, micro_batches_M, strict=True):
         micro_batches.append([])
         for k in range(n):
             own = rows[k * height : (k + 1) * height]
@@ -87,7 +87,10 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
             computed_rows += int((-(-filled // chunk) * chunk).sum())
             # Deal the rows out, so that the devices' numbers of rows differ by at most one. Each
             # device's places are contiguous, and it fills the first of them.
-            places = {i % shards * micro_batch + i // shards: row for i, row in enumerate(own)}
+            places = {}
+            for i, row in enumerate(own):
+                device = i % shards
+                places[device * micro_batch + i // shards] = row
             micro_batches[-1].append(places)
 
     own_M2 = [(len(part), answer_lengths[part].sum()) for part in parts]
