@@ -72,10 +72,13 @@ def gcloud_once(*words):
         # The last error says what went wrong. Progress and warnings may come before it.
         lines = (run.stderr.strip() or "gcloud failed").splitlines()
         errors = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
-        text = " ".join(lines[errors[-1] if errors else -1 :])
+        first = errors[-1] if errors else -1
+        text = " ".join(lines[first:])
         if re.search(ABSENT, text):
             raise AbsentError(text)
-        raise (RefusedError if re.search(REFUSED, text) else BucketError)(text)
+        if re.search(REFUSED, text):
+            raise RefusedError(text)
+        raise BucketError(text)
     return run.stdout
 
 

@@ -22,7 +22,7 @@ Process = Annotated[int, 0, 10**4]
 NonNegative = Annotated[float, 0, 1e38]
 Temperature = Annotated[float, 1e-30, 1e38]
 Fraction = Annotated[float, 0, 1]
-# The bound of a Probability lets 1 in.
+# This bound is above 1, so that 1 is allowed.
 Probability = Annotated[float, 1e-30, 1.0001]
 # This matches texts that cannot be names or paths: with control characters, such as NUL and line
 # breaks, with half characters (surrogates), or with 1000 characters or more.
@@ -132,7 +132,7 @@ def check_texts(cfg) -> None:
             f"{field.name} = {str(value)[:50]!r} holds a line break or half a character, or is too "
             "long",
         )
-    # For other flags, "" means a default, or none, as for the system prompt.
+    # For other flags, "" has a meaning: a default, or nothing, such as no system prompt.
     for name in ("model", "data"):
         is_empty = not getattr(cfg, name).strip()
         check(not is_empty, f"--{name} is given nothing; name one, or drop the flag")

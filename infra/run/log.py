@@ -22,7 +22,7 @@ GRPO_LINE = (
     "len {len/answer:.0f} | clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | "
     "roll {time/rollout_s:.1f}s upd {time/update_s:.1f}s | {thousands:.1f}k tok/s"
 )
-# Without a terminal, a status is printed if nothing else was for this many seconds.
+# Without a terminal, a status is printed if nothing else was printed for this many seconds.
 QUIET_SECONDS = 30
 # Supervised steps are many and short, so only one in this many is printed.
 SFT_STEPS_PER_LINE = 10

@@ -180,7 +180,7 @@ def step_of_final(out: str) -> int:
 
 def refuse_other_run(out, flags, resume):
     """Exit with code 2 if `out` holds anything but this run."""
-    # A process that was killed before it wrote config.json may have left these.
+    # A process that was killed before it wrote config.json may have left these files.
     harmless = r"tiny-seed|claim\.json$|compiled$|.*\.tmp$"
     found = {name for name in os.listdir(out) if not re.match(harmless, name)}
     if not found:
@@ -223,7 +223,7 @@ def newest_checkpoint(out: str, resume: str):
             fault = fault or fault_of(e, directory)
         # All processes must have a checkpoint of the same run, so that no two runs are mixed.
         runs = all_gather_processes(about.get("run", 0))
-        if 0 < runs.min() == runs.max():
+        if runs.min() > 0 and runs.min() == runs.max():
             return step, paths, about
     # A run begins its second checkpoint only when all processes have written the first one. So if
     # this process has two, the others have lost theirs.
