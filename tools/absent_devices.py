@@ -11,7 +11,7 @@ from jax.experimental import topologies
 def of_kind(kind: str) -> list:
     """Returns the devices of a kind such as v6e-8 or h100-8, to compile for. Raises ValueError for
     an unknown kind, and other errors if the compiler for the kind is not installed."""
-    # Otherwise JAX looks for this machine's devices, and registers no CUDA if there is no GPU.
+    # Keep JAX from looking for this machine's devices: without a GPU, it would not register CUDA.
     jax.config.update("jax_platforms", "cpu")
     return tpu_devices(kind) if kind.startswith("v") else gpu_devices(kind)
 
@@ -25,7 +25,7 @@ def tpu_devices(slice_type: str) -> list:
         raise ValueError(
             f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256"
         )
-    # Otherwise libtpu looks for a TPU, waits for it, and warns that it does not know its type.
+    # Without these variables, libtpu waits for a TPU, and warns that the TPU's type is unknown.
     os.environ |= {
         "TPU_ACCELERATOR_TYPE": slice_type,
         "TPU_SKIP_MDS_QUERY": "1",
@@ -33,22 +33,26 @@ def tpu_devices(slice_type: str) -> list:
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
     kind, size = known.groups()
-    # The sizes of v4 and v5p count cores, two per chip, and their slices have three dimensions.
-    dimensions = 3 if kind in ("v4", "v5p") else 2
-    chips = int(size) // (dimensions - 1)
-    if dimensions == 3:
+    if kind in ("v4", "v5p"):
+        # The sizes of v4 and v5p count cores, two per chip, which work as one device (megacore).
+        chips = int(size) // 2
+        dimensions = 3
         options = {"chip_config_name": "megacore"}
     else:
+        chips = int(size)
+        dimensions = 2
         # A host has one chip in a slice of one, eight in a slice of eight, else four.
         bounds = {1: [1, 1, 1], 8: [2, 4, 1]}.get(chips, [2, 2, 1])
         options = {"chips_per_host_bounds": bounds}
     sides = "x".join(str(side) for side in slice_sides(chips, dimensions))
+    # The compiler's name for v5litepod is v5e.
     name = f"{kind.replace('litepod', 'e')}:{sides}"
     return topologies.get_topology_desc(name, "tpu", **options).devices
 
 
 def slice_sides(chips, dimensions):
-    """The sides of a slice: powers of two, as equal as possible. Sides of 1 come last."""
+    """Returns the sides of a slice: powers of two, as equal as possible, the smallest first, but
+    sides of 1 last."""
     exponent = chips.bit_length() - 1
     sides = [2 ** ((exponent + i) // dimensions) for i in range(dimensions)]
     return sorted(sides, key=lambda side: (side == 1, side))
@@ -56,13 +60,13 @@ def slice_sides(chips, dimensions):
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA needs to know to compile for an absent GPU, from XLA's published specs (openxla/xla,
+    """What XLA must know of an absent GPU to compile for it, from XLA's own specs (openxla/xla,
     xla/backends/gpu/target_config/specs)."""
 
     name: str  # JAX's device_kind
-    capability: str  # CUDA compute capability; the accelerated features are Hopper's alone
-    cores: int
-    units_of_core: int  # float32 units
+    capability: str  # CUDA compute capability; for Hopper, with its accelerated features (sm_90a)
+    cores: int  # streaming multiprocessors
+    units_of_core: int  # float32 units per core
     clock_ghz: float
     memory_bytes: int
     bandwidth: int  # bytes per second
@@ -81,8 +85,8 @@ GPUS = {
                 132, 128, 1.98, 151397597184, 4800000000000, 52428800, 233472, 232448),
 }
 # fmt: on
-# A GpuTargetConfigProto. Values that all these GPUs share are literals; the versions are those that
-# programs are compiled for.
+# A GpuTargetConfigProto as text. Values that all these GPUs share are literals. Programs are
+# compiled for these versions of cuDNN and of the CUDA runtime.
 TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ {gpu.capability} }}
@@ -120,7 +124,8 @@ def gpu_devices(kind: str) -> list:
         raise ValueError(
             f"{kind} is not one of {'-, '.join(GPUS)}-, and 1, 2, 4, 8 or a multiple of 8"
         )
-    # Hide warnings: XLA prints one, and raises no error, if a program takes too much GPU memory.
+    # Hide XLA's warnings. One of them says that a program takes too much GPU memory: XLA raises no
+    # error then, and callers compare the memory with the limit themselves.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     per_host = min(n, 8)
     return topologies.get_topology_desc(

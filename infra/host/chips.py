@@ -16,24 +16,25 @@ GIB = 2**30
 # ---------------------------------------------------------------- chips
 @dataclass(frozen=True)
 class Chip:
-    """The figures that a device's maker publishes; if unknown, memory is inf and the others 0."""
+    """Published specifications of a device. For an unknown device, gib is inf and the rest is 0."""
 
     gib: float = math.inf  # memory that programs may use
     bandwidth: float = 0  # bytes per second of that memory
     flops: float = 0  # bfloat16 operations per second
     clock: float = 0  # TPU only: cycles per second
-    link: float = 0  # TPU only: bytes per second that it sends along one axis of the torus
+    link: float = 0  # TPU only: bytes per second that a chip sends along one axis of the torus
 
 
 # The time for a message to reach a neighbouring TPU chip ("How to Scale Your Model", "Sharded
 # Matrices").
 HOP_SECONDS = 1e-6
 
-# Keys are prefixes of JAX's device_kind; a longer key comes before its own prefix. Google's
-# documentation of Cloud TPUs has the TPU figures. The clock is the chip's peak divided by the
-# operations of its matrix units per cycle, a multiply and an add per cell: v4 and v5p have 8 units
-# of 128 x 128 cells, v5e has 4, v6e has 16. One axis of the torus has a third (v4, v5p) or half of
-# a chip's links, and half of their bandwidth is for sending.
+# Keys are prefixes of JAX's device_kind; a longer key comes before its own prefix. The figures for
+# TPUs are from Google's documentation of Cloud TPUs, except clock and link, which are derived:
+# - The clock is the chip's peak divided by the operations that its matrix units do in a cycle, a
+#   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, v6e has 16.
+# - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Half of the
+#   links' bandwidth is for sending.
 CHIPS = {
     "TPU v4": Chip(30.75, 1.2e12, 275e12, 1.05e9, 1e11),
     "TPU v5 lite": Chip(15.7, 8.2e11, 197e12, 1.5e9, 1e11),
@@ -47,15 +48,15 @@ CHIPS = {
 # otherwise. The rest is left to CUDA and NCCL.
 GPU_SHARE = 0.75
 GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# A plan may fill this part of JAX's share: the compiler's figures leave out the workspace of cuDNN
-# and cuBLAS, and there are gaps between arrays.
+# A program may use this fraction of JAX's share. The rest is for memory that the compiler does not
+# count: the workspaces of cuDNN and cuBLAS, and gaps between arrays.
 GPU_FILLED = 0.95
 
 
 def chip(device) -> Chip:
-    for kind, found in CHIPS.items():
-        if device.device_kind.startswith(kind):
-            return found
+    for prefix, known in CHIPS.items():
+        if device.device_kind.startswith(prefix):
+            return known
     return Chip()
 
 
@@ -65,7 +66,7 @@ def host_memory() -> float:
 
 
 def device_memory(device) -> float:
-    """Memory of a device that a program may take, in GiB; inf if unknown."""
+    """The memory of a device that programs may use, in GiB; inf if unknown."""
     if device.platform == "cpu":
         # The CPU's devices share the host's memory.
         return host_memory() / jax.local_device_count()
@@ -81,7 +82,7 @@ def device_memory(device) -> float:
 
 
 def least_memory(mesh) -> float:
-    """Memory of the smallest device in a mesh, in GiB; the same on all processes."""
+    """The least device_memory in a mesh, in GiB. Every process must call this."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     least = min(device_memory(device) for device in local)
     return float(all_gather_processes(np.float32(least)).min())
@@ -89,14 +90,14 @@ def least_memory(mesh) -> float:
 
 # ---------------------------------------------------------------- host memory
 class PinnedHost(NamedSharding):
-    """A sharding in the hosts' pinned memory, over absent GPUs. JAX does not know their memory
-    kinds, and so drops the memory kind of an ordinary sharding over them."""
+    """A sharding in the hosts' pinned memory, over absent GPUs. JAX does not know the memory kinds
+    of absent GPUs, so an ordinary NamedSharding over them loses its memory kind."""
 
     @property
     def memory_kind(self):
         return "pinned_host"
 
-    # JAX's caches must not confuse this sharding with the same one on the devices.
+    # JAX's caches must not confuse this sharding with the same sharding in device memory.
     def __eq__(self, other):
         return isinstance(other, PinnedHost) and super().__eq__(other)
 

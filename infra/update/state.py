@@ -1,4 +1,4 @@
-"""The state of training, {params, opt, and ref if there is a KL}, and the memory that holds it.
+"""The state of training, {params, opt, and with --beta also ref}, and the memory that holds it.
 
 Master weights and optimizer state are float32 and sharded over the mesh; --offload keeps some of
 them in the host's memory. The trainer passes in its optimizer: optimizer(cfg, name) -> the optax
@@ -41,12 +41,12 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
     for name, shape in model.shapes(model_cfg).items():
         on_device = NamedSharding(mesh, model.spec(name))
         places = {DEVICE: on_device, HOST: chips.in_host_memory(on_device)}
-        param_rests, opt_rests = memory_of(name, cfg.offload)
+        param_memory, opt_memory = memory_of(name, cfg.offload)
         param = jax.ShapeDtypeStruct(shape, jnp.float32)
         # The optimizer's arrays have the parameter's shape, and so its sharding.
         opt_state = jax.eval_shape(optimizer(cfg, name).init, param)
-        params[name] = with_sharding(param, places[param_rests])
-        opt[name] = with_sharding(opt_state, places[opt_rests])
+        params[name] = with_sharding(param, places[param_memory])
+        opt[name] = with_sharding(opt_state, places[opt_memory])
         # The reference is never updated, so it is kept in the compute dtype.
         compute = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
         ref[name] = with_sharding(compute, on_device)
@@ -57,14 +57,14 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
 
 
 def with_sharding(tree, sharding):
-    """Shapes with this sharding. Scalars, such as Adam's step count, are on every device."""
+    """Returns the tree's shapes with this sharding. Scalars, such as Adam's step count, are
+    replicated on all devices."""
     replicated = NamedSharding(sharding.mesh, P())
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=sharding if a.ndim else replicated
-        ),
-        tree,
-    )
+
+    def place(a):
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding if a.ndim else replicated)
+
+    return jax.tree.map(place, tree)
 
 
 def abstract_gradients(cfg, model_cfg, mesh, optimizer) -> dict:
@@ -77,9 +77,9 @@ def abstract_gradients(cfg, model_cfg, mesh, optimizer) -> dict:
 def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
     """Shapes of a micro-batch. fields: {name: dtype}. micro_batch: rows per device."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
+    # Each device's rows are contiguous.
     sharding = NamedSharding(mesh, P(model.ROWS))
     shape = (shards * micro_batch, width)
-    # Each device's rows are contiguous.
     rows = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in fields.items()}
     return with_sharding(rows, sharding)
 
@@ -87,7 +87,7 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
 def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) -> dict:
     """The state before the first step, from the model's files. wanted: its abstract_state."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
-    # Load parameters to the devices; they are offloaded at the end.
+    # Load parameters to the devices. If they are offloaded, device_put below moves them.
     params = hf.load(weights, mesh, partial(progress, "loading weights"))
     opt = {}
     for name, param in model.flatten(params).items():
