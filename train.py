@@ -52,7 +52,7 @@ from infra.run.run import Run
 from infra.run.run_dir import claimed_out
 from infra.update import packing
 from infra.update.attention import ATTENTION, segment_attention
-from infra.update.fit import UpdatePrograms, device_metrics, fit
+from infra.update.fit import UpdatePrograms, check_host_memory, device_metrics, fit
 from infra.update.state import abstract_state, initial_state, is_vector, memory_of, reference
 from model import DEVICE, REMAT
 
@@ -211,7 +211,9 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
     # The fast kernels need bfloat16.
     if dtype == "bfloat16" and platform == "tpu":
         attention = "splash"
-        loss_impl = "pallas"
+        # The loss's kernels are tuned for these chips only.
+        if mesh.devices.flat[0].device_kind.startswith(tuple(kernel.VMEM_MIB)):
+            loss_impl = "pallas"
     elif dtype == "bfloat16" and platform == "gpu":
         attention = "cudnn"
     cfg = dataclasses.replace(
@@ -851,10 +853,11 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     check_data(cfg, questions, examples)
 
     # What fits on the disk and in memory, given the longest prompt.
+    longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
+    check_host_memory(cfg, longest_prompt + cfg.max_answer)
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
     run.write_config()
-    longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(
         model_dir,

@@ -374,7 +374,7 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
     """A run ends when Google's metadata server announces a preemption. Here the server first fails,
-    then answers FALSE, then TRUE."""
+    then answers FALSE, then TRUE. The first answer is wanted at once, the next when it changes."""
     asked = []
 
     class Metadata(http.server.BaseHTTPRequestHandler):
@@ -399,7 +399,9 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stop):
             check_for_stop(stop_signal)
-    assert set(asked) == {("/computeMetadata/v1/instance/preempted?wait_for_change=true", "Google")}
+    path = "/computeMetadata/v1/instance/preempted"
+    asked_for = [path, path, f"{path}?wait_for_change=true"]
+    assert asked == [(path, "Google") for path in asked_for]
 
 
 def test_the_warning_of_a_time_limit_is_a_sigterm():

@@ -242,8 +242,10 @@ def first_difference(names, facts_of):
         for key, value in facts_of[0].items():
             found = facts_of[i].get(key)
             if found != value:
+                # A process that expects more processes may have an index beyond the names.
+                name = names[i] if i < len(names) else f"process {i}"
                 return (
-                    f"{names[i]} has {key} = {found!r}, process 0 has {value!r}; "
+                    f"{name} has {key} = {found!r}, process 0 has {value!r}; "
                     "give all the same command and files"
                 )
     return ""
@@ -283,7 +285,8 @@ def connect(cfg) -> None:
         bypass_proxies({found.address.rsplit(":", 1)[0], *found.hosts} - {""})
         flags = dataclasses.asdict(cfg)
         facts = {name: flags[name] for name in flags if name not in FREE_PER_PROCESS}
-        facts |= {"commit": commit(), "code": code_hash(), "jax": jax.__version__}
+        facts |= {"processes": count, "jax": jax.__version__}
+        facts |= {"commit": commit(), "code": code_hash()}
         with exit_on(OSError, f"{found.address} cannot be listened on: does another run use it?"):
             fault = roll_call(found, facts, cfg.start_timeout)
         check(not fault, fault)
@@ -392,12 +395,15 @@ def watch_signals() -> StopSignal:
 
 def wait_for_preemption(stop_signal: StopSignal) -> None:
     """Ask this process to end once Google's metadata server announces the preemption."""
+    # The notice may have come before this process began.
+    key = "preempted"
     while True:
         try:
-            # The server answers only when the value changes.
-            if metadata("preempted?wait_for_change=true", None) == "TRUE":
+            if metadata(key, None) == "TRUE":
                 stop_signal.warned(signal.SIGTERM)
                 return
+            # From now on, the server answers only when the value changes.
+            key = "preempted?wait_for_change=true"
         except (OSError, ValueError):
             time.sleep(SECONDS_BETWEEN_TRIES)
 

@@ -8,7 +8,9 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 
+from infra.host.chips import GIB
 from infra.host.console import exit_on, first_line, say, show_status, warn
 from infra.run import advice
 
@@ -273,8 +275,8 @@ def print_setup(cfg, setup) -> None:
     inner = setup.mesh.devices[0]
     spans = len({device.process_index for device in inner.flat})
     if spans > 1:
-        # A host lacks the other hosts' shares of the weights, in bfloat16.
-        gib = params * 2 * (1 - 1 / spans) / 2**30
+        # A host lacks the other hosts' shares of the weights.
+        gib = params * jnp.dtype(cfg.dtype).itemsize * (1 - 1 / spans) / GIB
         say(
             f"fsdp*tp = {inner.size} spans {spans} hosts: each forward or backward brings "
             f"{gib:.2g} GiB into every host; --mesh host_local avoids that, at {spans} times the "

@@ -171,7 +171,7 @@ class Run:
             # Shells use this exit code for a command that was ended by a signal.
             raise SystemExit(128 + number) from None
         except OSError as e:
-            warn(f"{first_line(e)}\n{saver.save_before_exit()}, once that is fixed")
+            warn(f"{first_line(e)}: fix that first\n{saver.save_before_exit()}")
             raise SystemExit(1) from None
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
@@ -179,6 +179,6 @@ class Run:
             half = max(1, micro_batch // 2)
             warn(
                 f"a device ran out of memory in step {self.step + 1}: {first_line(e)[:300]}\n"
-                f"{saver.save_before_exit()} with --micro_batch {half} or {ADVICE}"
+                f"{saver.save_before_exit()}; try --micro_batch {half} or {ADVICE}"
             )
             raise SystemExit(1) from None

@@ -39,7 +39,6 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     longest_prompt: in tokens. programs: the trainer's UpdatePrograms, which are compiled.
     """
     width = row_width(longest_prompt + cfg.max_answer, mesh)
-    check_host_memory(cfg, width)
     # Parameters and optimizer state stay on the devices during the rollout.
     resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
     engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
