@@ -309,6 +309,20 @@ def generate(
         return sampler.generate(prompts, key, sampling or Sampling(), group, **options)
 
 
+def greedy_answers(theirs, prompts, n, **stop):
+    """Returns the greedy answers of transformers, whose prompts are padded on the left."""
+    torch = pytest.importorskip("torch")
+    width = max(map(len, prompts))
+    tokens = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for i, prompt in enumerate(prompts):
+        tokens[i, -len(prompt) :] = torch.tensor(prompt)
+        mask[i, -len(prompt) :] = 1
+    options = dict(do_sample=False, max_new_tokens=n, pad_token_id=0)
+    answers = theirs.generate(tokens, attention_mask=mask, **options, **stop)
+    return answers[:, width:].tolist()
+
+
 # ---------------------------------------------------------------- train.py as a process
 # A run of the tiny model: one supervised step, then two GRPO steps with an evaluation after each.
 TINY_FLAGS = "--batch 4 --npq 4 --steps 2 --sft_steps 1 --minibatches 2 --eval_n 8 --eval_every 1"

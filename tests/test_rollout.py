@@ -19,6 +19,7 @@ from conftest import (
     check_errors,
     edit,
     generate,
+    greedy_answers,
     random_params,
     random_prompts,
     spoiled_copy,
@@ -38,20 +39,6 @@ from tools import abstract_rollout, bench_rollout
 
 
 # ---------------------------------------------------------------- against transformers
-def greedy_answers(theirs, prompts, n, **stop):
-    """Returns the greedy answers of transformers, whose prompts are padded on the left."""
-    torch = pytest.importorskip("torch")
-    width = max(map(len, prompts))
-    tokens = torch.zeros((len(prompts), width), dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for i, prompt in enumerate(prompts):
-        tokens[i, -len(prompt) :] = torch.tensor(prompt)
-        mask[i, -len(prompt) :] = 1
-    options = dict(do_sample=False, max_new_tokens=n, pad_token_id=0)
-    answers = theirs.generate(tokens, attention_mask=mask, **options, **stop)
-    return answers[:, width:].tolist()
-
-
 @pytest.mark.parametrize(
     "name, has_stops",
     [("tied", False), ("untied", True), ("qwen3", False), ("llama", True), ("llama3", False)],
