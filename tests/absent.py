@@ -7,13 +7,14 @@ import tempfile
 import pytest
 from conftest import arguments, run
 
-from tools.sizes import SIZES
+from tools.sizes import SIZES, family_of
 
 
 def write_config(directory, size, **changes):
     """Write the config.json of a model of this size, which is enough to compile it. Returns the
     directory."""
-    V, D, F, N, K, H, L, tied, family = SIZES[size]
+    V, D, F, N, K, H, L, tied = SIZES[size]
+    family = family_of(size)
     config = dict(
         model_type=family,
         head_dim=H,

@@ -2,31 +2,37 @@
 
 from model import FAMILIES, ModelConfig
 
-# The columns are V D F N K H L tied family. "tiny" is the embedded default, and "45M" suits a CPU.
+# The columns are V D F N K H L tied. "tiny" is the embedded default, and "45M" suits a CPU.
 # Sizes without the name of a family are Qwen2.5.
 # fmt: off
 SIZES = {
-    "tiny": (320, 128, 256, 4, 2, 32, 2, 1, "qwen2"),
-    "45M": (151936, 256, 1024, 4, 2, 64, 6, 1, "qwen2"),
-    "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1, "qwen2"),
-    "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1, "qwen2"),
-    "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1, "qwen2"),
-    "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0, "qwen2"),
-    "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0, "qwen2"),
-    "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0, "qwen2"),
-    "Qwen3-0.6B": (151936, 1024, 3072, 16, 8, 128, 28, 1, "qwen3"),
-    "Qwen3-1.7B": (151936, 2048, 6144, 16, 8, 128, 28, 1, "qwen3"),
-    "Qwen3-4B": (151936, 2560, 9728, 32, 8, 128, 36, 1, "qwen3"),
-    "Qwen3-8B": (151936, 4096, 12288, 32, 8, 128, 36, 0, "qwen3"),
-    "Qwen3-14B": (151936, 5120, 17408, 40, 8, 128, 40, 0, "qwen3"),
-    "Qwen3-32B": (151936, 5120, 25600, 64, 8, 128, 64, 0, "qwen3"),
+    "tiny": (320, 128, 256, 4, 2, 32, 2, 1),
+    "45M": (151936, 256, 1024, 4, 2, 64, 6, 1),
+    "0.5B": (151936, 896, 4864, 14, 2, 64, 24, 1),
+    "1.5B": (151936, 1536, 8960, 12, 2, 128, 28, 1),
+    "3B": (151936, 2048, 11008, 16, 2, 128, 36, 1),
+    "7B": (152064, 3584, 18944, 28, 4, 128, 28, 0),
+    "14B": (152064, 5120, 13824, 40, 8, 128, 48, 0),
+    "32B": (152064, 5120, 27648, 40, 8, 128, 64, 0),
+    "Qwen3-0.6B": (151936, 1024, 3072, 16, 8, 128, 28, 1),
+    "Qwen3-1.7B": (151936, 2048, 6144, 16, 8, 128, 28, 1),
+    "Qwen3-4B": (151936, 2560, 9728, 32, 8, 128, 36, 1),
+    "Qwen3-8B": (151936, 4096, 12288, 32, 8, 128, 36, 0),
+    "Qwen3-14B": (151936, 5120, 17408, 40, 8, 128, 40, 0),
+    "Qwen3-32B": (151936, 5120, 25600, 64, 8, 128, 64, 0),
 }
 # fmt: on
 
 
+def family_of(name: str) -> str:
+    """Returns the model_type of a model in SIZES."""
+    return "qwen3" if name.startswith("Qwen3") else "qwen2"
+
+
 def model_of_size(name: str) -> ModelConfig:
     """Returns the config of a model in SIZES, without what depends on the tokenizer."""
-    V, D, F, N, K, H, L, tied, family = SIZES[name]
+    V, D, F, N, K, H, L, tied = SIZES[name]
+    family = FAMILIES[family_of(name)]
     return ModelConfig(
         V=V,
         D=D,
@@ -41,6 +47,6 @@ def model_of_size(name: str) -> ModelConfig:
         max_positions=32768,
         # Without stop tokens every row decodes its full length.
         stop_ids=(),
-        qkv_bias=FAMILIES[family].qkv_bias,
-        qk_norm=FAMILIES[family].qk_norm,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
     )

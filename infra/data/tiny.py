@@ -38,6 +38,7 @@ def worked_sum(a: int, b: int, carry: bool = True) -> str:
     steps = []
     result = ""
     carried = 0
+    # Begin with the units, since carries go to the left.
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carried
         steps.append(f"{x}+{y}+{carried}={total}")

@@ -106,7 +106,9 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     by_prompt = len(wave.row_ids), -1, wave.group
     is_live_RPG = wave.is_live.reshape(by_prompt)
     _, n_prompts, _ = is_live_RPG.shape
-    size = fewer_rows(is_live_RPG, slot_bytes * width, slot_bytes * slots, weight_bytes)
+    prompt_bytes = slot_bytes * width
+    answer_bytes = slot_bytes * slots
+    size = fewer_rows(is_live_RPG, prompt_bytes, answer_bytes, weight_bytes)
     if size == (n_prompts, wave.group) and slots == wave.slots:
         return wave
     # Each device keeps its prompts that have live answers, and the live answers of each, in order.

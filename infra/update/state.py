@@ -62,7 +62,9 @@ def with_sharding(tree, sharding):
     replicated = NamedSharding(sharding.mesh, P())
 
     def place(a):
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding if a.ndim else replicated)
+        is_scalar = a.ndim == 0
+        own_sharding = replicated if is_scalar else sharding
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=own_sharding)
 
     return jax.tree.map(place, tree)
 
@@ -80,7 +82,9 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
     # Each device's rows are contiguous.
     sharding = NamedSharding(mesh, P(model.ROWS))
     shape = (shards * micro_batch, width)
-    rows = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in fields.items()}
+    rows = {}
+    for name, dtype in fields.items():
+        rows[name] = jax.ShapeDtypeStruct(shape, dtype)
     return with_sharding(rows, sharding)
 
 
