@@ -1,6 +1,5 @@
 """Chat templates and special tokens (infra/data/chat.py), against transformers."""
 
-import contextlib
 import datetime
 import json
 import shutil
@@ -17,6 +16,7 @@ from infra.data import hf, rewards
 from infra.data.chat import load_tokenizer
 from infra.data.questions import load_questions
 from infra.rollout.engine import Engine
+from infra.run.run_dir import claimed_out
 from test_kernel import mesh
 
 # ---------------------------------------------------------------- templates of the forms in use
@@ -310,8 +310,9 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
     # Without steps, no update is compiled.
     flags = ["--steps 0 --batch 1 --max_answer 16 --max_prompt 128 --out", tmp_path / "run"]
     flags += ["--model", directory, "--data", data, "--eval_data", data]
-    with restored_signals(), contextlib.ExitStack() as claims:
-        _, setup, _, outputs = train.set_up(train.parse(arguments(flags)), claims)
+    cfg = train.parse(arguments(flags))
+    with restored_signals(), claimed_out(cfg.out):
+        _, setup, run = train.set_up(cfg)
     tokenizer = setup.engine.tokenizer
     rows = setup.questions[:1] * 8
     prompt = tokenizer.bpe.decode(rows[0]["prompt"], skip_special_tokens=False)
@@ -326,7 +327,7 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
         return answer == "Hm.</think>4"
 
     with mock.patch.object(setup.engine, "generate", return_value=written):
-        _, texts = train.sample_answers(rows, 8, None, None, setup, outputs)
+        _, texts = train.sample_answers(rows, 8, None, None, setup, run)
     scores, faults = rewards.score_answers([is_as_written], rows, texts, [False] * 8)
     assert scores.all() and not faults
 

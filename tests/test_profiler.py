@@ -61,7 +61,7 @@ def test_a_trace_holds_the_work_of_its_step_alone(traced):
     assert path.stat().st_size > 1e5
     # Jitted programs, from the rollout to the update.
     names = events_of(trace)
-    for program in ("prefill", "decode", "gradients", "apply"):
+    for program in ("prefill", "decode", "gradients", "optimizer_step"):
         assert f"PjitFunction({program})" in names, sorted(set(names))
     # The first step has compiled everything, and the traced step calls each function once.
     assert not [name for name in names if "compile_or_get_cached" in name]

@@ -48,7 +48,8 @@ class Run:
 
     def write_config(self) -> None:
         """Write config.json, and start the run on wandb.ai if there is a project."""
-        self.wandb = log.start_wandb(self.cfg.wandb, self.out, self.flags)
+        cfg = self.cfg
+        self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags)
         run_dir.write_config(self.out, self.flags)
 
     def watch(self, setup) -> None:
