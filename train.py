@@ -84,7 +84,7 @@ class Config:
     max_answer: Positive = 512  # truncate longer answers; a truncated answer scores 0
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; evaluations: dtype
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; not for evaluations
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO
     sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
@@ -270,11 +270,11 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     )
 
     # Weights are sharded by hidden size over fsdp and tp, and by heads and feed-forward over tp.
-    common = math.gcd(model_cfg.D, mesh.size)
+    largest_fsdp = math.gcd(model_cfg.D, mesh.size)
     check(
         model_cfg.D % (fsdp * tp) == 0,
         f"hidden size {model_cfg.D} does not divide over fsdp*tp = {fsdp}*{tp}; try --mesh "
-        f"{mesh.size // common},{common},1",
+        f"{mesh.size // largest_fsdp},{largest_fsdp},1",
     )
     split = {
         "query heads": model_cfg.N,
@@ -335,8 +335,8 @@ class Setup:
 def rows_of_step(pool: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
     """This host's batch * npq rows of a step: `per_host` rows of the pool, each repeated.
 
-    number: of the step among the supervised steps, or among the GRPO steps, from 0. Repeats of a
-    row are consecutive: the answers to one question form its group.
+    number: the step's number from 0, among the supervised steps or among the GRPO steps. Repeats of
+    a row are consecutive: the answers to one question form its group.
     """
     first = (number * jax.process_count() + jax.process_index()) * per_host
     order = question_order(cfg.seed, first, per_host, len(pool))
@@ -345,7 +345,7 @@ def rows_of_step(pool: list[dict], number: int, per_host: int, cfg: Config) -> l
 
 
 def sample_answers(rows, group, key, sampling, setup, run):
-    """Sample an answer to each of this host's rows; every `group` consecutive rows are the same.
+    """Sample an answer to each of this host's rows; a question has `group` consecutive rows.
     Returns (the output of Engine.generate, the answers' texts)."""
     # Prompts are token ids: they were encoded when the data was loaded.
     prompts = [row["prompt"] for row in rows]
@@ -374,8 +374,8 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 
 
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
-    """For each answer, whether it has a gradient: if its advantage is not 0, or if the loss has a
-    KL or an entropy bonus. Returns bool [answers]."""
+    """Whether each answer has a gradient, bool [answers]. All have one if the loss has a KL or an
+    entropy bonus; otherwise, those with an advantage other than 0 have one."""
     # If a logprob is not finite, the weights are broken. Compute the gradients even so: they are
     # NaN, the update is skipped, and many skipped updates end the run.
     is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
@@ -529,8 +529,8 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
 
 
 def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
-    """Returns (loss, metrics) of one micro-batch. metrics: the loss again, and the stats of
-    kernel.grpo_loss: the sum over tokens of each, and the maximum over tokens of some.
+    """Returns (loss, metrics) of one micro-batch. metrics: the loss again; each stat of
+    kernel.grpo_loss, summed over tokens; and for some stats also the maximum over tokens.
 
     `update_metrics` divides the sums by the number of trained tokens of a step.
     """
@@ -564,8 +564,8 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics)."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # XLA does not copy layers in host memory here, because nothing reads the copies: the forward
-    # fetches layers one by one.
+    # XLA drops this copy for layers in host memory, because nothing reads it: the forward fetches
+    # layers one by one.
     on_device = jax.device_put(params, DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
@@ -784,8 +784,8 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm of each
     update. seconds: time of the updates."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
-    # Means leave out answers without a gradient, because these are not computed. If no answer has a
-    # gradient, the means are NaN.
+    # Means leave out answers without a gradient, because the update does not compute them. If no
+    # answer has a gradient, the means are NaN.
     trained = counts["trained"] or math.nan
     metrics = {
         "kl": 0.0,  # replaced below if the loss has a KL
