@@ -367,7 +367,7 @@ def backward_grid(blocks, h_CD, tile_max):
     d = blocks.tile_hidden
     columns_of_h = BlockSpec((C, d), lambda i, j, _: (0, i))
     tile_of_head = BlockSpec((V, d), lambda i, j, _: (j, i))
-    # The first chunk does not read dW. The index then stays at tile 0, so that no other is fetched.
+    # The first chunk does not read dW: its index stays at tile 0, so that no other tile is fetched.
     tile_of_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -397,7 +397,7 @@ def pallas_backward(
     dh_rest, dW_rest = jax_backward(
         head_VD[tiled:], z_rest, h_CD, row_C - tiled, per_token, dW_VD[tiled:], is_first_chunk
     )
-    # Write these rows of dW before the kernel runs. To write them afterwards, XLA would copy dW.
+    # Write these rows of dW before the kernel runs: writing them afterwards would copy all of dW.
     dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))
     # In dz, p has the factor d_logp + d_entropy (log p + H) = offset + slope log2(p).
     d_logp, d_entropy, logsumexp, entropy = per_token
@@ -422,11 +422,11 @@ def pallas_backward(
 
 
 # ---------------------------------------------------------------- over a mesh
-# The head is stored sharded over D, because V may not be divisible. For the loss, an all-to-all
-# turns each device's d columns of the head into V / shards rows, where shards = fsdp * tp. The
-# devices along these axes then work on each chunk together: they all-gather its hidden states,
-# combine the sums of their softmax parts, and reduce-scatter dh. Each device keeps dW of its rows
-# until all chunks are done. Then an all-to-all turns these rows into columns.
+# The head is stored sharded over D, because its shards = fsdp * tp may not divide V. For the loss,
+# an all-to-all turns each device's d columns of the head into V / shards rows. The devices along
+# these axes then work on each chunk together: they all-gather its hidden states, combine the sums
+# of their softmax parts, and reduce-scatter dh. Each device keeps dW of its rows until all chunks
+# are done. Then an all-to-all turns these rows into columns.
 @dataclass(frozen=True)
 class Settings:
     """What to compute, and how. All fields are static in compiled programs."""

@@ -263,7 +263,7 @@ def spec(name: str) -> P:
     # Matrices are sharded over fsdp along D, and over tp along heads or F.
     axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp"}
     if "V" in dims:
-        # V may not be divisible, so the embedding and the head shard D over both axes.
+        # fsdp * tp may not divide V, so the embedding and the head shard D over both axes.
         axes = {"D": ("fsdp", "tp")}
     elif dims in ("D", "LD", "LH"):
         # Norm scales are replicated.
