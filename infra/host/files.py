@@ -59,7 +59,7 @@ def complete_file(path: str) -> Iterator[BinaryIO]:
         os.replace(unfinished, path)
         # The new name is on the disk only once its directory has been flushed.
         flush_to_disk(os.path.dirname(path) or ".")
-    # Catch every exception, also one from a signal handler: half a file is of no use.
+    # Catch every exception, even one from a signal handler: half a file is of no use.
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)

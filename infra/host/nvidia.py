@@ -96,7 +96,8 @@ def how_to_find_gpus(driver: str) -> str:
         return f"JAX has no CUDA here, `bash launch.sh gpu` installs it, {on_cpu}"
     oldest = OLDEST_DRIVER[cuda]
     if int(driver.split(".")[0]) >= oldest:
-        return f"the driver, {driver}, is new enough; {reinstall(f'jax[cuda{cuda}]')}, {on_cpu}"
+        advice = reinstall(f"jax[cuda{cuda}]")
+        return f"the driver, {driver}, is new enough; {advice}, {on_cpu}"
     # On Slurm, CUDA was chosen on the login node, which may not know the other nodes' driver.
     older = ", or choose CUDA 12: CUDA=12 bash launch.sh slurm (or gpu)" if cuda != "12" else ""
     wanted = f"CUDA {cuda} needs driver {oldest} or newer, and this one is {driver}"
@@ -112,8 +113,8 @@ def reinstall(package: str) -> str:
 
 
 def check_cudnn() -> None:
-    """Exit with code 2 unless the loaded cuDNN has the major version that JAX was compiled for, and
-    at least its minor version. XLA has the same rule."""
+    """Exit with code 2 unless the loaded cuDNN has the same major version as the one that JAX was
+    compiled for, and the same minor version or a newer one. XLA has the same rule."""
     cuda = plugin_cuda()
     # JAX's own check reads the versions from this module of its CUDA plugin.
     versions = sys.modules.get(f"jax_cuda{cuda}_plugin._versions")
