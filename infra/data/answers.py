@@ -193,7 +193,7 @@ def scale_after(
     is_attached = first.start() == number.end()
     if first["word"]:
         return word_scale(first[0], is_attached)
-    # A symbol attached to the number may begin a factorial, a product or an argument.
+    # A symbol attached to the number may continue a formula, as in 5!, 5(x), 5[x] and 5:x.
     return None if is_attached and first[0] in "!([:" else 1
 
 

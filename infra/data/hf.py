@@ -326,8 +326,8 @@ def split_into_files(tensors, itemsize, file_bytes):
 
 
 def compiled_gather(mesh, dtype):
-    """Returns a jitted gather(our parameter, layer or None, its name, Hugging Face shape) -> the
-    Hugging Face tensor, replicated."""
+    """Returns a jitted gather(our parameter, layer or None, the parameter's name, Hugging Face
+    shape) -> the Hugging Face tensor, replicated."""
 
     @partial(jax.jit, static_argnames=("name", "shape"), out_shardings=NamedSharding(mesh, P()))
     def gather(a, i, name, shape):

@@ -137,8 +137,8 @@ def first_on_this_disk(what: str) -> Iterator[None]:
     """Let only the first of the processes that share a disk request `what`. The others wait until
     it has finished or failed, and then go on together: they find the local copy.
 
-    This uses the kernel's file lock, which need not know how many processes a host has, also works
-    on disks that hosts share, and ends with the process that holds it: none waits for a dead one.
+    This uses the kernel's file lock. It need not know how many processes a host has, and it also
+    works on disks that hosts share. The lock ends with its holder: nobody waits for a dead process.
     """
     from huggingface_hub import constants
 
@@ -169,7 +169,7 @@ def reach() -> str:
     """Connect to the hub, once per process. Returns "", or why the hub cannot be reached.
 
     If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
-    would try for half a minute. They read the setting at import, so call this before that.
+    would try for half a minute. They read the setting at import, so call this before their import.
     The hub counts as reachable if it accepts the connection, whatever it responds.
     """
     if is_offline():

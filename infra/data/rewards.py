@@ -36,7 +36,7 @@ LEAST_FAILED = 4
 
 
 def name_of(function: RewardFunction) -> str:
-    """A function's name, or its type's if it has none, such as functools.partial(function, ...)."""
+    """A function's name, or its type's name if it has none, as functools.partial(...) has none."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -148,6 +148,7 @@ def report(faults: dict[str, dict[int, str]]) -> int:
     worked: the run would train on nothing.
     """
     for name, messages in faults.items():
+        # Lower case sorts last, so `max` prefers "not called, ..." to "TooSlow: ...".
         reason = max(messages.values())
         n = len(messages)
         may_work = name in HAVE_WORKED or n < LEAST_FAILED
