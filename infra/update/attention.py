@@ -62,7 +62,7 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
     # The kernel needs no mask to skip later keys, but for segments it reads a bfloat16 mask [T, T].
-    # Giving each segment a row of its own, and the kernel its length, would move more bytes.
+    # The alternative, a row for each segment and its length as an argument, would move more bytes.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)

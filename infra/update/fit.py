@@ -187,7 +187,7 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
     # Count a whole embedding, the largest parameter, in the compute dtype, and its whole gradient
-    # in float32. This overestimates if they are sharded, as they are except with --loss_impl full.
+    # in float32. This overestimates: both are sharded, except with --loss_impl full.
     embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + 4)
     rest_gib = (device_bytes((state, grads)) + embedding) / GIB
     # For each row, memory holds the inputs of all layers, the last hidden states and two gradients.
@@ -205,9 +205,9 @@ def largest_that_fits(
 ) -> tuple[int, dict]:
     """Returns (the largest micro-batch n <= most that fits, 0 if none; {each tried n: need(n)}).
 
-    need(n) -> (GiB, whether n rows fit). The first try is the estimate, and the last if not even
-    one more row can fit. The second try assumes that each row adds `estimate.row_gib`. Each further
-    try is where the line through two earlier tries meets the limit.
+    need(n) -> (GiB, whether n rows fit). The first try is the estimate, and the only one if not
+    even one more row can fit. The second try assumes that each row adds `estimate.row_gib`. Each
+    further try is where the line through two earlier tries meets the limit.
     """
     tried = {}
     # The largest that fits is at least `fits`, and below `too_many`.

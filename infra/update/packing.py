@@ -106,7 +106,7 @@ def count_tokens(lengths, answer_lengths, computed, slots, model_cfg) -> dict:
         "valid": answer_lengths.sum(),  # tokens of all answers
         "trained": answer_lengths[computed].sum(),  # tokens of the packed answers
         "tokens": lengths[computed].sum(),  # tokens of the packed answers and their prompts
-        "slots": slots,  # the same and the padding of the rows that are computed
+        "slots": slots,  # these tokens and the padding in the computed rows
         "flops": flops(model_cfg, lengths[computed].tolist()),
     }
     of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
