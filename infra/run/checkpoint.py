@@ -89,7 +89,7 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
 def read_about(path: str) -> dict:
     """What save_shards kept in a file's header. Raises CheckpointError if the file is damaged."""
     try:
-        # Opening the file compares the sizes in its header with its own size.
+        # safe_open raises an error if the sizes in the header do not add up to the file's size.
         with safe_open(path, "np") as f:
             about = f.metadata()
         # Both must be there: a missing one raises KeyError.
@@ -203,10 +203,13 @@ class ShardFiles:
             overlap = overlap_of(index, start, held.get_shape())
             if overlap is None:
                 continue
-            in_piece = tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, start, strict=True))
+            in_piece = tuple(
+                slice(low - first, high - first)
+                for (low, high), first in zip(overlap, start, strict=True)
+            )
             in_out = tuple(
-                slice(a - part.start, b - part.start)
-                for (a, b), part in zip(overlap, index, strict=True)
+                slice(low - part.start, high - part.start)
+                for (low, high), part in zip(overlap, index, strict=True)
             )
             # safetensors cannot slice a scalar.
             out[in_out] = held[in_piece] if in_piece else f.get_tensor(key)
