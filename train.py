@@ -445,8 +445,8 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
     """Pack this host's sequences. Returns (a list of micro-batches per minibatch, counts over all
     hosts). A micro-batch is {field: global array [micro_batch rows of each device, width]}."""
     # Answers without a gradient are not packed, so that nothing is computed for them.
-    computed = has_gradient(advantages, sampler_logprobs, cfg)
-    plan = packing.pack_minibatches(prompts, answers, computed, cfg.minibatches, setup)
+    is_packed = has_gradient(advantages, sampler_logprobs, cfg)
+    plan = packing.pack_minibatches(prompts, answers, is_packed, cfg.minibatches, setup)
     # Normalise the weights once, here, over all sequences of all hosts. Then the gradient depends
     # neither on the split into rows and micro-batches nor on which sequences are left out.
     normaliser_M = plan.answer_tokens_M if cfg.loss_agg == "token" else plan.answers_M

@@ -113,14 +113,14 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), files.complete_file(path) as f:
+    with pytest.raises(KeyboardInterrupt), files.atomic_file(path) as f:
         f.write(b"half of")
         f.flush()
         # A kill at this point would leave the old file.
         assert path.read_bytes() == b"old"
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
-    with files.complete_file(path) as f:
+    with files.atomic_file(path) as f:
         f.write(b"new")
     assert path.read_bytes() == b"new"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -36,14 +36,14 @@ def read_json(path: str) -> dict:
 
 def write_json(path: str, value: Any) -> None:
     """Write a value as JSON; the file appears complete or not at all."""
-    with complete_file(path) as f:
+    with atomic_file(path) as f:
         # Indent: people read some of these files.
         f.write(json.dumps(value, indent=1).encode())
 
 
 @contextlib.contextmanager
-def complete_file(path: str) -> Iterator[BinaryIO]:
-    """Yields a binary file to write, which gets its name once it is complete and on disk.
+def atomic_file(path: str) -> Iterator[BinaryIO]:
+    """Write a file atomically: yields a binary file, which gets its name once it is on the disk.
 
     If an error interrupts the writing, the unfinished file is removed, and an older file of that
     name stays as it was.

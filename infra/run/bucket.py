@@ -47,7 +47,7 @@ class RefusedError(BucketError):
     """The bucket cannot be used, and no retry would help."""
 
 
-def gcloud(*words: str, tries: int = 1 + len(PATIENCE)) -> str:
+def gcloud_retrying(*words: str, tries: int = 1 + len(PATIENCE)) -> str:
     """Run `gcloud storage ...`, with at most `tries` tries. Returns its output, or raises
     BucketError."""
     for seconds in PATIENCE[: tries - 1]:
@@ -94,7 +94,7 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
     BucketError that names source and target."""
     patterns = "|".join(excluded)
     try:
-        gcloud("rsync", "--recursive", "--exclude", patterns, *flags, source, target)
+        gcloud_retrying("rsync", "--recursive", "--exclude", patterns, *flags, source, target)
     except AbsentError:
         # The source does not exist yet, so there is nothing to copy.
         return
@@ -145,13 +145,13 @@ def send_results(out: str) -> None:
     there = ""
     if here:
         with contextlib.suppress(AbsentError):
-            there = gcloud("cat", marker)
+            there = gcloud_retrying("cat", marker)
     # If the run was given more steps, the bucket has an older model. Remove its marker first.
     if there and there != here:
         remove(marker)
     send_rest(out)
     if here and there != here:
-        gcloud("cp", f"{out}/{MARKER}", marker)
+        gcloud_retrying("cp", f"{out}/{MARKER}", marker)
 
 
 def marker_here(out: str) -> str:
@@ -166,9 +166,9 @@ def check_results(out: str) -> None:
     only an evaluation."""
     here = marker_here(out)
     if not here:
-        gcloud("ls", f"{bucket_of(out)}/metrics.jsonl")
+        gcloud_retrying("ls", f"{bucket_of(out)}/metrics.jsonl")
         return
-    there = gcloud("cat", f"{bucket_of(out)}/{MARKER}")
+    there = gcloud_retrying("cat", f"{bucket_of(out)}/{MARKER}")
     if there.split() != here.split():
         raise BucketError(f"{bucket_of(out)}/final is not the model of this run")
 
@@ -186,7 +186,7 @@ def fetch_rest(out: str, final: bool) -> None:
 def names(out: str) -> list[str]:
     """Names of the run's files and folders in the bucket, or [] if there are none."""
     try:
-        listed = gcloud("ls", f"{bucket_of(out)}/")
+        listed = gcloud_retrying("ls", f"{bucket_of(out)}/")
     except AbsentError:
         # Buckets have no empty folders, so gcloud fails for a run that has not begun.
         return []
@@ -210,7 +210,7 @@ def remove(*words: str) -> None:
     """Run `gcloud storage rm`. Raises BucketError."""
     # An earlier try that seemed to fail may have removed the object.
     with contextlib.suppress(AbsentError):
-        gcloud("rm", *words)
+        gcloud_retrying("rm", *words)
 
 
 def put_aside(out: str, old: str, pattern: str) -> None:
@@ -220,4 +220,4 @@ def put_aside(out: str, old: str, pattern: str) -> None:
         if re.fullmatch(pattern, name):
             # An earlier try that seemed to fail may have moved the object.
             with contextlib.suppress(AbsentError):
-                gcloud("mv", f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}")
+                gcloud_retrying("mv", f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}")

@@ -74,7 +74,7 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
     text += b" " * (-len(text) % 8)
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, SHARDS.format(jax.process_index(), jax.process_count()))
-    with files.complete_file(path) as f:
+    with files.atomic_file(path) as f:
         f.write(len(text).to_bytes(8, "little") + text)
         crc = zlib.crc32(text)
         for array in shards.values():

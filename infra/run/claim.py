@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from infra.run.bucket import AbsentError, BucketError, gcloud
+from infra.run.bucket import AbsentError, BucketError, gcloud_retrying
 
 SECONDS_BETWEEN_SIGNS = 20
 # Long enough to see a late sign, or the next sign if one did not reach the bucket.
@@ -47,7 +47,7 @@ def read_claim(path: str, bucket: str) -> dict:
     raises BucketError if the bucket cannot be reached."""
     if bucket:
         try:
-            gcloud("cp", f"{bucket}/claim.json", path)
+            gcloud_retrying("cp", f"{bucket}/claim.json", path)
         except AbsentError:
             return {}
     try:
@@ -69,7 +69,7 @@ def write_claim(path: str, bucket: str, claim: dict) -> None:
         os.replace(f"{path}.tmp", path)
         if bucket:
             # Do not retry: a sign that comes minutes late is of no use.
-            gcloud("cp", path, f"{bucket}/claim.json", tries=1)
+            gcloud_retrying("cp", path, f"{bucket}/claim.json", tries=1)
 
 
 def in_use(out: str, holder: dict) -> InUse:
@@ -176,4 +176,4 @@ def signs_of_life(path: str, bucket: str, claim: dict) -> Iterator[None]:
             os.unlink(path)
         if bucket:
             with contextlib.suppress(BucketError):
-                gcloud("rm", f"{bucket}/claim.json", tries=1)
+                gcloud_retrying("rm", f"{bucket}/claim.json", tries=1)

@@ -216,7 +216,7 @@ def newest_checkpoint(out: str, resume: str):
         directory = f"{out}/step_{step:06}"
         paths, about = [], {}
         try:
-            paths, about = complete_checkpoint(out, step)
+            paths, about = find_checkpoint(out, step)
             own_steps.append(step)
         except (CheckpointError, OSError) as e:
             warn(f"step {step} cannot be used: {e}")
@@ -253,7 +253,7 @@ def steps_of_all_hosts(out):
     return sorted(found - {0}, reverse=True)
 
 
-def complete_checkpoint(out, step):
+def find_checkpoint(out, step):
     """Returns checkpoint.complete_checkpoint of a step; with a bucket, fetches the files first."""
     name = f"step_{step:06}"
     if bucket.bucket_of(out):
@@ -313,7 +313,7 @@ def truncate_to(out: str, done: int) -> None:
     for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
         # Without a checkpoint, the run starts over.
         kept = rows if done else []
-        with files.complete_file(f"{out}/{name}") as f:
+        with files.atomic_file(f"{out}/{name}") as f:
             f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
 
 

@@ -47,12 +47,12 @@ def pack(lengths, width: int) -> list[list[int]]:
     return rows
 
 
-def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Packing:
+def pack_minibatches(prompts, answers, is_packed, minibatches: int, setup) -> Packing:
     """Pack prompts with their answers into rows, a set of rows for each minibatch, and deal the
     rows out over this host's devices.
 
     A minibatch takes every minibatches-th sequence, so that the same sequences go together on any
-    number of hosts. computed: whether to pack each sequence; the others count in their minibatch,
+    number of hosts. is_packed: whether to pack each sequence; the others count in their minibatch,
     but are in no row. setup: the trainer's Setup of the run.
     """
     width = setup.row_width
@@ -65,7 +65,7 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
     # Pack each minibatch separately, as a row belongs to one update.
     rows_M = []
     for part in parts:
-        kept = [i for i in part if computed[i]]
+        kept = [i for i in part if is_packed[i]]
         packed = pack(lengths[kept], width)
         rows_M.append([[kept[i] for i in row] for row in packed])
 
@@ -96,18 +96,18 @@ def pack_minibatches(prompts, answers, computed, minibatches: int, setup) -> Pac
     own_M2 = [(len(part), answer_lengths[part].sum()) for part in parts]
     answers_M, answer_tokens_M = all_gather_processes(own_M2).sum(0).T
     slots = computed_rows * width
-    counts = count_tokens(lengths, answer_lengths, computed, slots, setup.model_cfg)
+    counts = count_tokens(lengths, answer_lengths, is_packed, slots, setup.model_cfg)
     return Packing((height, width), micro_batches, answers_M, answer_tokens_M, counts)
 
 
-def count_tokens(lengths, answer_lengths, computed, slots, model_cfg) -> dict:
+def count_tokens(lengths, answer_lengths, is_packed, slots, model_cfg) -> dict:
     """The totals that a step's metrics are computed from, summed over all hosts."""
     of_host = {
         "valid": answer_lengths.sum(),  # tokens of all answers
-        "trained": answer_lengths[computed].sum(),  # tokens of the packed answers
-        "tokens": lengths[computed].sum(),  # tokens of the packed answers and their prompts
+        "trained": answer_lengths[is_packed].sum(),  # tokens of the packed answers
+        "tokens": lengths[is_packed].sum(),  # tokens of the packed answers and their prompts
         "slots": slots,  # these tokens and the padding in the computed rows
-        "flops": flops(model_cfg, lengths[computed].tolist()),
+        "flops": flops(model_cfg, lengths[is_packed].tolist()),
     }
     of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
     return dict(zip(of_host, of_all, strict=True))
