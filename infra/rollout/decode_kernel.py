@@ -21,15 +21,15 @@ from jax.experimental.pallas import (
 )
 from jax.experimental.pallas import tpu as pltpu
 
-# Most bytes of VMEM for a block of keys, and for a block of scores.
+# Maximum bytes of VMEM for a block of keys, and for a block of scores.
 BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
 # Score of a slot that is not attended to.
 LEAST = -1e30
-# Most rows of a block, whose lengths are read one by one, and most queries per row.
+# Maximum rows of a block (the kernel reads their lengths one by one), and queries per row.
 MOST_ROWS = 16
 MOST_QUERIES = 1024
-# Slots of a block that attention reads, and of one that is written: a bfloat16 tile.
+# Slots per block: attention reads many at once, and a write changes one bfloat16 tile.
 BLOCK_SLOTS = 512
 TILE_SLOTS = 16
 # Largest array of keys or values, in bytes, that XLA may hold in VMEM while all layers run.
@@ -44,9 +44,9 @@ def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
 
 
 def queries_of_block(M: int) -> int:
-    """Queries per block: M, or if that is too many, its largest divisor of complete tiles.
+    """Queries per block: M, or if M is too large, its largest divisor that is a multiple of 8.
 
-    If there is no such divisor, all M.
+    A float32 tile has 8 rows. If M has no such divisor, one block takes all queries.
     """
     possible = [n for n in range(8, MOST_QUERIES + 1, 8) if M % n == 0]
     return M if M <= MOST_QUERIES else max(possible, default=M)
@@ -83,7 +83,7 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
         out_shape=[jax.typeof(keys), jax.typeof(values)],
         # The inputs are layer, slot, two tokens, keys and values; the last two become the outputs.
         input_output_aliases={4: 0, 5: 1},
-        # A tile of keys and a tile of values are each read and written.
+        # Every row reads and writes one tile of keys and one tile of values.
         cost_estimate=CostEstimate(flops=0, bytes_accessed=4 * B * tile_bytes, transcendentals=0),
         name="write_token",
         interpret=interpret,
@@ -95,8 +95,8 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
 def in_hbm(a):
     """Constrain keys or values to HBM, unless they are small.
 
-    XLA may hold a small cache in VMEM while all layers run, which is faster. It would copy a larger
-    one to VMEM with all its layers, again for each layer.
+    XLA may hold a small cache in VMEM while all layers run, which is faster. Of a larger cache, XLA
+    would copy all layers to VMEM, and would repeat that for each layer.
     """
     if a.nbytes <= SMALL_CACHE:
         return a
@@ -119,11 +119,12 @@ def change_tiles(layer, slot, k, v, old_keys, old_values, keys, values):
 
 # ---------------------------------------------------------------- attention
 def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interpret=False) -> list:
-    """Attention to the first length_B slots of a layer, and to others. Returns [out, log-sum-exp].
+    """Attention to the first length_B slots of a layer, merged with attention to other slots.
 
-    others_out, others_lse: the results of attention to other slots. Slots beyond the longest row of
-    a block are not read. The softmax is that of flash attention (arXiv 2205.14135): its running
-    sums have weights relative to the largest score so far.
+    others_out, others_lse: the results for the other slots. Returns [out, log-sum-exp] for all
+    slots. Slots beyond the longest row of a block are not read. The softmax is computed as in flash
+    attention (arXiv 2205.14135): a score in the running sums has the weight exp(score - largest
+    score so far).
     """
     _, B, K, S, H = keys.shape
     M = q_BKMH.shape[2]
@@ -139,20 +140,20 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
         last = last_block(lengths, b, rows, slots)
         return layer[0], b, k, jnp.minimum(s, last), 0
 
-    # The block of queries, like that of the results, is the same for all blocks of slots.
+    # All blocks of slots use the same block of queries and the same block of results.
     def query_index(b, k, m, s, layer, lengths):
         return b, k, m, 0
 
-    of_queries = BlockSpec((rows, None, queries, H), query_index)
-    of_sums = BlockSpec((rows, None, queries, 1), query_index)
-    of_cache = BlockSpec((None, rows, None, slots, H), cache_index)
+    query_block = BlockSpec((rows, None, queries, H), query_index)
+    sum_block = BlockSpec((rows, None, queries, 1), query_index)
+    cache_block = BlockSpec((None, rows, None, slots, H), cache_index)
     run = pallas_call(
         partial(attend_to_block, rows=rows, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B // rows, K, M // queries, cdiv(S, slots)),
-            in_specs=[of_queries, of_cache, of_cache, of_queries, of_sums],
-            out_specs=[of_queries, of_sums],
+            in_specs=[query_block, cache_block, cache_block, query_block, sum_block],
+            out_specs=[query_block, sum_block],
             scratch_shapes=[pltpu.VMEM((rows, queries, 1), jnp.float32)],
         ),
         out_shape=[jax.typeof(others_out), jax.typeof(others_lse)],
@@ -164,7 +165,7 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
         name="decode_attention",
         interpret=interpret,
     )
-    # The first two arguments are the scalars that index functions get.
+    # The first two arguments are the prefetched scalars, which index functions receive, too.
     cache = in_hbm(keys), in_hbm(values)
     return run(in_array(layer), length_B, q_BKMH, *cache, others_out, others_lse)
 
@@ -195,11 +196,11 @@ def cost_of_attention(q_BKMH, keys) -> CostEstimate:
 
 
 def product(a, b, axis_of_b):
-    """Batched matmul over rows: sums over the last axis of a, [rows, M, ..], and axis_of_b of b."""
-    rows = (0,), (0,)
-    contracted = (2,), (axis_of_b,)
-    numbers = contracted, rows
-    return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+    """Matmul for each row: contracts the last axis of a [rows, M, X] with axis_of_b of b."""
+    batch_axes = (0,), (0,)
+    contracted_axes = (2,), (axis_of_b,)
+    dimensions = contracted_axes, batch_axes
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 def attend_to_block(
@@ -229,10 +230,10 @@ def attend_to_block(
     def add_block():
         scores = product(q[...], k[...], axis_of_b=2)
         scores = jnp.where(is_filled(scores.shape, 2), scores, LEAST)
-        before = largest[...]
-        now = jnp.maximum(before, scores.max(-1, keepdims=True))
-        weights = jnp.exp(scores - now)
-        shrink = jnp.exp(before - now)
+        old_largest = largest[...]
+        new_largest = jnp.maximum(old_largest, scores.max(-1, keepdims=True))
+        weights = jnp.exp(scores - new_largest)
+        shrink = jnp.exp(old_largest - new_largest)
 
         # A slot that was not written may hold a NaN, and 0 times NaN is NaN.
         values = jnp.where(is_filled(v.shape, 1), v[...], 0)
@@ -240,7 +241,7 @@ def attend_to_block(
         new = product(weights.astype(v.dtype), values, axis_of_b=1)
         out[...] = shrink * out[...] + new
         total[...] = shrink * total[...] + weights.sum(-1, keepdims=True)
-        largest[...] = now
+        largest[...] = new_largest
 
     @when(s == num_programs(3) - 1)
     def end():

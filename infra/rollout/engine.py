@@ -1,9 +1,9 @@
 """Rollouts: sample answers to prompts, with a prefill and then decode in stages.
 
-Prompts have a KV cache of their own, which holds each prompt once for all of its answers. In the
-answers' KV cache, all rows write the same slot in each step. This cache grows from stage to stage,
-and rows that have ended leave the batch between stages. If a device cannot hold all of its rows at
-once, they are decoded in waves.
+Prompts have a KV cache of their own, which holds each prompt once for all of its answers. The
+answers have a second KV cache, in which all rows write the same slot in each step. The answers'
+cache grows from stage to stage, and rows that have ended leave the batch between stages. If a
+device cannot hold all of its rows at once, they are decoded in waves.
 """
 
 from collections.abc import Callable
@@ -27,25 +27,25 @@ from infra.rollout.sampling import Sampling, sample_token
 from infra.rollout.waves import Rows, Wave, plan_waves, resize_wave, rows_of
 from model import ModelConfig
 
-# Prompt tokens that a device runs at once.
+# Maximum prompt tokens per device in one call of `prefill`.
 PREFILL_TOKENS = 4096
-# Tokens of each answer per call of `decode`.
+# Maximum tokens per answer in one call of `decode`.
 STAGE = 128
 
 
 # ---------------------------------------------------------------- the engine
 @dataclass
 class Engine:
-    """Samples answers with a model. `load` moves weights of training to where the rollout wants
-    them, `generate` decodes with them, and `unload` frees their memory."""
+    """Samples answers with a model. `load` moves the trained parameters to the rollout's layout,
+    `generate` decodes with them, and `unload` frees their memory."""
 
     model_cfg: ModelConfig
     tokenizer: Tokenizer
     layout: Layout
-    dtype: str  # dtype of training's compute, and so of evaluations
+    dtype: str  # compute dtype of training; evaluations use it, too
     rollout_dtype: str  # dtype of rollouts in training, or int8
     max_answer: int  # most tokens of an answer
-    # {answers that share a prompt: answers that a device decodes at once}; without an entry, all
+    # {answers per prompt: answers that a device decodes at once}; without an entry, all answers
     rows_by_group: dict[int, int] = field(default_factory=dict)
     # What `layouts.to_rollout` returns; None before `load` and after `unload`.
     weights: dict | None = None
@@ -58,7 +58,7 @@ class Engine:
         """
         model_cfg = hf.read_config(directory)
         tokenizer = load_tokenizer(directory)
-        # An answer ends with the turn, whatever the model's config says.
+        # The tokenizer's end of a turn ends an answer, even if the model's config does not name it.
         model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
         # The mesh shards the weights over all devices, as in training by default.
         devices = np.array(jax.local_devices())
@@ -71,16 +71,16 @@ class Engine:
         return engine
 
     def load(self, params: dict, exact: bool = False) -> None:
-        """Cast or quantise parameters as the rollout wants them, and move them to its layout.
+        """Cast or quantise parameters for the rollout, and move them to its layout.
 
-        exact: use the dtype of training's compute, so that an evaluation measures the model that is
+        exact: use the compute dtype of training, so that an evaluation measures the model that is
         saved.
         """
         dtype, quantised = (self.dtype, False) if exact else quantise.dtypes(self)
         self.weights = layouts.to_rollout(params, self.layout, dtype, quantised)
 
     def unload(self) -> None:
-        """Free the memory of the weights, which the update wants."""
+        """Free the memory of the weights for the update."""
         self.weights = None
 
     def generate(
@@ -93,8 +93,8 @@ class Engine:
     ) -> dict:
         """Sample an answer to each prompt, until a stop token or for max_answer tokens.
 
-        prompts: this process's lists of token ids, equally many on each process; every `group`
-        consecutive ones are equal. key: a row's tokens depend on the key and on the row's index
+        prompts: this process's lists of token ids, equally many on each process. Every `group`
+        consecutive prompts are equal. key: a row's tokens depend on the key and on the row's index
         among the rows of all processes, not on the layout. progress(rows that have ended, tokens)
         is called after each prefill and stage.
 
@@ -107,16 +107,16 @@ class Engine:
         B = len(prompts_BP)
         answers = empty_answers(B, self.max_answer)
         steps = min(STAGE, self.max_answer)
-        where = dict(model_cfg=self.model_cfg, layout=self.layout)
+        shared = dict(model_cfg=self.model_cfg, layout=self.layout)
         at_once = self.rows_by_group.get(group, B)
         waves, group = plan_waves(B, layouts.row_shards(self.layout), group, at_once)
-        # A step reads fewer bytes with quantised weights, so dropping rows saves a larger share.
+        # Dropping rows pays off sooner if the weights, which every step reads, are quantised.
         quantised = isinstance(model.head(self.weights), model.Quantised)
         for row_ids in waves:
             # Free the cache of the last wave before the next one is made.
             wave = state = None
             slots = slots_for(steps, self.max_answer)
-            wave = prefill_wave(self.weights, prompts_BP, length_B, row_ids, group, slots, **where)
+            wave = prefill_wave(self.weights, prompts_BP, length_B, row_ids, group, slots, **shared)
             progress(*totals(answers))
 
             for t in range(0, self.max_answer, STAGE):
@@ -126,7 +126,7 @@ class Engine:
                     slots = slots_for(until, self.max_answer)
                     wave = resize_wave(wave, slots, self.model_cfg, self.layout, quantised)
                 rows = rows_of(wave, length_B, self.layout)
-                static = dict(steps=steps, sampling=sampling, **where)
+                static = dict(steps=steps, sampling=sampling, **shared)
                 state, new = decode(self.weights, wave.state, rows, key, t, until, **static)
                 new = jax.device_get(new)
                 record(answers, new, wave.row_ids.ravel(), t, until)
@@ -157,11 +157,12 @@ class Engine:
 def make_engine(
     cfg, model_cfg: ModelConfig, mesh: Mesh, tokenizer: Tokenizer, longest_prompt: int, resting: int
 ) -> Engine:
-    """The engine of a run, without weights: its layout fits beside `resting` bytes of a device.
+    """The engine of a run, without weights.
 
-    cfg: the trainer's Config. Exits with code 2 if --rollout_sharding tp is impossible.
+    cfg: the trainer's Config. resting: bytes per device of the training state, which stays on the
+    device during a rollout. Exits with code 2 if --rollout_sharding tp is impossible.
     """
-    # Choose the layout for answers of full length: shorter ones take less.
+    # Choose the layout for answers of full length, which take the most memory.
     size = size_of_step(cfg, host_count(mesh), longest_prompt)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, size)
     rows_that_fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, size, resting)
@@ -206,7 +207,7 @@ def size_of_step(cfg, hosts: int, longest_prompt: int) -> RolloutSize:
 
 
 def padded_length(n: int) -> int:
-    """The smallest 2^k or 3 * 2^k that is at least n: so few lengths that each can be compiled."""
+    """Round n up to a 2^k or 3 * 2^k. Each length is compiled, so there must be few lengths."""
     power = 1 << (n - 1).bit_length()
     three_quarters = power * 3 // 4
     return three_quarters if n * 4 <= power * 3 else power
@@ -214,7 +215,7 @@ def padded_length(n: int) -> int:
 
 def slots_for(until: int, max_answer: int) -> int:
     """Number of KV cache slots for the first `until` tokens of answers."""
-    # Use few sizes, since each is compiled, but none larger than is ever used.
+    # Use few sizes, since each is compiled, but no more slots than an answer can fill.
     slots = min(padded_length(until), max_answer)
     # Round up to complete tiles, since the decode kernel writes tiles.
     return -(-slots // decode_kernel.TILE_SLOTS) * decode_kernel.TILE_SLOTS
@@ -259,8 +260,8 @@ def prefill_wave(
     model_cfg: ModelConfig,
     layout: Layout,
 ) -> Wave:
-    """Make the wave of these rows and prefill its prompts. Each `group` rows share a prompt."""
-    # One prompt for each group of rows.
+    """Make the wave of these rows and prefill its prompts. Every `group` rows share a prompt."""
+    # Take the prompt of the first row of each group.
     prompt_ids = row_ids[:, ::group]
     n_prompts = prompt_ids.shape[1]
     width = prompts_BP.shape[1]
@@ -297,10 +298,10 @@ def prefill(
 ) -> DecodeState:
     """Run prompts, and write their keys, values and hidden states into the state.
 
-    Keys and values go to each device's prompts from `first` on. The hidden state after each prompt
-    goes to its `group` rows.
+    On each device, keys and values go to the prompts' cache from row `first` on. The hidden state
+    after each prompt goes to the prompt's `group` rows.
     """
-    # JAX traces once for each shape, so another message reveals a shape that was not intended.
+    # JAX traces once per shape, so an unexpected line here reveals an unintended shape.
     n, width = prompts_PT.shape
     say(f"tracing prefill: {n} prompts of {width} tokens")
     # Pads come last, so all prompts begin at position 0.
@@ -310,13 +311,14 @@ def prefill(
         weights, model_cfg, layout, prompts_PT, positions, length_P - 1, attend, state.prompts
     )
 
-    # This needs a shard_map, because rows are counted within each device.
-    def put(hidden_BD, new, first):
+    # This needs a shard_map, because `first` counts rows within each device.
+    def put_on_device(hidden_BD, new, first):
         copies = jnp.repeat(new, group, 0)
         return jax.lax.dynamic_update_slice(hidden_BD, copies, (first * group, 0))
 
     rows = P(layout.rows)
-    put = jax.shard_map(put, mesh=layout.mesh, in_specs=(rows, rows, P()), out_specs=rows)
+    specs = dict(in_specs=(rows, rows, P()), out_specs=rows)
+    put = jax.shard_map(put_on_device, mesh=layout.mesh, **specs)
     return DecodeState(prompts, state.answers, put(state.hidden_BD, hidden_PD, first))
 
 
@@ -337,7 +339,9 @@ def decode(
     steps: int,
     sampling: Sampling,
 ) -> tuple[DecodeState, dict]:
-    """Decode answer tokens t .. until - 1, at most `steps`. Stops early once no row is live.
+    """Decode answer tokens t .. until - 1. Stops early once no row is live.
+
+    steps: columns of the results, at least until - t.
 
     Returns (state, {tokens_BT int32 [B, steps], logprobs_BT float32 [B, steps], lengths_B: number
     of tokens decoded, live_B: whether no stop token has come}).
@@ -404,7 +408,9 @@ def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) 
     attend = partial(kv_cache.decode_attention, slot=t, length_B=rows.length_B, layout=layout)
     # The prompt comes before the answer.
     position_B = rows.length_B + t
-    new_tokens = token_B[:, None], position_B[:, None], jnp.zeros_like(token_B)
+    # Each row has one new token, so the index of its last token is 0.
+    last_B = jnp.zeros_like(token_B)
+    new_tokens = token_B[:, None], position_B[:, None], last_B
     cache = zip(state.prompts, state.answers, strict=True)
     hidden_BD, cache = model.cached_forward(weights, model_cfg, layout, *new_tokens, attend, cache)
     prompts, answers = zip(*cache, strict=True)

@@ -2,8 +2,8 @@
 
 Keys and values are [L, B, K, S, H], where B counts answers or prompts: a prompt is cached once for
 all of its answers. On TPUs, kernels read and write the cache in place, because slicing a layer out
-of it would make a copy. Letters are as in model.py; M counts the queries that attend to the same
-keys: G for each answer.
+of it would make a copy. Letters are as in model.py. M counts all queries that attend to the same
+keys: G per answer.
 """
 
 from typing import NamedTuple
@@ -92,22 +92,22 @@ def over_devices(run, layout, cache, *others):
     """
     # Queries, keys and values of the new tokens are split by rows and heads.
     by_head = P(layout.rows, "tp")
-    of_cache = jax.tree.map(lambda _: layout.cache_spec, cache)
-    # Everything but scalars has one entry per row.
+    cache_specs = jax.tree.map(lambda _: layout.cache_spec, cache)
+    # The other arguments are scalars, or have one entry per row.
     by_row = P(layout.rows)
-    of_others = [by_row if jnp.ndim(a) else P() for a in others]
+    other_specs = [by_row if jnp.ndim(a) else P() for a in others]
     return jax.shard_map(
         run,
         mesh=layout.mesh,
-        in_specs=(by_head, by_head, by_head, P(), of_cache, *of_others),
-        out_specs=(by_head, of_cache),
+        in_specs=(by_head, by_head, by_head, P(), cache_specs, *other_specs),
+        out_specs=(by_head, cache_specs),
         check_vma=False,
     )
 
 
 def join_group(q_BKGH, group):
     """Join the queries of each prompt's answers: [B, K, G, H] -> [B / group, K, M, H]."""
-    # M runs over the answers of a prompt, and over the G heads of each.
+    # M runs over the answers of a prompt, and over the G heads of each answer.
     B, K, G, H = q_BKGH.shape
     split = q_BKGH.reshape(-1, group, K, G, H)
     heads_first = split.swapaxes(1, 2)
@@ -130,7 +130,7 @@ def split_group(arrays, group):
 def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
     """Write keys and values of T tokens to a layer in place, from row `first` and `slot` on."""
     start = (layer, first, 0, slot, 0)
-    # With many rows, XLA would change the order of dimensions in memory and so copy the cache.
+    # Otherwise, with many rows, XLA would reorder the dimensions in memory, and so copy the cache.
     order = tuple(range(5))
     in_order = DeviceLayout(order)
 
@@ -145,27 +145,28 @@ def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
 def no_slots(q_BKMH) -> tuple:
     """The result of attention to no slots at all."""
     out = jnp.zeros(q_BKMH.shape, jnp.float32)
-    one_of_each = out[..., :1]
-    lse = jnp.full_like(one_of_each, LEAST)
+    one_per_query = out[..., :1]
+    lse = jnp.full_like(one_per_query, LEAST)
     return out, lse
 
 
 def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
-    """Attention to the first length_B slots of a layer of the cache, and to others.
+    """Attention to the first length_B slots of a layer, merged with attention to other slots.
 
-    Queries are already scaled by H ** -0.5. others: what this function returned for other slots, or
-    `no_slots`. Returns ([B, K, M, H], log-sum-exp of the scores [B, K, M, 1]), float32.
+    Queries are already scaled by H ** -0.5. others: the result of this function for the other
+    slots, or `no_slots`. Returns, in float32, ([B, K, M, H], log-sum-exp of the scores of all slots
+    [B, K, M, 1]).
     """
     k_BKSH = lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)
     v_BKSH = lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)
     scores = model.matmul("BKMH,BKSH->BKMS", q_BKMH, k_BKSH)
-    # Slots beyond length_B are not written yet, or are the pads of a prompt.
+    # Slots beyond length_B are not written yet, or hold the pads of a prompt.
     slots = jnp.arange(scores.shape[-1])
     is_filled_BS = slots < length_B[:, None]
     is_filled_BKMS = is_filled_BS[:, None, None]
     scores = jnp.where(is_filled_BKMS, scores, LEAST)
 
-    # The softmax is over the other slots, too: others_lse holds their part of its sum.
+    # The softmax covers the other slots, too: others_lse is the log of their part of its sum.
     others_out, others_lse = others
     own_lse = jax.nn.logsumexp(scores, -1, keepdims=True)
     lse = jnp.logaddexp(others_lse, own_lse)

@@ -1,4 +1,7 @@
-"""Layouts of a rollout: where its weights, rows and KV cache are, and moving the weights there."""
+"""Layouts of a rollout: how its weights, rows and KV cache are split over devices.
+
+Also moves the weights to a layout, and makes the state of decoding in one.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -31,8 +34,8 @@ class Layout:
     kind: str  # one of LAYOUTS
     mesh: Mesh  # the training mesh's devices, regrouped
     rows: tuple  # the mesh axes that shard the rows
-    # Whether each layer has its own arrays of weights and KV cache; otherwise all layers are in one
-    # stack. On GPUs, XLA copies a slice of a stack before a matmul reads it.
+    # Whether each layer has its own arrays of weights and KV cache. Otherwise all layers are in one
+    # stack. On GPUs, each layer has its own: XLA would copy a slice of a stack before a matmul.
     by_layer: bool = False
 
     def stack_sizes(self, L: int) -> list[int]:
@@ -41,19 +44,19 @@ class Layout:
 
     @property
     def cache_spec(self) -> P:
-        # For keys or values [L, B, K, S, H].
+        """PartitionSpec of keys or values [L, B, K, S, H]."""
         return P(None, self.rows, "tp", None, None)
 
 
 @dataclass(frozen=True)
 class RolloutSize:
-    """How many answers a rollout decodes, and how long they and their prompts are."""
+    """How many answers a rollout decodes, and the lengths of prompts and answers."""
 
     answers: int  # answers of all processes
     group: int  # answers per prompt
-    prompt_slots: int  # KV cache slots per prompt: the length of the longest one, padded
-    answer_slots: int  # KV cache slots per answer: its greatest length
-    quantised: bool = False  # whether matrices are in int8
+    prompt_slots: int  # KV cache slots per prompt: the padded length of the longest prompt
+    answer_slots: int  # KV cache slots per answer: the maximum length of an answer
+    quantised: bool = False  # whether the weight matrices are int8
 
     def of_device(self, layout: "Layout") -> tuple[int, int]:
         """Returns (answers per device, how many of these share a prompt)."""
@@ -89,13 +92,14 @@ def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
 def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> float:
     """Estimate the seconds of a decode step with replicated weights or tp.
 
-    The estimate is the time to read weights and KV cache at the memory's bandwidth, plus the
-    latency of the collectives, which move few bytes.
+    The estimate is the time to read the weights and the KV cache at full memory bandwidth, plus the
+    latency of the collectives. The bytes that collectives move are few, and do not count.
     """
     chip = chips.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, size)
     seconds = (weights + cache) / chip.bandwidth
-    # Each layer has two sums over tp. Each goes around a ring twice, in both directions.
+    # Each layer has two all-reduces over tp. Each goes around a ring twice, as a reduce-scatter and
+    # an all-gather. The ring is used in both directions, so the farthest device is tp // 2 away.
     hops = 2 * (layout.mesh.shape["tp"] // 2)
     return seconds + 2 * cfg.L * hops * chips.HOP_SECONDS
 
@@ -103,8 +107,8 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
 def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     """Whether the weights leave room for a KV cache.
 
-    Replicated weights may take a quarter of the memory. With tp they may take half of it, since the
-    other arrays are split, too.
+    Replicated weights may take a quarter of the memory. With tp, weights may take half of it, since
+    tp also splits the KV cache and the logits.
     """
     most = device_gib / 4 if layout.kind == "replicated" else device_gib / 2
     gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
@@ -112,7 +116,7 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
-    """Returns (layout that fits with the shortest estimated step, the estimates in words).
+    """Returns (the layout that fits and has the shortest estimated step, the reason as text).
 
     If neither replicated weights nor tp fit, the layout is fsdp.
     """
@@ -123,12 +127,12 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     if not fitting:
         return layout_of("fsdp", 1, mesh), f"no other fits {device_gib:.0f} GiB"
     if not chips.chip(mesh.devices.flat[0]).link:
-        return fitting[0], "the first that fits; how long a sum takes is known of TPUs only"
+        return fitting[0], "the first that fits; the time of an all-reduce is known for TPUs only"
     ms = {}
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, size)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
-    # If two take equally long, the first one wins: it has fewer collectives.
+    # Of two equal estimates, `min` takes the first, which has fewer collectives.
     fastest = min(fitting, key=ms.get)
     return fastest, f"estimated step: {', '.join(estimates)}"
 
@@ -141,9 +145,10 @@ def name_of(layout: Layout) -> str:
 def rollout_layout(
     kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize
 ) -> tuple[Layout, str]:
-    """Returns (Layout of this kind, or for "auto" the fastest that fits; the reason, in words).
+    """Returns (the Layout of this kind, or for "auto" the fastest that fits; the reason as text).
 
-    dtype: of weights that are not quantised. Evaluations use such weights, and must fit, too.
+    dtype: dtype of unquantised weights. They must fit even if rollouts are quantised, because
+    evaluations use unquantised weights.
     """
     if kind == "auto":
         layout, why = fastest_layout(cfg, mesh, dtype, size)
@@ -165,16 +170,16 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutS
     layout, why = rollout_layout(kind, cfg, mesh, dtype, size)
     check(
         kind != "tp" or layout.mesh.shape["tp"] > 1,
-        f"rollout_sharding = tp finds nothing that divides {jax.local_device_count()} local "
-        f"devices, {cfg.K} key/value heads, feed-forward size {cfg.F} and vocabulary {cfg.V}; try "
-        "--rollout_sharding auto",
+        f"rollout_sharding = tp needs a number of devices above 1 that divides "
+        f"{jax.local_device_count()} local devices, {cfg.K} key/value heads, feed-forward size "
+        f"{cfg.F} and vocabulary {cfg.V}; try --rollout_sharding auto",
     )
     say(f"rollout: {why}")
     return layout
 
 
 def rollout_spec(name: str, layout: Layout, quantised: bool = False):
-    """PartitionSpec of a parameter in a rollout; for a quantised one, that of each array."""
+    """PartitionSpec of a parameter in a rollout; if quantised, one for the int8 and the scale."""
     if layout.kind in ("fsdp", "maxtext"):
         spec = model.spec(name)
     else:
@@ -206,9 +211,10 @@ def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> 
 def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
     """Returns (move_top, move_stack): jitted functions for parameters with these names.
 
-    move_top(params) moves the parameters outside layers, move_stack(layers, first, size) a stack.
+    move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
+    the stack of `size` layers that begins with layer `first`.
     """
-    # Specs of each parameter: in the rollout, and when it is cast but not yet moved.
+    # Specs of each parameter: in the rollout, and after the cast, on the training mesh.
     specs = {}
     cast_specs = {}
     for name in names:
@@ -219,7 +225,7 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
         # Without this constraint, XLA would move the array in float32, and cast it afterwards.
         a = model.constrain(a, training_mesh, *from_spec)
         if layout.kind == "tp":
-            # Replicate the array on the way: XLA knows no shorter way, and would warn.
+            # Replicate the array first: XLA would do so anyway, with a warning.
             a = model.constrain(a, layout.mesh)
         return model.constrain(a, layout.mesh, *to_spec)
 
@@ -227,11 +233,11 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
         # With --offload params, parameters come from host memory.
         a = jax.device_put(a, model.DEVICE)
         a = quantise.cast(name, a, dtype, quantised)
-        here_and_there = cast_specs[name], specs[name]
+        from_and_to = cast_specs[name], specs[name]
         if name.startswith("layers/"):
             # The weights of a single layer have no dimension L.
-            here_and_there = jax.tree.map(lambda spec: P(*spec[1:]), here_and_there)
-        return jax.tree.map(move_array, a, *here_and_there)
+            from_and_to = jax.tree.map(lambda spec: P(*spec[1:]), from_and_to)
+        return jax.tree.map(move_array, a, *from_and_to)
 
     def move_layer(layer):
         return {name: move(f"layers/{name}", a) for name, a in layer.items()}
@@ -246,11 +252,11 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
 
     # XLA may drop sharding constraints, but not the shardings of a program's outputs.
     place = partial(NamedSharding, layout.mesh)
-    places = jax.tree.map(place, model.nest(specs))
-    of_layers = places.pop("layers")
+    top_shardings = jax.tree.map(place, model.nest(specs))
+    layer_shardings = top_shardings.pop("layers")
     return (
-        jax.jit(move_top, out_shardings=places),
-        jax.jit(move_stack, static_argnames="size", out_shardings=of_layers),
+        jax.jit(move_top, out_shardings=top_shardings),
+        jax.jit(move_stack, static_argnames="size", out_shardings=layer_shardings),
     )
 
 
@@ -285,11 +291,12 @@ def rows_that_fit(
 ) -> int:
     """Number of rows that a device decodes at once, next to the weights and `resting` bytes.
 
-    group: rows that share a prompt; 1 in an evaluation. The KV cache of these rows takes half of
-    the free memory. The other half is for prompts, logits, and the previous cache that this one
-    grew from, which has up to 3/4 its size.
+    resting: see `make_engine`. group: rows that share a prompt; 1 in an evaluation. The KV cache of
+    these rows takes half of the free memory. The other half is for prompts, logits, and the smaller
+    cache that this one is copied from when it grows, which has up to 3/4 of its size.
     """
-    # Use sizes only, so that a resumed run decodes the same rows together.
+    # Compute this from sizes, not from the memory in use, so that a resumed run decodes the same
+    # rows together.
     shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
     weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
     device_bytes = chips.least_memory(layout.mesh) * 2**30
@@ -297,7 +304,9 @@ def rows_that_fit(
     size = replace(size, group=group)
     answers, _ = size.of_device(layout)
     _, cache_bytes = bytes_of_step(cfg, layout, dtype, size)
-    rows = 0.5 * free_bytes / (cache_bytes / answers)
+    bytes_per_row = cache_bytes / answers
+    rows = 0.5 * free_bytes / bytes_per_row
+    # The memory of an unknown device is infinite.
     return max(1, int(min(2**30, rows)))
 
 
@@ -305,19 +314,19 @@ def rows_that_fit(
 class DecodeState(NamedTuple):
     """What decode carries from token to token, on all devices."""
 
-    prompts: tuple[Cache, ...]  # one per stack of layers; on each device in the order of answers
+    prompts: tuple[Cache, ...]  # one per stack of layers; prompts are in the order of answers
     answers: tuple[Cache, ...]  # one per stack of layers
     hidden_BD: jax.Array  # of the last token, after the last norm
 
 
 def shard_rows(a: np.ndarray, layout: Layout) -> jax.Array:
-    """Split an array, which every process has in full, over the devices by rows."""
+    """Split an array by rows over the devices. Every process has the complete array."""
     sharding = NamedSharding(layout.mesh, P(layout.rows))
     return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
 
 
 def spec_in_state(a, layout: Layout) -> P:
-    """PartitionSpec of an array of a DecodeState: of a cache, or of the hidden states."""
+    """PartitionSpec of one array of a DecodeState: keys, values or the hidden states."""
     return layout.cache_spec if a.ndim > 2 else P(layout.rows)
 
 
@@ -355,7 +364,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         shape = L, len(index_B), K, slots, H
         new = jnp.zeros(shape, a.dtype)
 
-        # Copy one layer at a time: otherwise XLA makes a temporary copy of the complete cache.
+        # Copy one layer at a time. Otherwise XLA would make a temporary copy of the complete cache.
         def copy_layer(i, new):
             layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
             layer = jnp.take(layer, index_B, 1, mode="clip")
@@ -363,7 +372,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
 
         return jax.lax.fori_loop(0, L, copy_layer, new)
 
-    # Rows only move within a device.
+    # Use a shard_map: rows move only within a device.
     array_spec = spec_in_state(a, layout)
     resize_shards = jax.shard_map(
         resize,

@@ -1,7 +1,7 @@
 """int8 weights for the rollout: which parameters are quantised, and how.
 
-Quantisation is symmetric, with one scale for each output channel, which multiplies the output of
-the matmul. The matrices of the layers, the LM head and the embedding are quantised. A tied head and
+Quantisation is symmetric. Each output channel has one scale, which multiplies the output of the
+matmul. The matrices of the layers, the LM head and the embedding are quantised. A tied head and
 embedding share one int8 table: the head's matmul sums over D, so each token has one scale, which
 also suits the look-up of its row.
 """
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import model
 from model import Quantised
 
-# Dimensions of a matrix: the dimensions that its matmul sums over.
+# {dimensions of a matrix: the dimensions that its matmul sums over}
 CONTRACTED = {
     "LDNH": "D",  # queries
     "LDKH": "D",  # keys, values
@@ -34,7 +34,7 @@ def dtypes(cfg) -> tuple[str, bool]:
 
 
 def contracted_axes(name: str) -> tuple:
-    """Axes that a parameter's matmul sums over, as negative numbers; () if it is no matrix."""
+    """Axes that a parameter's matmul sums over, as negative numbers; () if none."""
     dims = model.letters(name)
     contracted = CONTRACTED.get(dims, "")
     # Negative axes are the same for a stack of layers and for a single layer.
@@ -47,15 +47,15 @@ def cast(name: str, a, dtype, quantised: bool):
     if not quantised or not axes:
         return a.astype(dtype)
     a = a.astype(jnp.float32)
-    # If these dimensions are sharded, the maximum is over all devices.
+    # The maximum is global: if these dimensions are sharded, XLA takes it over all devices.
     largest = jnp.max(jnp.abs(a), axes, keepdims=True)
-    # A channel of zeros stays zero, with scale 1. A NaN stays in the scale, since int8 has none.
+    # A channel of zeros gets scale 1. A NaN in a channel becomes its scale, since int8 has no NaN.
     scale = jnp.where(largest == 0, 1, largest / 127)
     return Quantised(jnp.round(a / scale).astype(jnp.int8), scale)
 
 
 def cast_spec(name: str, spec: P, quantised: bool):
-    """Turn the PartitionSpec of a parameter, of all layers or of one, into that of its `cast`."""
+    """PartitionSpec of what `cast` returns. spec: of the parameter, of all layers or of one."""
     axes = contracted_axes(name)
     if not quantised or not axes:
         return spec

@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+# Columns that a device's logits are arranged in, for a fast cumsum; see `draw`.
 COLUMNS = 128
 
 
@@ -18,7 +19,7 @@ class Sampling:
 
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # draw only from the k most likely tokens; 0 = all
-    top_p: float = 1.0  # only from the most likely tokens with this total probability; 1 = all
+    top_p: float = 1.0  # draw only from the most likely tokens with this total probability
 
 
 def truncate(z_BV, sampling: Sampling) -> jax.Array:
@@ -48,15 +49,15 @@ def truncate(z_BV, sampling: Sampling) -> jax.Array:
 
 
 def pick(a_BX, index_B):
-    """The element of each row at the row's index."""
+    """a_BX[i, index_B[i]] for each row i."""
     picked_B1 = jnp.take_along_axis(a_BX, index_B[:, None], 1)
     return picked_B1[:, 0]
 
 
 def invert_cdf(mass_BX, target_B) -> tuple:
     """Returns (first index where the CDF exceeds the target, target minus the CDF before it)."""
-    # Rounding can make a parallel cumsum non-monotone. Skip entries without mass, so that they are
-    # never chosen.
+    # Rounding can make a parallel cumsum non-monotone. Give entries without mass a CDF of -inf, so
+    # that they are never chosen.
     sums_BX = jnp.cumsum(mass_BX, -1)
     cdf_BX = jnp.where(mass_BX > 0, sums_BX, -jnp.inf)
     # Keep the target below the largest CDF, so that an entry with mass always exceeds it.
@@ -86,8 +87,8 @@ def in_columns(z_BV) -> tuple:
 def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
     """Draw a token per row. Returns (token_B int32, logprob_B float32).
 
-    z_BV: float32 logits. u_B: uniforms in [0, 1), at which the CDF is inverted. The logprob is that
-    of the distribution that the token was drawn from; for greedy tokens, that at temperature 1.
+    z_BV: float32 logits. u_B: uniforms in [0, 1), at which the CDF is inverted. The logprob is
+    under the distribution that the token was drawn from, or for greedy tokens at temperature 1.
     """
     # The temperature divides the logits, as it does in training.
     temperature = sampling.temperature or 1
@@ -95,8 +96,8 @@ def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
     top_B = jax.lax.pmax(z_BV.max(-1), "tp")
     # Probability mass of each column of the vocabulary, on each of the Z shards and in total.
     z_BYX, empty = in_columns(z_BV)
-    off_BYX = z_BYX - top_B[:, None, None]
-    mass_BX = jnp.exp(off_BYX).sum(1)
+    below_top_BYX = z_BYX - top_B[:, None, None]
+    mass_BX = jnp.exp(below_top_BYX).sum(1)
     mass_ZBX = jax.lax.all_gather(mass_BX, "tp")
     total_B = mass_ZBX.sum(0).sum(-1)
     if sampling.temperature == 0:
@@ -104,7 +105,7 @@ def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
     else:
         target_B = u_B * total_B
         token_B = draw(z_BYX, empty, top_B, mass_ZBX, target_B, z_BV.shape[1])
-    # Subtract the largest logit, since the mass is relative to it.
+    # Subtract the largest logit, since total_B sums exp(logit - largest logit).
     z_B = logit_of(token_B, z_BV)
     logprob_B = z_B - top_B - jnp.log(total_B)
     return token_B.astype(jnp.int32), logprob_B
@@ -115,19 +116,18 @@ def most_likely(z_BV, top_B):
     V = z_BV.shape[1]
     shard = jax.lax.axis_index("tp")
     last = V * jax.lax.axis_size("tp") - 1
-    # If several shards have such a token, the first one wins.
-    has_it_B = z_BV.max(-1) == top_B
-    place_B = jnp.argmax(z_BV, -1)
-    own_B = shard * V + place_B
-    candidate_B = jnp.where(has_it_B, own_B, last)
+    has_top_B = z_BV.max(-1) == top_B
+    own_B = shard * V + jnp.argmax(z_BV, -1)
+    # If several shards have such a token, pmin takes the first one.
+    candidate_B = jnp.where(has_top_B, own_B, last)
     return jax.lax.pmin(candidate_B, "tp")
 
 
 def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V):
-    """The token at which the CDF exceeds the target. V: vocabulary of a shard.
+    """The first token at which the CDF exceeds the target. V: vocabulary of a shard.
 
-    Three cumsums, over 128 columns, over the shards and down a column, cost less than one over the
-    whole vocabulary, and have less rounding error.
+    The CDF runs column by column. Three short cumsums, over the 128 columns, over the shards and
+    down a column, cost less than one over the whole vocabulary, and have less rounding error.
     """
     shard = jax.lax.axis_index("tp")
     mass_BX = mass_ZBX.sum(0)

@@ -33,7 +33,7 @@ class Wave:
 
 def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
     """The Rows of a wave. length_B: tokens of the prompt of each row of the rollout."""
-    # The last wave may have places without a row. Their index is -1, so they take the last row's
+    # The last wave may have places without a row. Their id is -1, which indexes the last row's
     # length.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
@@ -46,12 +46,11 @@ def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
 
 
 def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int]:
-    """Returns (row_ids of each wave, rows of a prompt that stay together on a device in a wave).
+    """Returns (row_ids of each wave, number of rows of a prompt that stay together in a wave).
 
-    B: number of all rows. shards: number of parts that they are split into. group: consecutive rows
-    that share a prompt. at_once: most rows of a device in a wave.
+    B: number of all rows. shards: number of parts that the rows are split into, one per device.
+    group: consecutive rows that share a prompt. at_once: maximum rows per device in a wave.
     """
-    # Rows of a device.
     rows = B // shards
     at_once = min(at_once, rows)
     # A device takes complete groups, or an equal part of one.
@@ -69,8 +68,8 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
 
 def halved(count: int, needed: int) -> int:
-    """The smallest of count, count / 2, count / 4, ... that is whole and at least `needed`."""
-    # Halving gives few sizes; each one is compiled.
+    """Halve the count while it stays a whole number and at least `needed`."""
+    # Each size is compiled, and halving leads to few sizes.
     while count % 2 == 0 and count // 2 >= needed:
         count //= 2
     return count
@@ -79,9 +78,9 @@ def halved(count: int, needed: int) -> int:
 def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
     """Returns (prompts per device, answers per prompt) that the next stage decodes.
 
-    These are enough for the live answers of every device, if a decode step then reads at least a
-    tenth fewer bytes; otherwise all. is_live_RPG: of R devices with P prompts of G answers each.
-    prompt_bytes, answer_bytes: of the KV cache of one prompt and of one answer.
+    These are just enough for the live answers of every device, if a decode step then reads at least
+    a tenth fewer bytes. Otherwise, nothing is dropped. is_live_RPG: of R devices, with P prompts of
+    G answers each. prompt_bytes, answer_bytes: KV cache of one prompt, and of one answer.
     """
     _, prompts, group = is_live_RPG.shape
 
@@ -96,7 +95,7 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
 
 
 def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quantised: bool) -> Wave:
-    """Give a wave's cache `slots` slots, and drop rows that have ended if that pays.
+    """Give the answers' cache `slots` slots, and drop rows that have ended if that pays.
 
     Arrays of the old state that are not in the new one are deleted.
     """
@@ -109,31 +108,33 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     prompt_bytes = slot_bytes * width
     answer_bytes = slot_bytes * slots
     size = fewer_rows(is_live_RPG, prompt_bytes, answer_bytes, weight_bytes)
+    prompts_kept, answers_kept = size
     if size == (n_prompts, wave.group) and slots == wave.slots:
         return wave
-    # Each device keeps its prompts that have live answers, and the live answers of each, in order.
+    # Each device keeps its prompts that have live answers, and the live answers of each prompt.
     # All devices keep equally many prompts, and all prompts equally many answers, so some answers
     # that have ended may stay.
     has_ended_RP = ~is_live_RPG.any(2)
-    kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, : size[0]]
-    # Keep prompts in their order: if none leaves, the prompts' cache stays as it is.
+    kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, :prompts_kept]
+    # Restore the order of the prompts: if no prompt is dropped, their cache stays as it is.
     kept_RP = np.sort(kept_RP)
     is_live_RPG = np.take_along_axis(is_live_RPG, kept_RP[:, :, None], 1)
-    kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, : size[1]]
+    kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, :answers_kept]
+    # Turn indices within a prompt into indices within a device.
     kept_RPG = kept_RPG + kept_RP[:, :, None] * wave.group
     kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
 
     def resize(a, kept, slots):
         index_B = layouts.shard_rows(kept.ravel(), layout)
         new = layouts.resize_array(a, index_B, layout=layout, slots=slots)
-        # Delete arrays one after another, so that only one is held twice.
+        # Delete the old array now, so that only one array at a time is in memory twice.
         a.delete()
         return new
 
-    if size[0] < n_prompts:
+    if prompts_kept < n_prompts:
         prompts = jax.tree.map(lambda a: resize(a, kept_RP, width), prompts)
     answers = jax.tree.map(lambda a: resize(a, kept_RB, slots), answers)
     state = DecodeState(prompts, answers, resize(hidden_BD, kept_RB, slots))
     row_ids = np.take_along_axis(wave.row_ids, kept_RB, 1)
     is_live = np.take_along_axis(wave.is_live, kept_RB, 1)
-    return Wave(row_ids, is_live, size[1], slots, state)
+    return Wave(row_ids, is_live, answers_kept, slots, state)
