@@ -46,7 +46,7 @@ def run_tasks(command: list[str]) -> tuple[int, bool]:
     for line in tasks.stderr:
         print(line, end="", file=sys.stderr, flush=True)
         failed += re.findall(r"^srun: error: .*: Exited with exit code (\d+)$", line)
-    # srun exits with the highest code of all tasks, and the tasks that it ended have 143. So prefer
+    # srun exits with the highest code of all tasks, often the 143 of tasks that srun ended. Prefer
     # the code of the first failed task, from the messages above.
     code = tasks.wait()
     return int(failed[0]) if failed else code, bool(warnings)
