@@ -20,7 +20,7 @@ from tools import runs
 # clip_high 0.28.
 VARIANTS = {
     "default": {},
-    # advantage: r - mean, not divided by the standard deviation | r - mean of the others
+    # advantage: r - mean, not divided by the standard deviation | r - mean of the other answers
     "drgrpo": {"advantage": "drgrpo"},
     "rloo": {"advantage": "rloo"},
     # loss: the mean over each answer's tokens, then over answers | sum / max_answer
@@ -28,7 +28,7 @@ VARIANTS = {
     "constant": {"loss_agg": "constant"},
     # symmetric clipping: the upper bound equals the lower one
     "clip_high_0.2": {"clip_high": 0.2},
-    # answers sampled from int8 weights, with the importance weights that correct for it | without
+    # int8 rollouts, with the importance weights that correct for them | without these weights
     "int8": {"rollout_dtype": "int8"},
     "int8_is_cap_0": {"rollout_dtype": "int8", "is_cap": 0},
 }
@@ -37,7 +37,7 @@ VARIANTS = {
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. A mistake prints one line and exits with code 2."""
     parser = runs.flags_parser(__doc__)
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="some of these")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="a list: a,b,c; default all")
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
     unknown = ", ".join(set(args.variants) - VARIANTS.keys())

@@ -1,4 +1,4 @@
-"""Devices of absent TPUs and GPUs, which programs can be compiled for."""
+"""JAX devices of absent TPUs and GPUs, to compile programs for."""
 
 import os
 import re
@@ -9,8 +9,10 @@ from jax.experimental import topologies
 
 
 def of_kind(kind: str) -> list:
-    """Returns the devices of a kind such as v6e-8 or h100-8, to compile for. Raises ValueError for
-    an unknown kind, and other errors if the compiler for the kind is not installed."""
+    """Returns the devices of a kind such as v6e-8 or h100-8, to compile for.
+
+    Raises ValueError for an unknown kind, and other errors if the kind's compiler is not installed.
+    """
     # Keep JAX from looking for this machine's devices: without a GPU, it would not register CUDA.
     jax.config.update("jax_platforms", "cpu")
     return tpu_devices(kind) if kind.startswith("v") else gpu_devices(kind)
@@ -25,7 +27,7 @@ def tpu_devices(slice_type: str) -> list:
         raise ValueError(
             f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256"
         )
-    # Without these variables, libtpu waits for a TPU, and warns that the TPU's type is unknown.
+    # Without these variables, libtpu would wait for a TPU, and warn that its type is unknown.
     os.environ |= {
         "TPU_ACCELERATOR_TYPE": slice_type,
         "TPU_SKIP_MDS_QUERY": "1",
@@ -51,8 +53,8 @@ def tpu_devices(slice_type: str) -> list:
 
 
 def slice_sides(chips, dimensions):
-    """Returns the sides of a slice: powers of two, as equal as possible, the smallest first, but
-    sides of 1 last."""
+    """Returns the sides of a slice: powers of two, as equal as possible. They are in ascending
+    order, but sides of 1 come last."""
     exponent = chips.bit_length() - 1
     sides = [2 ** ((exponent + i) // dimensions) for i in range(dimensions)]
     return sorted(sides, key=lambda side: (side == 1, side))
@@ -60,7 +62,7 @@ def slice_sides(chips, dimensions):
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA must know of an absent GPU to compile for it, from XLA's own specs (openxla/xla,
+    """What XLA must know about an absent GPU to compile for it, from XLA's own specs (openxla/xla,
     xla/backends/gpu/target_config/specs)."""
 
     name: str  # JAX's device_kind
@@ -85,8 +87,8 @@ GPUS = {
                 132, 128, 1.98, 151397597184, 4800000000000, 52428800, 233472, 232448),
 }
 # fmt: on
-# A GpuTargetConfigProto as text. Values that all these GPUs share are literals. Programs are
-# compiled for these versions of cuDNN and of the CUDA runtime.
+# A GpuTargetConfigProto as text, with literals for the values that all these GPUs share. The last
+# lines name the versions of cuDNN and of the CUDA runtime that programs are compiled for.
 TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ {gpu.capability} }}

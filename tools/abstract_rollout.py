@@ -1,5 +1,4 @@
-"""A rollout without arrays: the shapes of its weights and state, to compile decode for absent
-devices."""
+"""Abstract weights and state of a rollout: only shapes, to compile `decode` for absent devices."""
 
 from functools import partial
 
@@ -35,7 +34,7 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
         weights[name] = jax.tree.map(place, a, specs)
     weights = model.nest(weights)
 
-    # The layers are in stacks, as in `layouts.to_rollout`.
+    # Split the layers into stacks, as `layouts.to_rollout` does.
     stacks = []
     for n in layout.stack_sizes(cfg.L):
 
@@ -69,13 +68,13 @@ def lower_decode(model_cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
         return abstract(a, spec, layout)
 
     state = jax.tree.map(place_in_state, jax.eval_shape(empty_state))
-    # An array of each field has one entry per row.
+    # Every field of `Rows` has one entry per row.
     by_rows = P(layout.rows)
     integers = abstract(jax.ShapeDtypeStruct((B,), jnp.int32), by_rows, layout)
     booleans = abstract(jax.ShapeDtypeStruct((B,), bool), by_rows, layout)
     rows = Rows(length_B=integers, id_B=integers, live_B=booleans)
     key = jax.eval_shape(jax.random.key, 0)
-    # The estimates are for sampling at temperature 1, as in training by default.
+    # Sample at temperature 1, as training does by default.
     return engine.decode.lower(
         weights,
         state,

@@ -6,14 +6,14 @@ from infra.host.console import check
 
 
 def parser_of(description: str, flags: dict | None = None) -> argparse.ArgumentParser:
-    """Returns a parser, for which a mistake prints one line and exits with code 2.
+    """Returns a parser. For a mistake, it prints one line and exits with code 2.
 
-    flags: {name: default} of flags that have the type of their default.
+    flags: {name: default}. A flag has the type of its default.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
-    # argparse would print its usage, too.
+    # By default, argparse would print the usage, too.
     parser.error = lambda message: check(False, f"{message}; see --help")
     for name, default in (flags or {}).items():
         help_text = f"default {default!r}"

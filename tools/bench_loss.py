@@ -25,10 +25,10 @@ from infra.host.console import exit_on
 from tools import absent_devices
 from tools.arguments import parser_of
 
-# A device has batch * time tokens. A block size of 0 means kernel.py's choice for the device.
+# A device gets batch * time tokens. If a block size is 0, kernel.py chooses it for the device.
 FLAGS = dict(
-    impl="jax,full",  # one, or a,b,c
-    mode="on_policy",  # or off_policy: with old logprobs, from when the answers were sampled
+    impl="jax,full",  # one implementation, or several: a,b,c
+    mode="on_policy",  # or off_policy, which takes old logprobs as a further input
     batch=1,
     time=4096,
     vocab=151936,
@@ -43,7 +43,7 @@ FLAGS = dict(
     block_tokens=0,
     block_vocab=0,
     block_hidden=0,
-    aot="",  # slices of absent TPUs, such as v6e-8: one, or a,b,c
+    aot="",  # a slice of absent TPUs, such as v6e-8, or several: a,b,c
 )
 
 
@@ -66,7 +66,7 @@ def make_inputs(args, N):
     from one key."""
     V, D = args.vocab, args.hidden
     keys = iter(jax.random.split(jax.random.key(0), 5))
-    # Keep the order in which the keys are taken: the random inputs depend on it.
+    # Take the keys in this order, on which the random inputs depend.
     vectors = {"weight": jnp.full(N, 1 / N)}
     vectors["advantage"] = jax.random.normal(next(keys), (N,))
     if args.mode != "on_policy":
@@ -105,7 +105,7 @@ def compile_case(args, impl, mesh):
 
 # ---------------------------------------------------------------- memory, time and errors
 def memory_text(case):
-    """Returns the memory that the compiled program takes on a device, as text."""
+    """Describe the memory that the compiled program takes on a device."""
     sizes = case.program.memory_analysis()
     peak = sizes.peak_memory_in_bytes
     temp = sizes.temp_size_in_bytes
@@ -158,7 +158,7 @@ def float64_errors(settings, head_VD, *per_token):
 
 
 def run_case(args, case):
-    """Run a case. Returns (its time and errors as text, seconds)."""
+    """Run a case. Returns (a description of its time and errors, seconds)."""
     inputs = case.make_inputs()
     hidden_ND, head_VD, targets_N, vectors = inputs
     floor = seconds_of_three_gemms(args, hidden_ND, head_VD)
@@ -194,6 +194,7 @@ def benchmark(argv=None):
                 more, took[impl] = run_case(args, case)
                 text = f"{text}, {more}"
             print(name, text, flush=True)
+    # Print the ratio of times for each pair of implementations.
     pairs = [(a, b) for a in took for b in took if a < b]
     print(", ".join(f"{a} / {b} {took[a] / took[b]:.2f}" for a, b in pairs))
 

@@ -42,7 +42,7 @@ FLAGS = dict(
     npq=8,  # rows per prompt
     prompt=256,  # tokens
     answer=1024,  # tokens
-    dtype="bfloat16",  # or float32; int8 is for matrices, the rest has train.py's default
+    dtype="bfloat16",  # or float32, or int8: matrices in int8, the rest in train.py's default
     transformers=0,  # 1 = also time transformers' generate
 )
 
@@ -81,7 +81,7 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
     key = jax.random.key(0)
 
     def values(name, shape):
-        # The weights of norms are close to 1, all others close to 0.
+        # Weights of norms are close to 1, all other weights close to 0.
         return 0.02 * jax.random.normal(key, shape) + ("norm" in name)
 
     params = {}
@@ -92,8 +92,8 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
 
 
 def time_rollout(weights, cfg: ModelConfig, layout: Layout, prompts, args) -> tuple:
-    """Returns (seconds of prefill, seconds of decode) of the faster of two runs after one that
-    compiles."""
+    """Returns (seconds of prefill, seconds of decode): the faster of two runs, after a first run
+    that compiles."""
     engine = Engine(cfg, None, layout, args.dtype, args.dtype, args.answer, weights=weights)
     key = jax.random.key(0)
     runs = []
@@ -128,7 +128,8 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
     if cfg.rope_scaling:
         rope |= cfg.rope_scaling._asdict() | {"rope_type": "llama3"}
     switches = cfg.qkv_bias, cfg.qk_norm
-    (model_type,) = [name for name, family in FAMILIES.items() if family[1:3] == switches]
+    families = FAMILIES.items()
+    (model_type,) = [name for name, f in families if (f.qkv_bias, f.qk_norm) == switches]
     config = transformers.AutoConfig.for_model(
         model_type,
         vocab_size=cfg.V,
@@ -144,7 +145,7 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
         rms_norm_eps=cfg.rms_eps,
     )
     with tempfile.TemporaryDirectory() as directory:
-        # On CPUs and TPUs all layers are in one stack. (On GPUs each layer has its own.)
+        # All layers are in one stack on CPUs and TPUs, where this comparison runs.
         (layers,) = weights["layers"]
         hf.save(directory, weights | {"layers": layers}, cfg, mesh, args.dtype)
         config.save_pretrained(directory)
@@ -180,7 +181,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     prefill_s, decode_s = time_rollout(weights, cfg, layout, prompts, args)
     step_s = decode_s / args.answer
 
-    # Averaged over the steps, half of the answer is in the KV cache.
+    # On average over the steps, half of the answer is in the KV cache.
     half = replace(size, answer_slots=args.answer // 2)
     least = sum(layouts.bytes_of_step(cfg, layout, dtype, half))
     bandwidth = memory_speed()
@@ -202,10 +203,12 @@ def main(argv=None) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
     is_int8 = args.dtype == "int8"
     check(not (args.transformers and is_int8), "--transformers compares equal weights: not int8")
-    models, absent_types, kinds = (x.split(",") for x in (args.model, args.aot, args.layout))
+    models = args.model.split(",")
+    absent_types = args.aot.split(",")
+    kinds = args.layout.split(",")
     for name, absent, kind in itertools.product(models, absent_types, kinds):
         cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
-        # Without stop tokens every row decodes its full length.
+        # Without stop tokens, every row decodes its full length.
         cfg = replace(cfg, stop_ids=())
         devices = np.array(absent_devices.of_kind(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)

@@ -1,4 +1,4 @@
-"""The time of a compiled TPU program, as its compiler estimates it. Nothing is measured."""
+"""The time of a compiled TPU program, estimated from its compiler's notes. Nothing is measured."""
 
 import math
 import re
@@ -22,14 +22,14 @@ class Clock(NamedTuple):
     operations: list[tuple[str, float]]  # (name, ms), the slowest first
 
     def __str__(self) -> str:
-        dearest = "; ".join(f"{name} {ms:.2f}" for name, ms in self.operations[:5])
-        return f"{self.ms:.2f} ms (of that {dearest})"
+        slowest = "; ".join(f"{name} {ms:.2f}" for name, ms in self.operations[:5])
+        return f"{self.ms:.2f} ms (of that {slowest})"
 
 
 def step_clock(hlo: str, layers: int, chip: Chip) -> Clock:
     """Returns the estimated time of one step of the decode loop.
 
-    hlo: the text of the compiled program. layers: trips of the loops inside that do not state them.
+    hlo: the text of the compiled program. layers: trip count of inner loops that do not state one.
     """
     program = Program(hlo, layers)
     return as_clock(seconds_by_name(program, program.main_loop(), chip))
@@ -38,7 +38,7 @@ def step_clock(hlo: str, layers: int, chip: Chip) -> Clock:
 def program_clock(hlo: str, trips: int, chip: Chip) -> Clock:
     """Returns the estimated time of a complete program.
 
-    hlo: the text of the compiled program. trips: of the loops that do not state them.
+    hlo: the text of the compiled program. trips: trip count of loops that do not state one.
     """
     program = Program(hlo, trips)
     return as_clock(seconds_by_name(program, program.entry, chip))
@@ -58,9 +58,9 @@ def seconds_by_name(program: Program, computation: str, chip: Chip) -> Counter:
             trips = program.trips(instruction)
             total.update({key: trips * seconds for key, seconds in inside.items()})
         elif instruction.op in ("conditional", "call"):
-            # JAX puts the branch for a true condition last. Take that one, not the slowest: leaving
-            # out a layer when no row has tokens can seem slower than running it, because the
-            # branch that leaves it out writes zeros.
+            # Take the last branch, which JAX runs if the condition is true. Do not take the slowest
+            # branch: skipping a layer when no row has tokens can seem slower than running it,
+            # because the branch that skips it writes zeros.
             total.update(seconds_by_name(program, called(instruction)[-1], chip))
         else:
             total[readable(name, instruction)] += seconds_of(program, computation, name, chip)
@@ -92,7 +92,9 @@ def collective_seconds(program, computation: str, instruction: Instruction, chip
     device sends all but its own part, and the latency is that of the hops to the farthest device.
     """
     types = [program.computations[computation][o].type for o in instruction.operands]
-    largest = max(sum(size for size, _ in array_sizes(text)) for text in (instruction.type, *types))
+    types.append(instruction.type)
+    # The larger side of an all-gather is its result, and of a reduce-scatter its operands.
+    largest = max(sum(size for size, _ in array_sizes(text)) for text in types)
     devices = group_size(instruction.attributes)
     # An all-reduce goes around twice: a reduce-scatter, then an all-gather of the sum.
     rounds = 2 if instruction.op.startswith("all-reduce") else 1
@@ -118,7 +120,7 @@ def group_size(attributes: str) -> int:
 
 
 def readable(name: str, instruction: Instruction) -> str:
-    """Returns a name that a reader of the model recognises: the einsum, or the last two parts of
+    """Returns a name that a reader of model.py recognises: the einsum, or the last two parts of
     the instruction's path."""
     path = re.search(r'op_name="([^"]*)"', instruction.attributes)
     # An instruction without a path keeps its own name, without the number.
@@ -126,9 +128,9 @@ def readable(name: str, instruction: Instruction) -> str:
     if path:
         parts = [unwrapped(part) for part in path[1].split("/")]
         # The first part is the name of the program.
-        told = [part for part in parts[1:] if not STRUCTURE.fullmatch(part)]
-        einsums = [part for part in told if "->" in part]
-        words = einsums[-1:] or told[-2:] or words
+        informative = [part for part in parts[1:] if not STRUCTURE.fullmatch(part)]
+        einsums = [part for part in informative if "->" in part]
+        words = einsums[-1:] or informative[-2:] or words
     text = "/".join(words)
     if path and "transpose(" in path[1]:
         recomputed = "rematted_computation" in path[1]

@@ -7,8 +7,8 @@
 Flags of `train.py` may follow; their defaults are those of the embedded default. For each seed,
 both trainers get the same prompts in the same order, the same rewards, learning rates and loss.
 This trainer evaluates both, and evaluations are not timed. The metrics go to
-OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. On cores that other programs use too, put
-`taskset -c 0` before the command: PyTorch's threads wait for each other at each operation.
+OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. If other programs use the cores, too, put
+`taskset -c 0` before the command: PyTorch's threads wait for each other in every operation.
 """
 
 import argparse
@@ -32,15 +32,15 @@ from infra.data.questions import load_questions, question_order
 from infra.host.console import check, say
 from tools import runs
 
-# With these flags both trainers compute the same loss. Advantages are r - mean, because TRL divides
-# by a different standard deviation, plus 1e-4. Without vLLM, TRL has no importance weight; none is
-# needed, because in float32 the logprobs of sampler and trainer agree to 1e-5.
+# With these flags, both trainers compute the same loss. Advantages are r - mean, not divided: TRL
+# divides by another standard deviation, plus 1e-4. Without vLLM, TRL has no importance weight.
+# None is needed, because in float32 the logprobs of sampler and trainer agree to 1e-5.
 SAME = {"advantage": "drgrpo", "is_cap": 0.0}
-# These flags are fixed: TRL defines the KL, the entropy bonus or the decay differently, or this
-# comparison does not translate them.
+# These flags are fixed: TRL defines the KL, the entropy bonus and weight decay differently, and
+# this comparison does not translate other optimizers.
 LEFT_OUT = {"beta": 0.0, "entropy_bonus": 0.0, "weight_decay": 0.0, "optimizer": "adamw"}
-# TRL's name of each loss_agg: the mean over a minibatch's tokens | the mean over answers of their
-# means | the mean over answers of their sums, divided by max_answer.
+# TRL's name of each loss_agg: mean over the tokens of a minibatch | mean over answers of the mean
+# over an answer's tokens | mean over answers of the sum over an answer's tokens / max_answer.
 LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}
 
 
@@ -96,7 +96,7 @@ def optimizer_of(cfg: train.Config, parameters) -> tuple:
     import torch
 
     updates = cfg.minibatches * cfg.ppo_epochs
-    # The scheduler multiplies this learning rate of 1.
+    # The scheduler multiplies this learning rate, so it is 1.
     adamw = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, cfg.b2), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         adamw, lambda update: train.learning_rate(cfg, update // updates + 1)
@@ -175,7 +175,7 @@ def train_with_trl(cfg: train.Config) -> None:
                 for path in Path(cfg.model).iterdir():
                     if path.suffix in (".json", ".jinja"):
                         shutil.copy(path, directory)
-            # Saving is not timed.
+            # Start the next step's time here, so that saving is not timed.
             self.began = time.time()
 
     trainer = trl.GRPOTrainer(
@@ -236,8 +236,8 @@ def main(argv: list[str]) -> None:
     args, cfg = parse(argv)
     lines = []
     for seed in args.seeds:
-        # For each seed run one trainer after the other, so that other load on the machine affects
-        # both.
+        # Run both trainers for one seed before the next seed, so that other load on the machine
+        # affects both.
         names = [f"podgrpo-seed{seed}", f"trl-seed{seed}"]
         cfgs = [dataclasses.replace(cfg, seed=seed, out=f"{args.out}/{name}") for name in names]
         runs.run_train(dataclasses.asdict(cfgs[0]))

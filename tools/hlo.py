@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 # Instructions that touch no bytes.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
+# Instructions that only move or convert values.
 MOVES = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "convert"}
 
 
@@ -31,8 +32,8 @@ def loop_traffic(hlo: str, layers: int) -> Traffic:
     """Returns the traffic of one step of the decode loop, from the text of a compiled program.
 
     Counts the operands and results of each top-level instruction in the body of the loop. The body
-    of an inner loop counts once per trip, with `layers` trips if the program does not state them. A
-    slice, or an update in place, counts only the bytes of the slice. Values in a TPU's VMEM count
+    of an inner loop counts once per trip, with `layers` trips if the program states no trip count.
+    A slice, or an update in place, counts only the bytes of the slice. Values in a TPU's VMEM count
     only in collectives.
     """
     program = Program(hlo, layers)
@@ -75,7 +76,7 @@ class Program:
     def __init__(self, hlo: str, trips: int):
         self.computations = parse(hlo)
         self.entry = list(self.computations)[-1]
-        self.unsaid_trips = trips  # of the loops whose trips the program does not state
+        self.default_trips = trips  # trip count of loops that do not state one
 
     def main_loop(self) -> str:
         """Returns the body of the loop with the most traffic. A program has smaller loops too, for
@@ -97,7 +98,7 @@ class Program:
             limit = condition[root.operands[1]]
             if limit.op == "constant":
                 return int(limit.arguments)
-        return self.unsaid_trips
+        return self.default_trips
 
     def size(self, computation: str, name: str) -> int:
         """Returns the bytes of a value; of a tuple, the bytes of its first element."""
@@ -125,8 +126,7 @@ class Program:
         return self.size(computation, operand)
 
     def bytes_used(self, computation: str, name: str) -> int:
-        """Returns the bytes that are read of a value inside a fusion; all of them if the value is
-        the result."""
+        """Returns the bytes of a value that a fusion reads; all if the value is the result."""
         instructions = self.computations[computation]
         users = [user for user, i in instructions.items() if name in i.operands]
         size = self.size(computation, name)
@@ -154,7 +154,7 @@ class Program:
         """Returns the traffic of one execution of a computation."""
         device_memory = moved = largest_copy = 0
         for name, instruction in self.computations[computation].items():
-            # An inner loop, such as the loop over the layers.
+            # A `while` is an inner loop, such as the loop over the layers.
             if instruction.op == "while":
                 inside = self.traffic(instruction.calls)
                 trips = self.trips(instruction)
@@ -162,8 +162,8 @@ class Program:
                 moved += trips * inside.moved
                 largest_copy = max(largest_copy, trips * inside.largest_copy)
             else:
-                is_moved = is_collective(instruction.op)
-                moved += self.bytes_moved(computation, name) if is_moved else 0
+                if is_collective(instruction.op):
+                    moved += self.bytes_moved(computation, name)
                 device_memory += self.bytes_touched(computation, name)
             if self.is_copy(instruction):
                 sizes = [n for n, in_memory in array_sizes(instruction.type) if in_memory]
@@ -180,7 +180,7 @@ class Program:
         """Returns the bytes of device memory that a top-level instruction reads and writes."""
         instruction = self.computations[computation][name]
         if is_collective(instruction.op):
-            # Collectives read and write device memory on both sides.
+            # A collective reads its operands from device memory, and writes its results there.
             return self.bytes_moved(computation, name)
         # An asynchronous instruction counts at its start, not when it is done.
         if instruction.op in FREE or instruction.op.endswith("-done") or self.is_alias(instruction):
@@ -189,28 +189,29 @@ class Program:
         if costs:
             return costs["bytes_accessed"]
         if instruction.op.endswith("-start"):
-            # The first two arrays are source and destination. The source may be larger, if only a
-            # slice of it is copied.
+            # The first two arrays are source and destination. If only a slice is copied, the source
+            # is larger.
             ends = array_sizes(instruction.type)[:2]
             moved = min(size for size, _ in ends)
             return sum(moved for _, in_memory in ends if in_memory)
         total = 0
         for operand in instruction.operands:
             _, in_memory = array_sizes(self.computations[computation][operand].type)[0]
-            total += self.bytes_read(computation, name, operand) if in_memory else 0
+            if in_memory:
+                total += self.bytes_read(computation, name, operand)
         written = self.bytes_written(computation, name)
         for size, (_, in_memory) in zip(written, array_sizes(instruction.type), strict=False):
-            total += size if in_memory else 0
+            if in_memory:
+                total += size
         return total
 
     def is_alias(self, instruction: Instruction) -> bool:
-        """Returns whether a copy stays in place, because it only retiles the same bytes, as happens
-        to int8 arrays."""
+        """Returns whether a copy is in place, because it only retiles the same (int8) bytes."""
         aliased = "output_to_operand_aliasing" in instruction.attributes
         return aliased and instruction.op == "fusion" and self.is_copy(instruction)
 
     def is_copy(self, instruction: Instruction) -> bool:
-        """Returns whether an instruction changes only the place or the layout of values."""
+        """Returns whether an instruction only moves, relayouts or converts values."""
         ops = {instruction.op}
         if instruction.op == "fusion":
             ops = {inner.op for inner in self.computations[instruction.calls].values()}

@@ -1,5 +1,6 @@
-"""Plan what fits the devices of a TPU slice, of GPUs or of this machine, and how long a step takes:
-`python tools/plan.py v6e-8 --model DIR`, or h100-8; without a type, for this machine.
+"""Plan what fits the devices of a TPU slice, of GPUs or of this machine, and how long a step takes.
+
+    python tools/plan.py v6e-8 --model DIR    # or h100-8; without a type, for this machine
 
 Programs are compiled but not run, so the devices may be absent, and the model needs only its
 config.json. The other flags are train.py's. The last line names the largest micro-batch that fits.
@@ -79,7 +80,7 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 def plan_update(
     cfg, model_cfg, mesh, guess: fit.MemoryEstimate, limit: float
 ) -> tuple[int, dict, dict]:
-    """Compile the update with --micro_batch, or with several to find the largest that fits.
+    """Compile the update with --micro_batch, or search for the largest micro-batch that fits.
 
     limit: GiB per device.
     Returns (the micro-batch, or 0 if it does not fit; {compiled micro-batch: (GiB per device, does
@@ -88,7 +89,7 @@ def plan_update(
     width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
     clocks = {}
 
-    def need(micro_batch):
+    def gib_and_fit(micro_batch):
         say(f"compiling the update with micro_batch {micro_batch} ...")
         clock_of = step_time.clock_of_program(micro_batch, cfg, model_cfg, mesh)
         clocks[micro_batch] = []
@@ -102,26 +103,26 @@ def plan_update(
         return fit.update_gib(*update, compile=compile)
 
     if cfg.micro_batch:
-        gib, fits = need(cfg.micro_batch)
+        gib, fits = gib_and_fit(cfg.micro_batch)
         return (cfg.micro_batch if fits else 0), {cfg.micro_batch: (gib, fits)}, clocks
-    return *fit.largest_that_fits(need, limit, 1024, guess), clocks
+    return *fit.largest_that_fits(gib_and_fit, limit, 1024, guess), clocks
 
 
 def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dict:
     """Returns {micro-batch: estimated GiB} for the powers of two up to twice the largest.
 
-    The estimates lie on the line from 0 rows, which take rest_gib by sizes, to the largest
-    micro-batch, which takes gib.
+    The estimates lie on the straight line from rest_gib, which 0 rows take by sizes, to gib, which
+    the largest micro-batch takes.
     """
     others = [2**i for i in range(11) if 2**i <= 2 * largest]
-    # A micro-batch of at least `filled` rows is a complete minibatch, so gradients are held once,
-    # not twice. Estimate only the micro-batches that are like the largest in this.
+    # A micro-batch of at least `filled` rows is a complete minibatch, and needs one copy of the
+    # gradients instead of two. Estimate only micro-batches that need as many as the largest.
     alike = [n for n in others if (n < filled) == (largest < filled)]
     return {n: rest_gib + n * (gib - rest_gib) / largest for n in alike}
 
 
 def table_of_update(compiled: dict, others: dict, limit: float) -> str:
-    """Format a line per micro-batch. A ~ marks those that were estimated, not compiled."""
+    """Format a line per micro-batch. A ~ marks an estimate for one that was not compiled."""
     estimated = {n: (gib, gib <= limit) for n, gib in others.items()}
     lines = [f"{'micro_batch':>12} {'peak GiB':>10}"]
     for n, (gib, fits) in sorted((estimated | compiled).items()):
@@ -147,11 +148,11 @@ def setup_in_words(device_type, cfg, model_cfg, mesh) -> str:
 def devices_of(device_type: str) -> list:
     """Returns the devices of a type, or of this machine. Exits 2 if programs cannot be compiled for
     them."""
-    takes = "that takes a type such as v6e-8 or h100-8, and what `bash launch.sh plan` installs"
+    needs = "that needs a type such as v6e-8 or h100-8, and what `bash launch.sh plan` installs"
     if device_type == "here":
         nvidia.find_devices()
         return jax.devices()
-    with exit_on(Exception, f"{device_type} cannot be compiled for here: {takes}"):
+    with exit_on(Exception, f"{device_type} cannot be compiled for here: {needs}"):
         return absent_devices.of_kind(device_type)
 
 
@@ -167,7 +168,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
     limit = chips.device_memory(mesh.devices.flat[0])
     for setting in settings:
         cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
-        # Check without micro_batch: a plan may ask for more rows than a step has.
+        # Leave micro_batch unchecked: a plan may ask for more rows than a step has.
         train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
         width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
         say(
@@ -206,9 +207,10 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
 
 def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> None:
     """Print the results of the sweep as a table, and append them to plan-TYPE.jsonl."""
-    # dict.fromkeys removes a duplicate: the swept flag may be micro_batch itself.
+    # dict.fromkeys removes the duplicate if the swept flag is micro_batch itself.
     columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
-    for cells in [columns, *[[row[column] for column in columns] for row in rows]]:
+    lines = [[row[column] for column in columns] for row in rows]
+    for cells in [columns, *lines]:
         say("".join(f"{cell!s:>14.14}" for cell in cells))
     with open(f"plan-{device_type}.jsonl", "a", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
@@ -218,7 +220,7 @@ def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> Non
 def main(argv: list[str]) -> None:
     device_type, args, train_flags = split_arguments(argv)
     if args.table:
-        # Any model but tiny: otherwise the flags would have the defaults of the tiny model.
+        # Name any model but tiny, so that the flags do not get the defaults of the tiny model.
         train_flags = ["--model", "Qwen2.5", *train_flags]
     cfg = train.parse(train_flags)
     if args.table:

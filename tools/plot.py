@@ -21,8 +21,9 @@ from infra.host.console import check, exit_on
 from infra.run.log import json_line, read_jsonl
 from tools.arguments import parser_of
 
-# Evaluations are drawn as dots, in the panel of the same metric in training.
+# The default panels.
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"
+# {metric of training: the evaluations that its panel also shows}
 BESIDE = {"solved": "eval/solved"}
 COLUMNS = 4
 INCHES = 3.2, 2.6  # width and height of a panel
@@ -31,7 +32,7 @@ INCHES = 3.2, 2.6  # width and height of a panel
 def read_rows(out: str, name: str) -> list[dict]:
     """Read the rows of OUT/name, or of OUT itself if OUT is a file. Exits 2 if there are none."""
     path = out if os.path.isfile(out) else f"{out}/{name}"
-    check(os.path.isfile(path), f"{out} is no directory of a run: it has no {name}")
+    check(os.path.isfile(path), f"{out} is not the directory of a run: it has no {name}")
     with exit_on(OSError, f"{path} cannot be read"):
         rows = read_jsonl(path)
     check(rows, f"{path} has no rows yet")
@@ -64,7 +65,7 @@ def split_label(argument: str) -> tuple[str, list[str]]:
     if equals and not os.path.exists(argument):
         outs = []
         for pattern in patterns.split(","):
-            # Keep a pattern that matches nothing: the error of the reader will name it.
+            # Keep a pattern that matches nothing, so that the error of read_rows names it.
             outs += sorted(glob.glob(pattern)) or [pattern]
         return label, outs
     path = Path(argument)
@@ -94,7 +95,7 @@ def curve_of(series: Series, metric: str, over: str) -> Curve:
     values = [values_by_step(rows, metric) for rows in series.runs]
     minutes = [minutes_by_step(rows) for rows in series.runs]
     curve = Curve([], [], [], [])
-    # The mean leaves out runs that have not reached the step.
+    # Runs that have not reached the step do not count in the mean.
     for step in sorted(set().union(*values)):
         having = [i for i, of_run in enumerate(values) if step in of_run]
         numbers = [values[i][step] for i in having]
@@ -118,8 +119,8 @@ def metrics_in(all_series: list[Series]) -> set[str]:
 def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
     """Returns the panels that were asked for, or those of PANELS that the runs have data for."""
     known = metrics_in(all_series)
-    # A run of supervised steps only, for example, has no reward.
     if not asked:
+        # A run of supervised steps only, for example, has no reward.
         return [name for name in PANELS.split() if name in known]
     panels = asked.split(",")
     having = ", ".join(sorted(known))
@@ -130,14 +131,14 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
 
 # ---------------------------------------------------------------- files
 def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
-    """Write the metrics that are drawn here or by default to DIRECTORY/<name of the run>.jsonl."""
+    """Write the metrics of these panels and of the default panels to DIRECTORY/<run>.jsonl."""
     kept = {"step", *panels, *PANELS.split(), *BESIDE.values()}
     outs = [out for argument in arguments for out in split_label(argument)[1]]
     texts = {}
     for out in outs:
         name = split_label(out)[0]
-        once = f"two runs are named {name}, and would be one file in {directory}; rename one"
-        check(name not in texts, once)
+        clash = f"two runs are named {name}, and would be one file in {directory}; rename one"
+        check(name not in texts, clash)
         rows = read_rows(out, "metrics.jsonl")
         drawn = [{key: row[key] for key in row if key in kept} for row in rows]
         texts[name] = "".join(short_line(row) for row in drawn)
@@ -164,7 +165,7 @@ def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> Non
         from matplotlib.figure import Figure
     except ImportError:
         check(False, f"no matplotlib here: {sys.executable} -m pip install matplotlib")
-    # Write text as text, not as paths. The fixed salt makes equal plots equal files.
+    # Write text as text, not as paths. With a fixed salt, equal plots are equal files.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "podgrpo"}
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -210,9 +211,9 @@ def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("runs", nargs="+", metavar="OUT", help="OUT, or label=OUT1,OUT2,...")
     parser.add_argument("--to", default="plot.svg", help="the picture, .svg or .png")
-    parser.add_argument("--panels", default="", help="metrics, as reward/mean,eval/solved")
+    parser.add_argument("--panels", default="", help="metrics, such as reward/mean,eval/solved")
     parser.add_argument("--over", default="step", choices=["step", "minutes"])
-    parser.add_argument("--copy", default="", help="a directory for what is drawn, a .jsonl a run")
+    parser.add_argument("--copy", default="", metavar="DIR", help="write the drawn metrics to DIR")
     args = parser.parse_args(argv)
     check(args.to.endswith((".svg", ".png")), f"to = {args.to} is neither .svg nor .png")
     all_series = []

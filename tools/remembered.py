@@ -1,5 +1,7 @@
-"""A cache of what compiled programs take, in the user's cache directory, keyed by the programs'
-text. A plan that is repeated, or made after an edit that changes no program, compiles nothing.
+"""A cache of the memory and time that compiled programs take, keyed by the programs' text.
+
+The cache is in the user's cache directory. A plan that is repeated, or made after an edit that
+changes no program, compiles nothing.
 
 JAX's own cache cannot do this: it writes programs for absent devices, but cannot read them back.
 """
@@ -17,7 +19,7 @@ from infra.host.files import CheckpointError
 from infra.update import fit
 from tools.clock import Clock
 
-# The packages that compile, and the environment variables with their flags.
+# The packages that compile, and the environment variables that hold flags for them.
 PACKAGES = "jax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"
 VARIABLES = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
@@ -41,7 +43,7 @@ def versions() -> dict:
 
 
 def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
-    """Compile a program, or read from the cache what it took when compiled for the same devices.
+    """Compile a program for the devices of a mesh, or read the result from the cache.
 
     clock_of(text of the compiled program) -> Clock or None.
     """
@@ -49,11 +51,16 @@ def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
     # A missing or damaged file in the cache does no harm: the program is compiled again.
     with contextlib.suppress(CheckpointError, LookupError, TypeError):
         kept = files.read_json(path)
-        found = Compiled(kept["gib"], kept["fits"], kept["clock"] and Clock(*kept["clock"]))
+        clock = Clock(*kept["clock"]) if kept["clock"] else None
+        found = Compiled(kept["gib"], kept["fits"], clock)
         say(f"  remembered: {path}")
         return found
     clocks = []
-    gib, fits = fit.compiled_gib(lowered, mesh, lambda c: clocks.append(clock_of(c.as_text())))
+
+    def note_clock(compiled):
+        clocks.append(clock_of(compiled.as_text()))
+
+    gib, fits = fit.compiled_gib(lowered, mesh, note_clock)
     found = Compiled(gib, fits, clocks[0] if clocks else None)
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)

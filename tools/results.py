@@ -21,7 +21,7 @@ KEPT = ("final", "profile", "config.json", "*.jsonl")
 
 
 def link_results(out: Path) -> str:
-    """Link the files of `out` that are worth keeping into results/NAME. Returns NAME."""
+    """Link the files of `out` that match KEPT into results/NAME. Returns NAME."""
     shutil.rmtree("results", ignore_errors=True)
     links = Path("results") / out.name
     links.mkdir(parents=True)
@@ -39,11 +39,11 @@ def main() -> None:
     if not bucket.bucket_of(out):
         print(link_results(Path(out).resolve()))
         return
-    # This worker sent the results, so it also has the rights to look for them.
+    # Worker 0 has sent the results, so it may also look for them in the bucket.
     try:
         bucket.check_results(out)
     except bucket.BucketError as e:
-        sys.exit(f"results.py: {e}; the run's own are on this worker, in {os.path.abspath(out)}")
+        sys.exit(f"results.py: {e}; this worker's copy is in {os.path.abspath(out)}")
     print(bucket.bucket_of(out))
 
 

@@ -1,4 +1,4 @@
-"""Run `train.py` as a user does, and keep the metrics of its runs that plots need."""
+"""Run `train.py` as a user does, and keep those metrics of its runs that plots need."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ KEPT = ("step", "reward/mean", "solved", "eval/solved", "len/answer", "entropy",
 
 
 def words(flags: dict) -> list[str]:
-    """Format flags as words of a command line. With `=` a value may be empty or begin with -."""
+    """Format flags as words of a command line, with `=`: a value may be empty or begin with -."""
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
@@ -39,8 +39,8 @@ def run_train(flags: dict) -> None:
 
 
 def read_rows(out: str) -> list[dict]:
-    """Read a run's metrics. Returns its rows with the metrics in KEPT, and `seconds`: the time of
-    all steps up to the row."""
+    """Read a run's metrics. Returns rows with the metrics in KEPT and with `seconds`, the time of
+    all steps so far."""
     rows = []
     seconds = 0.0
     for row in read_jsonl(f"{out}/metrics.jsonl"):
@@ -63,8 +63,8 @@ def final_solved(rows: list[dict]) -> float:
 
 
 def median_seconds(rows: list[dict]) -> float:
-    """Returns the median seconds of a run's steps: the first one, which compiles, has little effect
-    on a median."""
+    """Returns the median seconds of a run's steps. The first step, which compiles, has little
+    effect on a median."""
     return statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
 
 
@@ -73,8 +73,8 @@ def flags_parser(description: str) -> argparse.ArgumentParser:
     """Returns a parser with the flags of a tool that trains from a checkpoint, seed by seed."""
     parser = parser_of(description)
     parser.add_argument("--model", required=True, help="the checkpoint: a Hugging Face directory")
-    parser.add_argument("--out", required=True, help="where runs and their rows go")
-    parser.add_argument("--seeds", default="1,2,3", help="of questions and sampling")
+    parser.add_argument("--out", required=True, help="the directory for the runs and their rows")
+    parser.add_argument("--seeds", default="1,2,3", help="seeds of questions and sampling")
     return parser
 
 

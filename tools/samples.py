@@ -19,7 +19,7 @@ from infra.host.console import check, open_streams
 from tools.arguments import parser_of
 from tools.plot import read_rows
 
-# The least width of a column, in characters: a terminal has room for two columns.
+# Minimum characters per column: a terminal of 80 characters has room for two columns.
 LEAST_WIDTH = 26
 GAP = "  "
 
@@ -33,15 +33,15 @@ def spread_out(steps: list[int], n: int) -> list[int]:
 
 
 def choose_steps(rows: list[dict], asked: str, n: int) -> list[int]:
-    """Choose the steps to show: those that were asked for and that have rows, else up to n."""
-    having = sorted({row["step"] for row in rows})
+    """Choose the steps to show: those of `asked` that have rows, or else up to n steps."""
+    available = sorted({row["step"] for row in rows})
     if asked:
-        return [step for step in having if str(step) in asked.split(",")]
-    return spread_out(having, n)
+        return [step for step in available if str(step) in asked.split(",")]
+    return spread_out(available, n)
 
 
 def verdict(row: dict) -> str:
-    """Returns `right` or `wrong` for an evaluation, else the reward with each function's score."""
+    """Returns `right` or `wrong` for an evaluation, else the reward and each function's score."""
     if row.get("eval"):
         return "right" if row["solved"] else "wrong"
     text = f"reward {row['reward']:.2f}"
@@ -54,7 +54,7 @@ def verdict(row: dict) -> str:
 
 # ---------------------------------------------------------------- as text
 def readable(text: str) -> str:
-    """Replace what a terminal should not get: a model may sample control characters."""
+    """Replace control characters, which a model may sample, and a terminal would obey."""
     text = text.expandtabs(4)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
@@ -105,7 +105,9 @@ def print_rows(title: str, rows: list[dict], steps: list[int], width: int) -> No
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("out", metavar="OUT", help="a run's directory, or its samples.jsonl")
-    parser.add_argument("--steps", default="", help="as 80,160; else as many as fit side by side")
+    parser.add_argument(
+        "--steps", default="", help="such as 80,160; default: all that fit side by side"
+    )
     args = parser.parse_args(argv)
     rows = [row for row in read_rows(args.out, "samples.jsonl") if "question" in row]
     # Without a terminal, as in a pipe, the width is 80.
@@ -115,15 +117,15 @@ def main(argv: list[str]) -> None:
     eval_steps = choose_steps(evaluated, args.steps, columns_in(width))
     train_steps = choose_steps(trained, args.steps, columns_in(width))
     check(rows, f"{args.out} has no answers")
-    having = sorted({row["step"] for row in evaluated or rows})
-    is_some = eval_steps or train_steps
-    check(is_some, f"steps = {args.steps}: no answers of these steps; try some of {having}")
+    available = sorted({row["step"] for row in evaluated or rows})
+    has_steps = eval_steps or train_steps
+    check(has_steps, f"steps = {args.steps}: no answers of these steps; try some of {available}")
     # Every evaluation asks the same questions. In training, a question is asked once per epoch.
     print_rows("held-out questions", evaluated, eval_steps, width)
     print_rows("questions of training", trained, train_steps, width)
 
 
 if __name__ == "__main__":
-    # A reader that closes the pipe early, as head does, is no error.
+    # A reader that closes the pipe early, as head does, is not an error.
     open_streams()
     main(sys.argv[1:])

@@ -30,7 +30,7 @@ def family_of(name: str) -> str:
 
 
 def model_of_size(name: str) -> ModelConfig:
-    """Returns the config of a model in SIZES, without what depends on the tokenizer."""
+    """Returns the config of a model in SIZES, without the fields that depend on the tokenizer."""
     V, D, F, N, K, H, L, tied = SIZES[name]
     family = FAMILIES[family_of(name)]
     return ModelConfig(
@@ -45,7 +45,7 @@ def model_of_size(name: str) -> ModelConfig:
         rms_eps=1e-6,
         tied=bool(tied),
         max_positions=32768,
-        # Without stop tokens every row decodes its full length.
+        # Without stop tokens, every row decodes its full length.
         stop_ids=(),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,

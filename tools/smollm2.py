@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-# As a script, this file finds modules beside it; ours are in the directory above.
+# Python looks for modules beside this script; ours are in the directory above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, exit_on, say
@@ -36,7 +36,7 @@ def convert(path: Path, out: str) -> None:
 
     source = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # transformers refuses to save a model that it has read from GGUF, so save a copy of it.
+    # transformers refuses to save a model that it has read from GGUF, so save a copy of the model.
     config = loaded.config.to_dict()
     config.pop("quantization_config", None)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))

@@ -26,19 +26,21 @@ class RolloutPlan:
 
     sequences: int  # answers per step, over all devices
     rows: int  # answers per device
-    at_once: int  # rows per device that decode together, as a wave
+    at_once: int  # rows per device in a wave, which decode together
     waves: int
     gib: float  # per device during decode, including parameters and optimizer state
     resting_gib: float  # parameters and optimizer state, per device
     fits: bool
-    clock: Clock | None  # of a decode step with a full cache; None if it does not fit, or no TPU
+    clock: Clock | None  # of a decode step with a full cache, on TPUs; None if it does not fit
 
 
 def plan_rollout(
     cfg, model_cfg, engine: Engine, mesh, size: RolloutSize, resting: int
 ) -> RolloutPlan:
-    """Compile the decode loop for prompts and answers of full length, next to `resting` bytes of a
-    device."""
+    """Compile the decode loop for prompts and answers of full length.
+
+    resting: bytes per device of parameters and optimizer state.
+    """
     layout = engine.layout
     shards = layouts.row_shards(layout)
     most = engine.rows_by_group[size.group]
@@ -72,12 +74,12 @@ class UpdateClock:
 
 
 def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
-    """Returns a function from the compiled text of one of the update's programs to its Clock, or to
-    None: only the compiler for TPUs estimates times."""
+    """Returns a function that maps the compiled text of a program of the update to its Clock. The
+    function returns None on other devices than TPUs, whose compilers estimate no times."""
     device = mesh.devices.flat[0]
     chip = chips.chip(device)
-    # The loss skips tokens outside of answers, so its program does not state how many chunks of
-    # tokens it loops over.
+    # The loss loops over chunks of answer tokens, and its program does not state how many. Count
+    # the chunks of answers of full length.
     blocks = kernel.block_sizes(device.device_kind, model_cfg.D, cfg.loss_impl)
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
     chunks = -(-micro_batch * cfg.max_answer * shards // blocks.chunk_tokens)
@@ -85,7 +87,7 @@ def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
 
 
 def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
-    """Returns the estimates of the compiled micro-batch closest to the one that a step takes."""
+    """Returns the estimates of the compiled micro-batch that is closest to `micro_batch`."""
     # A program that did not fit has no clock. The list is empty if nothing was compiled.
     complete = [n for n, of_programs in clocks.items() if of_programs and all(of_programs)]
     if not complete:
@@ -97,8 +99,8 @@ def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
 # ---------------------------------------------------------------- the time
 def passes(cfg) -> float:
     """Returns how often a step runs forward and backward over its sequences."""
-    # A step with several updates first scores the answers with a forward, which costs a third of a
-    # forward and backward.
+    # A step with several updates first scores the answers with a forward pass, which costs a third
+    # of a forward and backward pass.
     scoring = 1 / 3 if cfg.ppo_epochs * cfg.minibatches > 1 else 0
     return cfg.ppo_epochs + scoring
 
@@ -118,7 +120,7 @@ def time_of_step(
     chip = chips.chip(device)
     if not chip.flops:
         return f"no estimate of the time: the peak of a {device.device_kind} is not known"
-    # Each decode step of a wave reads the weights once, and the cache of each row. The cache grows
+    # Each decode step of a wave reads the weights and the cache of its rows once. The cache grows
     # with the answer, so on average half of the answer is in it.
     half = replace(size, answer_slots=cfg.max_answer // 2)
     dtype, _ = quantise.dtypes(cfg)

@@ -1,5 +1,5 @@
-"""The table of `tools/plan.py --table`: the largest micro-batch that fits, for each model on each
-type of devices."""
+"""The table of `tools/plan.py --table`: the largest micro-batch that fits, for each model and type
+of devices."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,7 @@ OFFLOADS = "none", "optimizer", "params"
 
 
 def table(cfg, plan: Callable) -> str:
-    """Returns the table in Markdown. cfg: the flags of each plan. plan: the function of
-    tools/plan.py."""
+    """Returns the table in Markdown. cfg: the flags of all plans. plan: `plan` of tools/plan.py."""
     width = cfg.max_prompt + cfg.max_answer
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
@@ -29,18 +28,17 @@ def table(cfg, plan: Callable) -> str:
         "|---" * (2 + len(MODELS)) + "|",
     ]
     for device_type in TYPES:
-        cells = []
-        for name in MODELS:
-            row = largest(cfg, plan, device_type, name)
-            cells.append(in_words(row))
-        lines.append(f"| {device_type} | {row['limit_gib']:.1f} | {' | '.join(cells)} |")
+        rows = [largest(cfg, plan, device_type, name) for name in MODELS]
+        limit = rows[0]["limit_gib"]
+        cells = [in_words(row) for row in rows]
+        lines.append(f"| {device_type} | {limit:.1f} | {' | '.join(cells)} |")
     versions = remembered.versions()
     compiled_by = ", ".join(f"{package} {versions[package]}" for package in versions)
     return "\n".join([*lines, "", f"Compiled by {compiled_by}; nothing was run."])
 
 
 def largest(cfg, plan, device_type: str, name: str) -> dict:
-    """Returns the row of the plan with the first --offload that fits, else with the last one."""
+    """Returns the row of the first --offload that fits, or else of the last one."""
     for offload in OFFLOADS:
         setting = {"offload": offload}
         (row,) = plan(device_type, cfg, model_of_size(name), [setting])

@@ -34,7 +34,7 @@ CHANGES = [
 ]
 TRAINING = 20000
 HELD_OUT = 500
-# One in RIGHT_EVERY demonstrations is right.
+# One of RIGHT_EVERY demonstrations is right.
 RIGHT_EVERY = 3
 
 # The tiny model's config.json with other sizes. Most parameters are in the embedding, which has
@@ -62,8 +62,8 @@ def demonstration(steps: list[tuple[str, int]], start: int, first_sign: str) -> 
 
 
 def problem(rng: random.Random, is_right: bool) -> dict:
-    """Returns a row. Unless is_right, its demonstration adds in the first step, where it should
-    multiply."""
+    """Returns a row. Unless is_right, the first step of its demonstration adds instead of
+    multiplying."""
     name = rng.choice(NAMES)
     groups, items = rng.choice(THINGS)
     n_groups = rng.randint(2, 6)
@@ -73,8 +73,8 @@ def problem(rng: random.Random, is_right: bool) -> dict:
     total = n_groups * each
     worked = f"{name} has {n_groups}*{each}=<<{n_groups}*{each}={total}>>{total} {items}.\n"
     for verb, doing, sign in rng.sample(CHANGES, rng.randint(1, 2)):
-        # Losses are small enough that two of them leave something, even of the sum that a wrong
-        # demonstration begins with.
+        # Losses are so small that two of them leave a positive number, even in a wrong
+        # demonstration, which begins with a smaller total.
         number = rng.randint(1, 9 if sign == "+" else (n_groups + each - 1) // 2)
         steps.append((sign, number))
         question += f" {name} {verb} {number}."
@@ -106,18 +106,18 @@ def write_model(directory: str, tokenizer: str, seed: int) -> None:
     directory."""
     os.makedirs(directory)
     shutil.copy(f"{tokenizer}/tokenizer.json", directory)
-    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    special_tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     tokenizer_class = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    files.write_json(f"{directory}/tokenizer_config.json", tokenizer_class | marks)
+    files.write_json(f"{directory}/tokenizer_config.json", tokenizer_class | special_tokens)
     hf.write_random(directory, MODEL, seed)
 
 
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--tokenizer", required=True, help="a directory with a Qwen2's")
-    parser.add_argument("--out", required=True, help="where files go")
-    parser.add_argument("--seed", type=int, default=1, help="of problems and weights")
+    parser.add_argument("--tokenizer", required=True, help="a directory with a Qwen2 tokenizer")
+    parser.add_argument("--out", required=True, help="the directory to make")
+    parser.add_argument("--seed", type=int, default=1, help="seed of problems and weights")
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     tokenizer = load_tokenizer(args.tokenizer)
