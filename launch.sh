@@ -3,32 +3,32 @@
 #
 #   bash launch.sh cpu [--processes N] [flags]  train on this CPU; without flags: the embedded default
 #   bash launch.sh gpu [flags]                  train on this machine's NVIDIA GPUs
-#   bash launch.sh slurm [options] [flags]      submit a job and follow it; requeued, it resumes
+#   bash launch.sh slurm [options] [flags]      submit a job and follow it; a requeued job resumes
 #     --nodes N  --ntasks-per-node K  --gpus-per-node G  --cpus-per-task C  --partition P  --time T
-#     --account A  --qos Q  --sbatch "FLAGS" (whatever else sbatch takes)
-#   bash launch.sh TYPE [options] [flags]       train on a TPU slice, v4-16, v5litepod-16, v5p-16, v6e-16 or
-#                                               such: up, setup and run in one; Ctrl-C detaches
+#     --account A  --qos Q  --sbatch "FLAGS" (any other flags of sbatch)
+#   bash launch.sh TYPE [options] [flags]       train on a TPU slice, such as v4-16, v5litepod-16, v5p-16, v6e-16:
+#                                               up, setup and run in one command; Ctrl-C detaches
 #   bash launch.sh TYPE ACTION [options]        one of:
 #     up        find or make the TPU VM               setup    send this tree and .env, install
-#     run       start train.py on all workers, follow logs     follow again
-#     status    the VM and the last line of each      stop     SIGTERM to train.py on all workers
+#     run       start train.py on all workers, and follow it
+#     logs      follow the run again
+#     status    state of the VM, workers' last lines  stop     SIGTERM to train.py on all workers
 #     fetch     bring final/, config.json, *.jsonl and profile/ into out/NAME/
 #     ssh [WORKER|all] [COMMAND]   a shell on worker 0, or a command in ~/podgrpo
-#     down      delete the VM, or its queued request  test     loss, model, rollout on worker 0's TPU
-#     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued (waits its turn)
-#     --create "FLAGS" (whatever else gcloud's create takes)  --down (delete after a run that has finished)
-#     --ssh "FLAGS" (of every ssh and scp: --internal-ip, --tunnel-through-iap)
-#     --yes (to down)
-#   bash launch.sh plan [TYPE] [flags]          what fits there, or here, how fast; takes no TPU; --sweep micro_batch=8,16
-#     TYPE is a TPU's, or a100-N, h100-N, h200-N: N GPUs, 8 of them a host
-#   bash launch.sh test [pytest arguments]      the tests, in minutes; longer ones: -m slow, -m aot; see README
+#     down      delete the VM, or its queued request  test     test loss, model, rollout on worker 0
+#     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued (wait for capacity)
+#     --create "FLAGS" (any other flags of gcloud's create)  --down (delete the VM after the run has finished)
+#     --ssh "FLAGS" (for every ssh and scp: --internal-ip, --tunnel-through-iap)  --yes (down does not ask)
+#   bash launch.sh plan [TYPE] [flags]          what fits on TYPE or on this machine, and how fast; needs no TPU
+#     TYPE is a TPU type, or a100-N, h100-N, h200-N: N GPUs in hosts of 8.  --sweep micro_batch=8,16 compares values
+#   bash launch.sh test [pytest arguments]      the quick tests; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
-# With --dry-run anywhere the commands are printed, and nothing is run.
-# Flags are train.py's. gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K unless they say otherwise;
-# --out gs://bucket/run keeps checkpoints there. .env beside this file, which bash reads, sets WANDB_API_KEY=..
-# and HF_TOKEN=.. PYTHON=.. makes .venv: 3.11 or newer; else python3.12, python3.11 or python3; else uv makes it.
-# CUDA=12 or 13 where nvidia-smi cannot tell, as on Slurm's login nodes.
-# Exit code: 0, 2 for a mistake in the call, else that of what was run.
+# With --dry-run anywhere in the call, the commands are printed, and nothing is run.
+# All other flags are train.py's. By default, gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K.
+# --out gs://bucket/run keeps checkpoints in the bucket. bash reads .env beside this file, for WANDB_API_KEY=.. and
+# HF_TOKEN=.. PYTHON=.. names the Python for .venv, 3.11 or newer; without it: python3.12, python3.11, python3, or uv's.
+# Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
+# Exit code: 0, 2 for a mistake in the call, otherwise that of the command that failed.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to the caller's directory
 venv="$here/.venv"
@@ -36,7 +36,7 @@ dry_run=''
 exec 3>&1 # dry runs print here, even where the output of a command is captured
 # JAX_PLATFORMS for GPUs. If there is no GPU, JAX then fails instead of training on the CPU.
 gpus=cuda,cpu
-# Default flags of gpu, slurm and TPU slices. The user's flags come later, and the last of two equal flags counts.
+# Default flags of gpu, slurm and TPU slices. The user's flags follow them, and of a repeated flag the last one counts.
 job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --eval_data gsm8k --max_prompt 1024 --max_answer 1024)
 
 say() { printf 'launch.sh: %s\n' "$1" >&2; }
@@ -52,7 +52,7 @@ run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3;
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
-# Install requirements.txt, jax's extra $1, and what the flags after it need. .venv/installed remembers the first two.
+# Install requirements.txt, jax's extra $1, and what the flags in $2.. need. .venv/installed records the first two.
 setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") $extra"
@@ -72,9 +72,9 @@ setup() {
 make_venv() {
   local python
   # The python3 of Debian and Ubuntu has no ensurepip, and without it venv cannot install pip.
-  local fit='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
+  local probe='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
   for python in ${PYTHON:-python3.12 python3.11 python3}; do
-    if "$python" -c "$fit" >/dev/null 2>&1; then
+    if "$python" -c "$probe" >/dev/null 2>&1; then
       run "$python" -m venv --clear "$venv"
       return
     fi
@@ -83,8 +83,8 @@ make_venv() {
   make_venv_with_uv
 }
 
-# uv uses this machine's Python if only ensurepip is missing, or else downloads one. uv itself is installed here, or
-# comes from the package index, or from its own installer.
+# uv uses this machine's Python if only ensurepip is missing, or else downloads one. If uv is not installed, get it from
+# the package index, or else from its own installer.
 make_venv_with_uv() {
   local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv")
   if command -v uv >/dev/null; then
@@ -95,13 +95,13 @@ make_venv_with_uv() {
     run env PYTHONPATH="$uv" python3 -m uv "${make[@]}"
   else
     shell "curl -LsSf https://astral.sh/uv/install.sh | UV_UNMANAGED_INSTALL=$(printf %q "$uv") sh" ||
-      die 'python3 makes no environments here, and uv did not come; install python3-venv, or set PYTHON=' "$?"
+      die 'python3 cannot make .venv, and uv could not be downloaded; install python3-venv, or set PYTHON=' "$?"
     run "$uv/uv" "${make[@]}"
   fi
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. It gets .env in its environment, unseen by ps and logs.
+# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. .env goes to its environment, hidden from ps and logs.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -114,7 +114,7 @@ program() {
   set -- env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$path" "$@"
   if [ -z "$dry_run" ]; then exec "$@"; else run "$@"; fi
 }
-# These replace this shell, or the subshell that calls them, so that signals reach them.
+# train.py or plan.py replaces this shell, or the subshell of the call, so that signals reach the program.
 train() { program train.py "$@"; }      # PLATFORM FLAGS...
 plan() { program tools/plan.py "$@"; } # PLATFORM [TYPE] FLAGS...
 
@@ -134,7 +134,7 @@ cmd_cpu() { # PROCESSES FLAGS...
     } | while IFS= read -r line || [ -n "$line" ]; do printf '[p%s] %s\n' "$i" "$line"; done &
   done
   wait
-  # Exit with the code of the first process that failed: it brought the others down.
+  # Exit with the code of the first process that failed: its failure ended the others.
   if [ -f "$codes" ]; then exit "$(head -n 1 "$codes")"; fi
 }
 
@@ -198,12 +198,12 @@ cmd_test() {
   # If the compiler for absent GPUs cannot be installed, their tests are skipped by name.
   case "$*" in *'not aot'*) ;; *aot*) (setup_absent_gpus 'the tests of GPUs') || say 'going on without' ;; esac
   cd "$here" # pytest reads pyproject.toml there
-  # Use two processes: most of a test's time is compilation, on one core.
+  # Use two processes: most of a test's time is compilation, which uses one core.
   run env "JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}" "$venv/bin/python" -m pytest -n 2 --dist worksteal \
     --durations 15 "$@"
 }
 
-# Set `words` to the words of a text, which may be quoted as for a shell.
+# Split a text into words, which may be quoted as for a shell, and assign them to `words`.
 split() {
   local word text
   text="$(xargs -n 1 printf '%s\n' <<<"$1" 2>/dev/null)" || die "a quote is not closed in $1"
@@ -211,8 +211,8 @@ split() {
   while IFS= read -r word; do [ -z "$word" ] || words+=("$word"); done <<<"$text"
 }
 
-# Check, before a VM is made and paid for, that all words are flags of train.py and their values. Any other word may be
-# an action in the wrong place.
+# Check, before a VM is made and paid for, that all words are flags of train.py and their values. Another word may be an
+# action in the wrong place.
 check_words() {
   local word flag is_value=''
   for word in "$@"; do
@@ -229,7 +229,7 @@ check_words() {
 
 cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
-# Submit a job and print its log. sbatch --wait exits with the job's code; it polls less and less often.
+# Submit a job and print its log. sbatch --wait exits with the job's code, but polls Slurm less and less often.
 cmd_slurm() {
   local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   [ "$platforms" = cpu ] || extra="$(cuda)"

@@ -6,7 +6,7 @@ from infra.host.console import check
 
 
 def parser_of(description: str, flags: dict | None = None) -> argparse.ArgumentParser:
-    """Returns a parser. For a mistake, it prints one line and exits with code 2.
+    """Returns a parser that prints one line for a mistake, and exits with code 2.
 
     flags: {name: default}. A flag has the type of its default.
     """

@@ -74,8 +74,8 @@ class UpdateClock:
 
 
 def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
-    """Returns a function that maps the compiled text of a program of the update to its Clock. The
-    function returns None on other devices than TPUs, whose compilers estimate no times."""
+    """Returns a function that maps the compiled text of a program of the update to its Clock. For
+    devices other than TPUs, the function returns None: only the TPU compiler estimates times."""
     device = mesh.devices.flat[0]
     chip = chips.chip(device)
     # The loss loops over chunks of answer tokens, and its program does not state how many. Count

@@ -6,7 +6,7 @@
 # Print the major version of this machine's driver, or nothing if nvidia-smi finds no GPU.
 driver() {
   local found
-  # nvidia-smi prints one line per GPU, all the same.
+  # nvidia-smi prints the same line for each GPU.
   found="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || found=''
   case "${found%%.*}" in '' | *[!0-9]*) ;; *) printf '%s' "${found%%.*}" ;; esac
 }
@@ -51,8 +51,8 @@ check_gpus() {
     die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
 }
 
-# Install what compiles for $1, such as h100-8, without a driver: JAX's CUDA plugin, and cuDNN, which JAX asks for its
-# version. A CUDA that was installed for training is used as it is. jax's own extra pins the plugin to jax's version.
+# Install the compiler for $1, such as h100-8, which needs no driver: JAX's CUDA plugin, and cuDNN, whose version JAX
+# reads. If .venv has CUDA for training, use that. The extra of the jax package pins the plugin to jax's version.
 setup_absent_gpus() {
   local cuda=13
   case "$(uname -sm)" in
@@ -66,6 +66,6 @@ setup_absent_gpus() {
   say "installing what compiles for $1, JAX's CUDA $cuda plugin and cuDNN, into .venv: 0.7 GB to load, 1.3 GB there"
   say 'from then on .venv/bin/python wants JAX_PLATFORMS=cpu on a CPU'
   pip_install "jax[cuda$cuda-local]" || exit
-  # cuDNN depends on cuBLAS, which is not needed to compile.
+  # --no-deps: cuDNN depends on cuBLAS, which compilation does not need.
   pip_install --no-deps "nvidia-cudnn-cu$cuda" || exit
 }

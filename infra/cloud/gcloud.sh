@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A TPU slice in Google Cloud, and a run on it. launch.sh sources this file, and sets
+# A TPU slice in Google Cloud, and a run on it. launch.sh sources this file. Both set these variables:
 #
 #   $type $devices $hosts $image    the slice, from check_type
 #   $name $zones $options           its name, the zones where it may be, and the launcher's options as they were given
@@ -8,7 +8,7 @@
 #   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# Variables for what is found out about the slice are local to cmd_tpu.
+# cmd_tpu has local variables for the state of the slice, such as its zone, which the functions that it calls set.
 # ---------------------------------------------------------------- Google Cloud: types, and errors of gcloud
 # Set $type, $devices, $hosts, $image and $all_zones, or say why there is no such slice.
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
@@ -34,12 +34,12 @@ check_type() {
   hosts=$((devices > one_host ? devices / 4 : 1))
 }
 
-# Print this command with another action.
+# Print the user's command with action $1 instead.
 again() {
   printf 'bash launch.sh %s' "$type $1"
   [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
 }
-# Call gcloud. Its stderr goes to a file, for `fault`, and to the log, with the command and its exit code.
+# Call gcloud. Write its stderr to a file, for `fault`. Log the command, its exit code and its stderr.
 cloud() {
   local code=0 errors="$scratch/errors"
   run gcloud "$@" --quiet 2>"$errors" </dev/null || code=$?
@@ -60,10 +60,10 @@ reach() { # ssh|scp ARGUMENTS...
 }
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
-# Faults of gcloud, one per line: a word; a pattern, of which the first that matches counts; what to do about it. The
-# texts are from gcloud 528 and the services behind it. Every 401, 403 and 404 ends with "... which is the active
-# account specified by ...", which tells nothing. If this machine is offline, gcloud advises "auth login". A 429 means
-# too many requests per minute, not a lack of quota.
+# Faults of gcloud, one per line: a word; a pattern; advice. The first pattern that matches counts. So `network` comes
+# before `login`, because gcloud offline advises "auth login", and `busy` before `quota`, because a 429 means too many
+# requests per minute. No pattern matches "... which is the active account specified by ...", the end of every 401, 403
+# and 404. The texts are from gcloud 528 and the services behind it.
 faults() {
   cat <<END
 network; Max retries exceeded; is this machine online?
@@ -91,7 +91,7 @@ other; ERROR; look at it: $(again status)
 command; .*; look at it: $(again status)
 END
 }
-# Print the fault of TEXT, or of the last call of gcloud: a word of that table, a space, and a line to show.
+# Print the fault in TEXT, or in the last call of gcloud: its word in the table, a space, and a line for the user.
 fault() { # [TEXT]
   local text word pattern
   text="${1:-$(cat "$scratch/errors")}"
@@ -104,8 +104,8 @@ fault() { # [TEXT]
   fi
   printf '%s %s\n' "$word" "$(short_form "$text")"
 }
-# Shorten what gcloud printed to its ERROR, or else to its last lines. If ssh failed, gcloud says only that, so put the
-# workers that failed and ssh's own last line before it.
+# Shorten gcloud's output to its ERROR, or else to its last lines. If ssh failed, the ERROR says only that, so prepend
+# the workers that failed and ssh's own last line.
 short_form() { # TEXT
   local text="$1" noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
   case "$text" in
@@ -122,17 +122,17 @@ short_form() { # TEXT
   text="$(tr -s '\n ' ' ' <<<"$text" | cut -c 1-300)"
   printf '%s%s\n' "$ssh" "${text% }"
 }
-# Say what a fault is, and what to do about it.
+# Print a fault and the advice for it.
 why() { # FAULT
   say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"
 }
-# Succeed if the fault may pass by itself.
+# Succeed if the fault may be temporary.
 may_pass() { # FAULT
   case "${1%% *}" in missing | network | busy | refused | other | command) ;; *) return 1 ;; esac
 }
 
 DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds between tries, an hour in all
-# Call gcloud, and again after a delay if that may help. If all tries fail, say why and return 1.
+# Call gcloud, and retry after a delay if the fault may be temporary. If all tries fail, print why and return 1.
 patiently() {
   local delay fault
   for delay in $DELAYS ''; do
@@ -146,7 +146,7 @@ patiently() {
   return 1
 }
 # ---------------------------------------------------------------- Google Cloud: a slice comes and goes
-# Print the state of the VM in $zone, or else, with --queued or $1, of its queued request; nothing if there is neither.
+# Print the state of the VM in $zone. Without a VM, print that of its queued request, if --queued or $1 is given.
 state_now() {
   local now=''
   now="$(vm describe --format='value(state)')" || is_missing || return 1
@@ -157,18 +157,18 @@ state_now() {
 }
 is_missing() { [[ "$(fault)" = missing* ]]; }
 
-# Set $zone to the zone of the slice, or to nothing. Name the zones that cannot be asked.
+# Set $zone to the zone of the slice, or to '' if there is none. Name the zones where gcloud fails.
 find_slice() {
   local now fault
   for zone in ${zones//,/ }; do
-    # Ask twice: if a VM is there but not found, a second one would be made, and paid for too.
+    # Ask twice: if an existing VM were missed, a second one would be made, and paid for, too.
     if now="$(state_now || { may_pass "$(fault)" && sleep 10 && state_now; })"; then
       [ -z "$now$dry_run" ] || return 0
       continue
     fi
     fault="$(fault)"
     why "$fault"
-    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # it is the same in all zones
+    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # other zones fail alike
     say "going on without $zone"
   done
   zone=''
@@ -191,8 +191,8 @@ create() {
   fi
 }
 
-# Create the slice, or find it although gcloud failed: gcloud waits for half an hour, but the slice may come later.
-# Returns 1 if this has failed, 2 if another try may succeed.
+# Create the slice. If gcloud fails, look for the slice all the same: gcloud waits for half an hour, and the slice may
+# come later. Returns 1 if there is no slice, or 2 if another try may succeed.
 create_or_find() {
   local fault now
   if create; then return 0; fi
@@ -234,7 +234,7 @@ wait_until_ready() {
         error="$(fault "ERROR: the queued request failed: ${error:-gcloud gives no reason}")"
         why "$error"
         delete || exit 1
-        # A later request would not have more rights.
+        # A later request would fail for the same reason.
         case "${error%% *}" in quota | permission | billing | api) exit 1 ;; esac
         return 2
         ;;
@@ -244,7 +244,7 @@ wait_until_ready() {
         ;;
       '') maybe_paid="${maybe_paid// $zone/}" && return 1 ;;
       STOP*) die "$name is stopped; delete it: $(again down)" ;;
-      ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # these states may last for any time
+      ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # do not limit the time of these states
     esac
     polls=$((polls + 1))
     if [ "$polls" = 180 ]; then
@@ -280,14 +280,14 @@ up() {
     done
     [ -n "$worth_waiting" ] || exit 1
     [ "$failures" -lt 10 ] || die "$failures queued requests of $name failed; look at the errors above" 1
-    # A failed request may fail again for the same reason, so wait longer.
+    # The next request may fail for the same reason, so wait longer each time.
     if [ "$failures" -gt 0 ]; then pause=$((pause < 600 ? pause * 2 : 600)); fi
     say "trying again in $pause seconds"
     sleep "$pause"
   done
 }
 
-# However the launcher ends, name the zones where something may still cost money, and after a failure also the log.
+# When the launcher ends, name the zones where something may still cost money, and after a failure also the log.
 at_end() { # EXIT_CODE
   local zone
   if [ "$1" != 0 ] && [ -s "$log" ]; then say "all calls of gcloud: $log"; fi
@@ -297,12 +297,12 @@ at_end() { # EXIT_CODE
   rm -rf "$scratch"
 }
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
-# Run a command in ~/podgrpo on worker $1, or on all. It must be safe to repeat: gcloud runs it again if ssh breaks.
+# Run a command in ~/podgrpo on worker $1, a number or `all`. It must be safe to repeat: gcloud does so if ssh breaks.
 workers() {
   reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
 
-# Run a command on workers, and again while the connection or gcloud fails. Returns 75 if the slice is gone.
+# Run a command on workers, and retry while the connection or gcloud fails. Returns 75 if the slice is gone.
 persistently() {
   local delay code fault now
   for delay in $DELAYS ''; do
@@ -327,13 +327,13 @@ persistently() {
   return 1
 }
 
-# Pack this tree, as git sees it, into $to_send; after a preemption the same tree is sent again. Check each command
-# here: `send` is called in conditions, where errexit is off.
+# Pack the files of this tree that git does not ignore into $to_send, once: after a preemption, the same tree is sent
+# again. Check each command here, because `send` is called in conditions, where errexit is off.
 pack() {
   local packed="$to_send/tree.tgz" size
   if [ -z "$dry_run" ] && [ -f "$packed" ]; then return; fi
   run mkdir -p "$to_send" || exit
-  # Leave out files that git knows but that were deleted.
+  # Leave out tracked files that were deleted.
   # shellcheck disable=SC2016 # another shell expands $f
   shell "$(printf 'cd %q && git ls-files -coz --exclude-standard | xargs -0 sh -c %q sh >%q' "$here" \
     'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
@@ -351,7 +351,7 @@ pack() {
   fi
 }
 
-# Print a word for each worker where a run is going on.
+# Print `busy` for each worker where a run is going on.
 is_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
 
 # Send this tree and .env to all workers, and install there.
@@ -364,7 +364,7 @@ send() { # FLAGS..., which may need more packages
   say "sending this tree to $hosts workers"
   persistently reach scp "${files[@]}" "$name:podgrpo/" --worker=all >&2 || return
   say 'installing there, about 2 minutes the first time'
-  # The lock keeps a repetition by gcloud from running at the same time.
+  # If gcloud repeats the command, the lock makes the second call wait for the first one.
   persistently workers all "exec 8>setup.lock; flock 8; tar -xzf tree.tgz infra/cloud/worker.sh
     bash infra/cloud/worker.sh unpack $secrets $(printf '%q ' "$@") 8>&-"
 }
@@ -377,13 +377,13 @@ start() { # FLAGS...
   persistently workers all "bash infra/cloud/worker.sh start $(printf '%q ' "$run_id" "$@")" || code=$?
   case "$code" in
     0 | 75) ;;
-    # If one worker does not start, stop the others: they would wait for it.
+    # If one worker does not start, stop the others, which would wait for it.
     *) workers all "bash infra/cloud/worker.sh stop $run_id" || : ;;
   esac
   return "$code"
 }
 
-# Print all workers' logs until all have ended. Returns the code of the first to fail, or 75 if the slice is gone.
+# Print all workers' logs until all runs have ended. Returns the code of the first to fail, or 75 if the slice is gone.
 follow() { # LINE of worker 0's log to begin with
   local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on: $(again logs), or stop"; exit 130' INT
@@ -399,10 +399,10 @@ follow() { # LINE of worker 0's log to begin with
     first=$((first + $(cat "$seen"))) rest=0
   done
   trap - INT
-  read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')"
+  read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')" # fields: [wN] exit CODE TIME
   [ -n "$worker" ] || return 0
   case "$code" in '' | *[!0-9]*) code=1 ;; esac # do not trust text from a VM
-  # On a spot VM that is being preempted, the run fails before the VM is gone, usually by SIGTERM.
+  # When a spot VM is preempted, its run fails before the VM is gone, usually by SIGTERM.
   if [ -n "$spot" ] && [ "$code" != 2 ]; then
     sleep 60
     if now="$(patiently state_now)" && [ "$now" != READY ]; then return 75; fi
@@ -412,14 +412,14 @@ follow() { # LINE of worker 0's log to begin with
   return "$code"
 }
 
-# Pass on the workers' output. Write to file $1 how each ended, and to file $2 how many lines of worker 0's log came.
+# Pass on the workers' output. Write the `exit` line of each to file $1, and the number of worker 0's lines to file $2.
 watch_ends() {
   local line ended="$1" lines=0
   while IFS= read -r line; do
     printf '%s\n' "$line"
     case "$line" in '[w0] exit '*) ;; '[w0] '*) lines=$((lines + 1)) && echo "$lines" >"$2" ;; esac
     case "$line" in '[w'[0-9]*'] exit '*) printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
-    if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc 0)" = 1 ]; then # the first to fail: the others only wait for it
+    if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc 0)" = 1 ]; then # the first failure: the others only wait
       stop_rest &
     fi
   done
@@ -433,7 +433,7 @@ stop_rest() {
   workers all "bash infra/cloud/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
-# Copy the results of a run from worker 0 to out/$name, unless the worker has found them in the run's bucket.
+# Copy the results of a run from worker 0 to out/$name, unless worker 0 finds them in the run's bucket.
 fetch() {
   local out to="out/$name"
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
@@ -450,8 +450,8 @@ fetch() {
 
 RESUMES='The command that started the run resumes it from a bucket'
 WATCH_ENDS='the watch ends; the run may go on'
-# Run to the end. Start the run again after its VM was repaired or, with --spot, made again. A life is the run on one
-# VM; $1 says where the first life begins.
+# Run to the end. Start the run again after its VM was repaired or, with --spot, made again. A life is the part of a run
+# on one VM; $1 is the action that the first life begins with.
 live_and_finish() { # up|start|follow LINE FLAGS...
   local code now life="$1" line="$2"
   shift 2
@@ -494,11 +494,10 @@ one_life() { # up|again|start|follow LINE FLAGS...
   follow "$line"
 }
 # ---------------------------------------------------------------- Google Cloud: the actions
-# Run one of the actions below.
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
-  # The zone of the slice, once it is known; the zones where something may cost money; the ID of the run that is
-  # followed; the packed tree; the log of all calls of gcloud.
+  # The zone of the slice, once it is known; the zones where something may cost money; the ID of the followed run; the
+  # directory of the packed tree; the log of all calls of gcloud.
   local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log=''
   shift
   case "$action/${1:--}" in
@@ -507,7 +506,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
     *) [ $# = 0 ] || die "$action does not take $1" ;;
   esac
   if [ -n "$dry_run" ]; then
-    to_send="${TMPDIR:-/tmp}/$name" # what is printed can be pasted later
+    to_send="${TMPDIR:-/tmp}/$name" # so that the printed commands can be pasted later
   else
     command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
     log="$here/out/launch/$name-$(date +%Y%m%d-%H%M%S)-$$.log"
@@ -518,13 +517,13 @@ cmd_tpu() { # ACTION ARGUMENTS...
   exit
 }
 
-# Set `flags`: the checks of train.py on every worker, then the job, then the user's flags, which take precedence.
-flags_there() {
+# Set `flags` for train.py on the workers: checks of the slice's size, the defaults, and the user's flags, which win.
+set_worker_flags() {
   flags=(--require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@")
 }
 
 cmd_tpu_train() {
-  flags_there "$@"
+  set_worker_flags "$@"
   live_and_finish up 1 "${flags[@]}"
 }
 
@@ -537,14 +536,14 @@ cmd_tpu_setup() {
 
 cmd_tpu_run() {
   need_slice
-  flags_there "$@"
+  set_worker_flags "$@"
   live_and_finish start 1 "${flags[@]}"
 }
 
 cmd_tpu_logs() {
   local lines='' flag there="$scratch/there"
   need_slice
-  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data; each ends in NUL.
+  # If this VM is preempted, the run needs its flags again on a new VM. Read them, each up to its NUL, as data.
   persistently workers 0 'wc -l <run.log && cat run.id run.flags' >"$there" || {
     [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
     die "no run was started there: $(again run)" 1

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# launch.sh runs these actions by ssh on each TPU worker, in ~/podgrpo. Every action can safely be run again: gcloud
-# runs a command again when its connection breaks.
+# launch.sh runs these actions by ssh on each TPU worker, in ~/podgrpo. Every action can safely be repeated: gcloud
+# repeats a command when its connection breaks.
 #
 #   bash infra/cloud/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
 #   bash infra/cloud/worker.sh start ID [flags]         start train.py with these flags, detached; only once for each ID
-#   bash infra/cloud/worker.sh follow FIRST REST        print its log until it ends, then "exit CODE TIME"; FIRST: where
-#                                                 worker 0 begins, REST: where the others begin, both as for `tail -n`
-#   bash infra/cloud/worker.sh status | stop [ID]       print the last line of its log | SIGTERM; SIGKILL after 30 seconds
+#   bash infra/cloud/worker.sh follow FIRST REST        print the run's log until the end, then "exit CODE TIME". Worker
+#                                                       0 begins at FIRST, the others at REST, as for `tail -n`
+#   bash infra/cloud/worker.sh status                   print whether a run is going on, and the last line of its log
+#   bash infra/cloud/worker.sh stop [ID]                send SIGTERM to the run, and SIGKILL after 30 seconds
 #   bash infra/cloud/worker.sh test ARGUMENTS           run pytest with these arguments
 #   bash infra/cloud/worker.sh results                  print where the run's results are; see tools/results.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# A run holds run.lock from before its start until its end. A probe takes a shared lock for a moment, and `start` waits
-# for it, so that no probe is mistaken for a run.
+# A run holds run.lock from before its start until its end. A probe takes a shared lock for a moment. `start` waits for
+# that moment to pass, so that it does not mistake a probe for a run.
 is_free() { flock -n -s run.lock true; }
 
 unpack() {
@@ -31,7 +32,7 @@ start() {
   # gcloud may repeat this call while the first one is still running.
   exec 8>start.lock
   flock 8
-  if [ "$(cat run.id 2>/dev/null)" = "$id" ]; then return; fi # this call is a repetition
+  if [ "$(cat run.id 2>/dev/null)" = "$id" ]; then return; fi # gcloud has repeated this call
   flock setup.lock bash launch.sh setup tpu "$@" 8>&- # these flags may need more packages
   exec 9>run.lock # `train` inherits this lock, and holds it until the run has ended
   if ! flock -w 10 9; then
@@ -49,16 +50,16 @@ start() {
   echo $! >run.pid
 }
 
-# Run train.py, and write down how it ended. `start` leaves this running.
+# Run train.py, and write its exit code to run.exit. `start` leaves this running in the background.
 train() {
   local code=0
-  trap : TERM # SIGTERM is for train.py; this shell waits until that has ended
+  trap : TERM # SIGTERM is for train.py; this shell waits until train.py has ended
   PODGRPO_COMMIT="$(cat run.commit)" bash launch.sh task "$@" >run.log 2>&1 9>&- || code=$?
   echo "$code $(date +%s.%N)" >run.exit
 }
 
 follow() {
-  local from="$2" pid=999999999 # no process has this id, so tail prints the log and ends
+  local from="$2" pid=999999999 # no process has this ID, so tail prints the log and ends
   if [ "$me" = 0 ]; then from="$1"; fi
   if ! is_free; then pid="$(cat run.pid)"; fi
   tail -n "$from" --pid="$pid" -F run.log 2>/dev/null
@@ -99,7 +100,7 @@ case "$action" in
   follow) follow "$@" 2>&1 | label ;;
   status) status 2>&1 | label ;;
   stop) stop "$@" 2>&1 | label ;;
-  # The output of these has no label: it is for a log, or for launch.sh.
+  # These actions print without a label, to a log or to launch.sh.
   train) train "$@" ;;
   test)
     .venv/bin/python -m pip install -q 'pytest>=9,<10'
@@ -107,4 +108,4 @@ case "$action" in
     ;;
   results) JAX_PLATFORMS=cpu .venv/bin/python tools/results.py ;;
 esac
-exit # bash must read no further: this file may have been replaced by now
+exit # bash must not read on: `unpack` may have replaced this file

@@ -95,8 +95,8 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
 def in_hbm(a):
     """Constrain keys or values to HBM, unless they are small.
 
-    XLA may hold a small cache in VMEM while all layers run, which is faster. Of a larger cache, XLA
-    would copy all layers to VMEM, and would repeat that for each layer.
+    XLA may hold a small cache in VMEM while all layers run, which is faster. XLA would copy
+    all layers of a larger cache to VMEM, and would repeat that for each layer.
     """
     if a.nbytes <= SMALL_CACHE:
         return a

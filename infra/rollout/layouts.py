@@ -1,6 +1,6 @@
 """Layouts of a rollout: how its weights, rows and KV cache are split over devices.
 
-Also moves the weights to a layout, and makes the state of decoding in one.
+This module also moves the weights to a layout, and makes and resizes the state of decoding.
 """
 
 import math
@@ -93,7 +93,7 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     """Estimate the seconds of a decode step with replicated weights or tp.
 
     The estimate is the time to read the weights and the KV cache at full memory bandwidth, plus the
-    latency of the collectives. The bytes that collectives move are few, and do not count.
+    latency of the collectives. The collectives move few bytes, which do not count.
     """
     chip = chips.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, size)
@@ -125,7 +125,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     candidates += [layout_of("tp", tp, mesh) for tp in tp_sizes(cfg, mesh)]
     fitting = [layout for layout in candidates if fits(cfg, layout, dtype, device_gib)]
     if not fitting:
-        return layout_of("fsdp", 1, mesh), f"no other fits {device_gib:.0f} GiB"
+        return layout_of("fsdp", 1, mesh), f"no other layout fits {device_gib:.0f} GiB"
     if not chips.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits; the time of an all-reduce is known for TPUs only"
     ms = {}
