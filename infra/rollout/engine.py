@@ -95,8 +95,8 @@ class Engine:
 
         prompts: this process's lists of token ids, equally many on each process. Every `group`
         consecutive prompts are equal. key: a row's tokens depend on the key and on the row's index
-        among the rows of all processes, and on the layout only by rounding. progress(rows that have ended, tokens)
-        is called after each prefill and stage.
+        among the rows of all processes, and on the layout only by rounding. progress(rows that have
+        ended, tokens) is called after each prefill and stage.
 
         Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after
         the stop token; lengths_B, stop token included; truncated_B, true if no stop token came;
