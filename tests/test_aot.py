@@ -56,12 +56,11 @@ def logits_gib(rows):
     return rows * ROW_TOKENS * 151936 * 4 / 2**30
 
 
-@pytest.mark.parametrize("size", ["0.5B", "Qwen3-0.6B"])
-def test_update_keeps_the_input_of_each_layer_and_no_logits(size, tmp_path, record_property):
-    gib = update_gib(tmp_path, size, "pallas", 8, 64)
+def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_property):
+    gib = update_gib(tmp_path, "0.5B", "pallas", 8, 64)
     gib_per_row = (gib[64] - gib[8]) / (64 - 8)
     # Each row keeps its inputs of all layers, bfloat16 [layers, tokens, model].
-    _, D, _, _, _, _, L, *_ = SIZES[size]
+    _, D, _, _, _, _, L, *_ = SIZES["0.5B"]
     layer_inputs = L * ROW_TOKENS * D * 2 / 2**30
     assert layer_inputs < gib_per_row < 1.6 * layer_inputs, gib
     assert gib[8] < logits_gib(8) / 2, gib
