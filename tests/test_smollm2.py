@@ -54,11 +54,13 @@ def test_logits_of_a_real_model_equal_transformers(real, record_property):
         with torch.no_grad():
             wanted = exact(torch.tensor([row])).logits[0].numpy()
             in_float32 = theirs(torch.tensor([row])).logits[0].numpy()
+        largest_logit = abs(wanted).max()
         errors.append(abs(ours - wanted).max())
         errors_of_theirs.append(abs(in_float32 - wanted).max())
     record_property("largest error of a logit", f"{max(errors):.1e}")
     record_property("of transformers in float32", f"{max(errors_of_theirs):.1e}")
-    assert max(errors) <= 1e-4
+    # As for the other models, the bound is relative to the largest logit, which is about 39 here.
+    assert max(errors) <= 2e-5 * largest_logit
 
 
 def test_greedy_answers_of_a_real_model_equal_transformers(real):
