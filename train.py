@@ -720,7 +720,6 @@ def evaluate(params, step, cfg, setup, run) -> None:
     # Rollouts fold in their step, counted from 1, so 0 gives evaluations a key of their own.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
     solved = 0.0
-    samples = []
     for start in range(0, n, per_round):
         # Every host needs the same number of rows: rows beyond the last question repeat earlier
         # questions, and do not count.
@@ -734,12 +733,13 @@ def evaluate(params, step, cfg, setup, run) -> None:
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
-            samples = list(zip(rows, texts, solved_B, strict=True))[: min(3, n)]
+            shown = min(3, n, per_host)
+            verdicts = [{"eval": True, "solved": is_solved} for is_solved in solved_B[:shown]]
+            samples = rows[:shown], texts[:shown], verdicts
     setup.engine.unload()
     fraction = float(all_gather_processes(solved).sum()) / n
     # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
-    for row, text, is_solved in samples:
-        run.write_sample(step, row, text, eval=True, solved=is_solved)
+    run.write_samples(step, *samples)
     run.write({"step": step, "eval/solved": fraction})
     say(f"eval at step {step} | solved {fraction:.4f} of {n} | {time.time() - began:.1f}s")
 
@@ -814,12 +814,11 @@ def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
     """The learning rate of a step, its times in seconds, and its speed. t_update: when the packing
     of rows began."""
     seconds = t_end - t_start
-    run.step_seconds = (run.step_seconds + [seconds])[-10:]
     return {
         "lr": learning_rate(cfg, step),
         "time/step_s": seconds,
         "time/update_s": t_end - t_update,
-        "time/train/step_avg_last10_s": sum(run.step_seconds) / len(run.step_seconds),
+        "time/train/step_avg_last10_s": run.mean_step_seconds(seconds),
         "throughput/train/valid_tokens_per_s": counts["valid"] / seconds,
     }
 
@@ -871,7 +870,7 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
         micro_batch,
         engine,
     )
-    run.watch(setup)
+    run.open_outputs(setup)
     return cfg, setup, run
 
 
@@ -976,15 +975,12 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
             "time/reward_s": t_reward - t_rollout,
             "rollout/tokens_per_s": tokens / (t_rollout - t_start),
         }
-        for i in range(2):
-            run.write_sample(
-                step,
-                rows[i],
-                texts[i],
-                reward=reward_B[i],
-                truncated=bool(out["truncated_B"][i]),
-                **rewards.by_name(scores[i], REWARDS),
-            )
+        shown = [
+            {"reward": reward_B[i], "truncated": bool(out["truncated_B"][i])}
+            | rewards.by_name(scores[i], REWARDS)
+            for i in range(2)
+        ]
+        run.write_samples(step, rows[:2], texts[:2], shown)
         end_step(step, state, norms, metrics, cfg, setup, run)
 
     run.finish(state["params"], setup)

@@ -366,9 +366,9 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
     setup = SimpleNamespace(held_out=rows, engine=mock.Mock())
     run = mock.Mock()
     train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, run)
-    *samples, row = [call for call in run.method_calls if call[0] != "show"]
-    sample = mock.call.write_sample(1, rows[0], "2", eval=True, solved=1.0)
-    assert samples == [sample, sample]
+    samples, row = [call for call in run.method_calls if call[0] != "show"]
+    verdict = {"eval": True, "solved": 1.0}
+    assert samples == mock.call.write_samples(1, rows[:2], ["2", "2"], [verdict, verdict])
     assert row == mock.call.write({"step": 1, "eval/solved": 1.0})
 
 

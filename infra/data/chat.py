@@ -141,8 +141,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
 
 def read_config(directory: str) -> dict:
     """The content of tokenizer_config.json, {} without one. Raises CheckpointError."""
-    path = f"{directory}/tokenizer_config.json"
-    return files.read_json(path) if os.path.exists(path) else {}
+    return files.read_optional_json(f"{directory}/tokenizer_config.json")
 
 
 def named_tokens(config: dict) -> dict[str, str]:

@@ -34,8 +34,7 @@ def read_config(directory: str) -> model.ModelConfig:
     path = os.path.join(directory, "config.json")
     config = files.read_json(path)
     # This optional file may name more token ids that end an answer.
-    generation_path = os.path.join(directory, "generation_config.json")
-    generation = files.read_json(generation_path) if os.path.exists(generation_path) else {}
+    generation = files.read_optional_json(os.path.join(directory, "generation_config.json"))
     try:
         return model.config_from_hf(config, generation)
     except NotImplementedError as e:

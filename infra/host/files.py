@@ -34,6 +34,11 @@ def read_json(path: str) -> dict:
     return value
 
 
+def read_optional_json(path: str) -> dict:
+    """Returns the object in a JSON file, {} if there is no file. Raises CheckpointError."""
+    return read_json(path) if os.path.exists(path) else {}
+
+
 def write_json(path: str, value: Any) -> None:
     """Write a value as JSON; the file appears complete or not at all."""
     with atomic_file(path) as f:

@@ -38,7 +38,7 @@ class Run:
         # To tell whether this process has added a step, on which the exit code depends.
         self.resumed_after = self.step
         self.cfg = cfg
-        # The last ten steps, for the average time of a step.
+        # Seconds of each of the last ten steps.
         self.step_seconds = []
 
     def check_disk(self, state) -> None:
@@ -52,7 +52,7 @@ class Run:
         self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags)
         run_dir.write_config(self.out, self.flags)
 
-    def watch(self, setup) -> None:
+    def open_outputs(self, setup) -> None:
         """Open the files and the terminal. From here on, signals end the run at a `stop_point`.
 
         setup: the trainer's Setup, which is printed.
@@ -121,9 +121,15 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=row["step"])
 
-    def write_sample(self, step: int, row: dict, answer: str, **scores) -> None:
-        """Append an answer with its scores to samples.jsonl. row: the row that was asked."""
-        self.samples.append(log.sample(step, row, answer, **scores))
+    def write_samples(self, step: int, rows: list, answers: list, scores: list[dict]) -> None:
+        """Append answers with their scores to samples.jsonl. rows: the rows that were asked."""
+        answered = zip(rows, answers, scores, strict=True)
+        self.samples.append(*[log.sample(step, row, text, **own) for row, text, own in answered])
+
+    def mean_step_seconds(self, seconds: float) -> float:
+        """Note how long a step took. Returns the mean of the last ten steps."""
+        self.step_seconds = (self.step_seconds + [seconds])[-10:]
+        return sum(self.step_seconds) / len(self.step_seconds)
 
     def last_checkpoint(self) -> str:
         """The directory of the newest complete checkpoint, or "none"."""
