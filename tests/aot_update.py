@@ -2,8 +2,8 @@
 
     python -m tests.aot_update 0.5B h100-8 cudnn 8,16,32
 
-The size is one of tools/sizes.py, and rows have 2,048 tokens. Tests run this in a process of its
-own.
+The size is one of tools/sizes.py. Rows have 2,560 tokens, which no matrix of these models has as a
+side, so that an array [2560, 2560] is a mask. Tests run this in a process of its own.
 """
 
 import json
@@ -22,9 +22,10 @@ COLLECTIVE = (
 )
 
 
-def facts(text: str, vocab: int) -> dict:
+def facts(text: str, vocab: int, width: int) -> dict:
     """Returns facts about a compiled program: the bytes of the largest collective of each kind, the
-    calls of cuDNN with their masks, and the tokens of the largest array of logits."""
+    calls of cuDNN with their masks, the tokens of the largest array of logits, and the number of
+    float32 masks. width: tokens of a row."""
     largest = Counter()
     for result, op in re.findall(COLLECTIVE, text):
         size = max(size for size, _ in array_sizes(result))
@@ -42,12 +43,12 @@ def facts(text: str, vocab: int) -> dict:
         "masks": Counter(re.findall(r'"mask_type": ?"(\w+)"', text)),
         "cudnn": Counter(re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)),
         "beside_vocab": beside_vocab,
-        "float32_masks": len(re.findall(r"f32\[(?:\d+,)*2048,2048\]", text)),
+        "float32_masks": len(re.findall(rf"f32\[(?:\d+,)*{width},{width}\]", text)),
     }
 
 
 def main(size: str, device_type: str, attention: str, micro_batches: str) -> None:
-    flags = ["--model", size, "--max_prompt", "1024", "--max_answer", "1024"]
+    flags = ["--model", size, "--max_prompt", "1024", "--max_answer", "1536"]
     cfg = train.parse([*flags, "--attention", attention])
     mesh = train.make_mesh(cfg.mesh, absent_devices.of_kind(device_type))
     cfg = train.resolve(cfg, mesh)
@@ -63,7 +64,7 @@ def main(size: str, device_type: str, attention: str, micro_batches: str) -> Non
         update = n, width, cfg, model_cfg, mesh, train.UPDATE
         gib[n], _ = fit.update_gib(*update, compile=compile)
     # The last two programs are the gradients and the optimizer step of the last micro-batch.
-    print(json.dumps({"gib": gib, **facts(texts[-2], model_cfg.V)}))
+    print(json.dumps({"gib": gib, **facts(texts[-2], model_cfg.V, width)}))
 
 
 if __name__ == "__main__":

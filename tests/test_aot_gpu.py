@@ -44,7 +44,7 @@ def test_update_for_gpus(size, attention, device_type, record_property):
     # The largest matrix of a layer is [D, F].
     _, D, F, *_ = SIZES[size]
     matrix_bytes = D * F * 4
-    # A device has 32,768 tokens, but logits exist for at most one chunk of them.
+    # A device has 40,960 tokens, but logits exist for at most one chunk of them.
     assert 0 < facts["beside_vocab"] <= 2048, facts
     largest = facts["largest"]
     if device_type == "h100-1":
@@ -141,10 +141,13 @@ def test_decoding_for_gpus_reads_weights_and_cache_once(size, tp, record_propert
         r" ([\d.]+) of that; collectives move ([\d.]+) GB; .* copy is ([\d.]+) of", printed
     )
     assert len(figures) == len(types), printed
+    # With tp, a layer sums [rows, D] twice, in float32 at most. A device has 64 of the 128 rows.
+    _, D, *_, L, _ = SIZES[size]
+    sums = 64 * D * 4 * 2 * L / 1e9 if tp > 1 else 0
     for device_type, texts in zip(types, figures, strict=True):
         share, moved, copied = map(float, texts)
         # With all 128 rows on one GPU, activations are a larger share; they stay in L2.
         assert share <= (1.8 if device_type == "h100-1" else 1.3), printed
-        assert moved <= (0.06 if tp > 1 else 0), printed
+        assert moved <= 1.1 * sums, printed
         assert copied <= 0.1, printed
     record_property("bytes / those of weights and cache, GB moved, copied", figures)
