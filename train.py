@@ -28,6 +28,7 @@ import model
 from infra.data import hf, rewards
 from infra.data.answers import final_number
 from infra.data.chat import load_tokenizer
+from infra.data.evaluation import eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
 from infra.data.questions import is_file, load_questions, question_order
 from infra.host import files
@@ -69,9 +70,9 @@ class Config:
     # The comment beside a flag is its help text. The type of a numeric flag gives its range.
     # what to train, on what
     model: str = "tiny"  # tiny (in code) | Hugging Face directory | hub id; a Qwen2, Qwen3 or Llama
-    data: str = "gsm8k"  # arith | gsm8k | hub id[:config] | directory | .jsonl .json .csv .parquet
-    columns: str = ""  # columns of both data sets, as question=...,answer=...; "" = the usual names
-    eval_data: str = ""  # held-out questions, named like data | none; "" = held-out part of data
+    data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
+    columns: str = ""  # columns of all data sets, as question=...,answer=...; "" = the usual names
+    eval_data: str = ""  # held-out sets, as [name=]data,... | none; "" = held-out part of data
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
@@ -119,7 +120,8 @@ class Config:
     start_timeout: Natural = 20  # seconds to wait for the other processes; launch.sh sets 900
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after
-    eval_n: Natural = 0  # held-out questions to evaluate; 0 = all
+    eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all
+    eval_samples: Positive = 1  # answers per held-out question; more need an eval_temperature
     eval_temperature: NonNegative = 0.0  # 0 = greedy
     top_k: Natural = 0  # sampled evaluation: only the k most likely tokens; 0 = all
     top_p: Probability = 1.0  # sampled evaluation: only the top tokens of this total probability
@@ -144,14 +146,15 @@ def parse(argv: list[str]) -> Config:
     """Returns the Config of a command line. Exits with code 2 on mistakes that can be found without
     looking at files or devices."""
     cfg = flags.parse_flags(argv, Config, TINY, __doc__)
-    has_work = cfg.steps + cfg.sft_steps or eval_data(cfg) != "none"
-    check(has_work, "no steps, no eval_data: nothing to do")
+    check(cfg.steps + cfg.sft_steps or eval_sets(cfg), "no steps, no eval_data: nothing to do")
     return cfg
 
 
-def eval_data(cfg: Config) -> str:
-    """The data set of held-out questions, or "none". A single file has no held-out part."""
-    return cfg.eval_data or ("none" if is_file(cfg.data) else cfg.data)
+def eval_sets(cfg: Config) -> dict[str, str]:
+    """The sets of held-out questions, as {name in metrics: data}; empty if there are none."""
+    # A single file has no held-out part.
+    text = cfg.eval_data or ("none" if is_file(cfg.data) else cfg.data)
+    return {} if text == "none" else named_sets(text)
 
 
 # ---------------------------------------------------------------- rewards: made to be edited
@@ -325,7 +328,7 @@ class Setup:
     weights: hf.ModelFiles  # the weights that the run starts from, unless it resumes
     questions: list[dict]  # rows of the data; `prompt` is the prompt's token ids
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
-    held_out: list[dict]  # rows of the evaluation data
+    held_out: dict[str, list[dict]]  # rows of each set of the evaluation data
     row_width: int  # tokens per packed row
     micro_batch: int  # rows per device in one forward and backward
     engine: Engine  # samples answers
@@ -351,6 +354,18 @@ def sample_answers(rows, group, key, sampling, setup, run):
     prompts = [row["prompt"] for row in rows]
     out = setup.engine.generate(prompts, key, sampling, group, run.between_stages)
     return out, setup.engine.texts(out)
+
+
+def score(rows, texts, truncated_B):
+    """Score answers with all reward functions. Returns (scores [answers, 1 + reward functions],
+    faults), as rewards.score_answers. Column 0 is SOLVED's."""
+    functions = [SOLVED] + [function for function, _ in REWARDS]
+    return rewards.score_answers(functions, rows, texts, truncated_B)
+
+
+def weighted(scores) -> np.ndarray:
+    """The rewards of answers, from their scores [..., 1 + reward functions]."""
+    return scores[..., 1:] @ [weight for _, weight in REWARDS]
 
 
 def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
@@ -465,6 +480,16 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
             batch.append({name: to_global(array) for name, array in rows.items()})
         batches.append(batch)
     return batches, plan.counts
+
+
+def answer_sum(values, rows):
+    """The sum of `values` over each answer, at every token of its sequence: for losses that need
+    the whole answer (assets/loss.md). values, result: [rows, width]."""
+
+    def of_row(values, segments):
+        return jax.ops.segment_sum(values, segments, num_segments=len(segments) + 1)[segments]
+
+    return jax.vmap(of_row)(jnp.where(rows["weight"] > 0, values, 0), rows["segments"])
 
 
 # ---------------------------------------------------------------- the update
@@ -708,40 +733,76 @@ def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
 
 
 def evaluate(params, step, cfg, setup, run) -> None:
-    """Answer the held-out questions, and append the fraction solved to metrics.jsonl. Three answers
-    go to samples.jsonl."""
+    """Answer the held-out questions, `eval_samples` times each. Append the answers to evals.jsonl,
+    and the metrics of each set of questions to metrics.jsonl."""
     began = time.time()
-    n = len(setup.held_out)
-    per_host = cfg.batch * cfg.npq
+    asked = [(name, row) for name, rows in setup.held_out.items() for row in rows]
+    samples = cfg.eval_samples
+    per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count())
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
     # All rounds use these weights. They are not quantised, because the saved model is not either.
     setup.engine.load(params, exact=True)
     # Rollouts fold in their step, counted from 1, so 0 gives evaluations a key of their own.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
-    solved = 0.0
-    for start in range(0, n, per_round):
+    answered = []
+    for start in range(0, len(asked), per_round):
         # Every host needs the same number of rows: rows beyond the last question repeat earlier
         # questions, and do not count.
         first = start + jax.process_index() * per_host
         places = range(first, first + per_host)
-        rows = [setup.held_out[i % n] for i in places]
+        rows = [asked[i % len(asked)][1] for i in places for _ in range(samples)]
         key = jax.random.fold_in(eval_key, start)
-        run.show("evaluating", step, start, n)
-        out, texts = sample_answers(rows, 1, key, sampling, setup, run)
-        scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
-        solved_B = scores[:, 0].tolist()
-        solved += sum(solved_B[: max(0, n - first)])
-        if start == 0:
-            shown = min(3, n, per_host)
-            verdicts = [{"eval": True, "solved": is_solved} for is_solved in solved_B[:shown]]
-            samples = rows[:shown], texts[:shown], verdicts
+        run.show("evaluating", step, start, len(asked), samples)
+        out, texts = sample_answers(rows, samples, key, sampling, setup, run)
+        scores, _ = score(rows, texts, out["truncated_B"])
+        answered += answers_of_all_hosts(out, scores, asked[start:], samples, setup)
     setup.engine.unload()
-    fraction = float(all_gather_processes(solved).sum()) / n
+    metrics = {"step": step}
+    for name in setup.held_out:
+        solved = [answer["solved"] for answer in answered if answer["set"] == name]
+        found = eval_metrics(np.reshape(solved, (-1, samples)))
+        # A single set needs no name.
+        prefix = "eval/" if len(setup.held_out) == 1 else f"eval/{name}/"
+        metrics |= {prefix + metric: value for metric, value in found.items()}
+        what = "eval" if len(setup.held_out) == 1 else f"eval of {name}"
+        say(
+            f"{what} at step {step} | solved {found['solved']:.4f} +- {found['stderr']:.4f} of "
+            f"{len(setup.held_out[name])} | {time.time() - began:.1f}s"
+        )
     # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
-    run.write_samples(step, *samples)
-    run.write({"step": step, "eval/solved": fraction})
-    say(f"eval at step {step} | solved {fraction:.4f} of {n} | {time.time() - began:.1f}s")
+    run.write_evals(step, answered)
+    run.write(metrics)
+
+
+def answers_of_all_hosts(out, scores, asked, samples, setup) -> list[dict]:
+    """The answers of one round of an evaluation as rows of evals.jsonl, in the order of questions.
+
+    out: from Engine.generate, for this host. scores: [answers, 1 + reward functions]. asked: (name
+    of the set, row) of each question that is left, those of this round first.
+    """
+    columns = np.column_stack([scores, out["lengths_B"], out["truncated_B"]])
+    columns = all_gather_processes(columns).reshape(-1, columns.shape[1])
+    tokens_BT = all_gather_processes(out["tokens_BT"]).reshape(-1, out["tokens_BT"].shape[1])
+    lengths_B = columns[:, -2].astype(int)
+    texts = setup.engine.texts({"tokens_BT": tokens_BT, "lengths_B": lengths_B})
+    rows = [pair for pair in asked for _ in range(samples)]
+    answered = []
+    # There are fewer answers than questions left, or in the last round more.
+    for (name, row), text, scores, tokens in zip(rows, texts, columns, lengths_B, strict=False):
+        answered.append(
+            {
+                "set": name,
+                "question": row["question"],
+                "reference": row["answer"],
+                "answer": text,
+                "reward": float(weighted(scores[:-2])),
+                "solved": float(scores[0]),
+                "truncated": bool(scores[-1]),
+                "tokens": int(tokens),
+            }
+        )
+    return answered
 
 
 # ---------------------------------------------------------------- metrics
@@ -846,13 +907,15 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     # The data: questions to ask, examples to imitate, held-out questions.
     questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
     examples = [row for row in questions if len(row["demonstration_ids"]) <= cfg.max_answer]
-    held_out = []
-    if eval_data(cfg) != "none":
-        held_out = load_questions(eval_data(cfg), held_out=True, tokenizer=tokenizer, cfg=cfg)
+    held_out = {
+        name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
+        for name, data in eval_sets(cfg).items()
+    }
     check_data(cfg, questions, examples)
 
     # What fits on the disk and in memory, given the longest prompt.
-    longest_prompt = max(len(row["prompt"]) for row in questions + held_out)
+    asked = itertools.chain(questions, *held_out.values())
+    longest_prompt = max(len(row["prompt"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
@@ -950,10 +1013,8 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         t_rollout = time.time()
 
         # ------------------------------------------------ rewards, and advantages in each group
-        # Column 0 is SOLVED's; the reward is the weighted sum of the other columns.
-        functions = [SOLVED] + [function for function, _ in REWARDS]
-        scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
-        reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
+        scores, faults = score(rows, texts, out["truncated_B"])
+        reward_B = weighted(scores)
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
 

@@ -538,6 +538,11 @@ def same_run(out, calm):
     same_weights(out, calm)
     samples = read_jsonl(out / "samples.jsonl")
     assert len(samples) == len(read_jsonl(calm / "samples.jsonl")), "samples lost or repeated"
+    assert (
+        (out / "evals.jsonl").exists() == (calm / "evals.jsonl").exists() == bool(evaluations(rows))
+    )
+    if evaluations(rows):
+        assert read_jsonl(out / "evals.jsonl") == read_jsonl(calm / "evals.jsonl")
 
 
 def saving(out):

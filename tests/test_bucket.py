@@ -340,6 +340,6 @@ def test_an_evaluation_alone_is_sent_too(machine):
     assert "eval/solved" in read_jsonl(bucket / "metrics.jsonl")[0]
     # A file that is newer here goes to the bucket, and a file that is missing here comes back.
     (here / "metrics.jsonl").write_text('{"step": 0, "newer": 1}\n')
-    (here / "samples.jsonl").unlink()
+    (here / "evals.jsonl").unlink()
     train("--steps 0 --eval_data arith --eval_n 8", code=0)
-    assert (here / "samples.jsonl").read_bytes() == (bucket / "samples.jsonl").read_bytes() != b""
+    assert (here / "evals.jsonl").read_bytes() == (bucket / "evals.jsonl").read_bytes() != b""

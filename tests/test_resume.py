@@ -69,8 +69,7 @@ def forget(out, kept):
         shutil.rmtree(out / name)
     rows = read_jsonl(out / "metrics.jsonl")
     rows = [row for row in rows if row not in step_rows(rows) or row["step"] <= kept]
-    evaluated = {"step": kept, "eval/solved": dict(evaluations(rows))[kept]}
-    rows.remove(evaluated)
+    rows = [row for row in rows if row in step_rows(rows) or row["step"] != kept]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open(out / "samples.jsonl", "ab") as f:
         f.write(b'{"step": 1, "answer": "\xe4\xb8')  # the line ends within a character
@@ -99,14 +98,13 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     assert [step for step, _ in evaluations(rows)] == [1, 2, 3]
     last, evaluation = rows[-2:]
     assert not set(METRICS.split()) - last.keys() - evaluation.keys(), last
-    assert evaluation.keys() == {"step", "eval/solved"}
+    assert evaluation.keys() == {"step", "eval/solved", "eval/stderr"}
     assert last["logprob_gap/max"] < 1e-4, "sampler and trainer disagree"
     assert last["logprob_gap/max"] > 0, "the sampler is compared with itself"
     assert last["ratio/max"] > 1 + 1e-4, "a step's second update is compared with itself"
     samples = read_jsonl(out / "samples.jsonl")
-    sampled = [row for row in samples if not row.get("eval")]
-    assert len(sampled) == 4, samples
-    for row in sampled:
+    assert len(samples) == 4, samples
+    for row in samples:
         scores = [row["reward/correct"], row["reward/formatted"]]
         assert row["reward"] == pytest.approx(np.dot(scores, [w for _, w in train.REWARDS]))
         assert row["solved"] == row["reward/correct"]
@@ -360,16 +358,22 @@ def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_f
 def test_an_evaluation_writes_its_row_last(monkeypatch):
     """An evaluation writes its row after its samples, so that a run killed in between makes the
     whole evaluation again. In the last round, only questions that exist count."""
-    two_answers = {"truncated_B": [False, False]}, ["2", "2"]
-    monkeypatch.setattr(train, "sample_answers", lambda *_: two_answers)
+    out = {
+        "tokens_BT": np.zeros((2, 3), int),
+        "lengths_B": np.array([2, 3]),
+        "truncated_B": np.array([False, False]),
+    }
+    monkeypatch.setattr(train, "sample_answers", lambda *_: (out, ["2", "2"]))
     rows = [{"question": "1 + 1?", "answer": "2"}] * 3
-    setup = SimpleNamespace(held_out=rows, engine=mock.Mock())
+    setup = SimpleNamespace(held_out={"sums": rows}, engine=mock.Mock(texts=lambda out: ["2", "2"]))
     run = mock.Mock()
     train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, run)
-    samples, row = [call for call in run.method_calls if call[0] != "show"]
-    verdict = {"eval": True, "solved": 1.0}
-    assert samples == mock.call.write_samples(1, rows[:2], ["2", "2"], [verdict, verdict])
-    assert row == mock.call.write({"step": 1, "eval/solved": 1.0})
+    answers, row = [call for call in run.method_calls if call[0] != "show"]
+    answer = {"set": "sums", "question": "1 + 1?", "reference": "2", "answer": "2"}
+    answer |= {"reward": 1.0, "solved": 1.0, "truncated": False}
+    wanted = [answer | {"tokens": tokens} for tokens in (2, 3, 2)]
+    assert answers == mock.call.write_evals(1, wanted)
+    assert row == mock.call.write({"step": 1, "eval/solved": 1.0, "eval/stderr": 0.0})
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):

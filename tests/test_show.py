@@ -399,14 +399,14 @@ def test_the_picture_of_readme_comes_from_its_command(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- answers
-def write_samples(directory):
-    """Write the samples of a run with three evaluations of two questions, and with two answers in
+def write_answers(directory):
+    """Write the answers of a run with three evaluations of two questions, and with two answers in
     each of two steps."""
-    rows = []
+    evals, rows = [], []
     for step in (0, 5, 10):
         for i in range(2):
             row = {"question": f"What is {i} + 1?", "answer": f"e{step}q{i} " + "because " * 9}
-            rows.append({"step": step} | row | {"eval": True, "solved": float(step > 5 * i)})
+            evals.append({"step": step, "set": "s"} | row | {"solved": float(step > 5 * i)})
     for step in (1, 6):
         for i in range(2):
             row = {"question": f"What is {step} + 7?", "answer": f"t{step}a{i}\nthen\x1b[31m"}
@@ -415,8 +415,9 @@ def write_samples(directory):
                 {"step": step} | row | {"reward": step + i / 4, "truncated": i == 1} | scores
             )
     directory.mkdir()
-    text = "".join(json.dumps(row | {"reference": "1"}) + "\n" for row in rows)
-    (directory / "samples.jsonl").write_text(text)
+    for name, part in (("evals", evals), ("samples", rows)):
+        text = "".join(json.dumps(row | {"reference": "1"}) + "\n" for row in part)
+        (directory / f"{name}.jsonl").write_text(text)
 
 
 def shown(capsys, monkeypatch, columns, *words):
@@ -426,7 +427,7 @@ def shown(capsys, monkeypatch, columns, *words):
 
 
 def test_answers_to_a_question_stand_side_by_side(tmp_path, capsys, monkeypatch):
-    write_samples(tmp_path / "run")
+    write_answers(tmp_path / "run")
     text = shown(capsys, monkeypatch, 100, tmp_path / "run")
     heads = [re.split(" {2,}", line) for line in text.split("\n") if line.startswith("step ")]
     assert heads == [
@@ -448,7 +449,7 @@ def test_answers_to_a_question_stand_side_by_side(tmp_path, capsys, monkeypatch)
 
 
 def test_a_narrow_terminal_shows_the_first_and_the_last(tmp_path, capsys, monkeypatch):
-    write_samples(tmp_path / "run")
+    write_answers(tmp_path / "run")
     text = shown(capsys, monkeypatch, 60, tmp_path / "run")
     assert "e0q1" in text and "e10q1" in text and "e5" not in text
     assert max(map(len, text.split("\n"))) <= 60
@@ -460,9 +461,9 @@ def test_a_narrow_terminal_shows_the_first_and_the_last(tmp_path, capsys, monkey
 
 
 def test_samples_refuse_in_one_line(tmp_path, capsys):
-    write_samples(tmp_path / "run")
-    assert "it has no samples.jsonl" in refusal(capsys, samples, tmp_path)
+    write_answers(tmp_path / "run")
+    assert "it has no answers in evals.jsonl or samples" in refusal(capsys, samples, tmp_path)
     text = refusal(capsys, samples, tmp_path / "run", "--steps", "3")
     assert "steps = 3" in text and "[0, 5, 10]" in text
     write_run(tmp_path / "other", np.random.default_rng())
-    assert "has no answers" in refusal(capsys, samples, tmp_path / "other/metrics.jsonl")
+    assert "it has no answers" in refusal(capsys, samples, tmp_path / "other")

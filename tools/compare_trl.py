@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 import train
-from infra.data import columns, hf, rewards
+from infra.data import columns, hf
 from infra.data.chat import load_tokenizer
 from infra.data.questions import load_questions, question_order
 from infra.host.console import check, say
@@ -55,8 +55,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
     for name, value in (SAME | LEFT_OUT).items():
         given = getattr(cfg, name)
         check(given == value, f"{name} = {given} has no like in TRL; drop it: it is {value}")
-    is_evaluated = cfg.steps and train.eval_data(cfg) != "none"
-    check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with a file")
+    is_evaluated = cfg.steps and len(train.eval_sets(cfg)) == 1
+    check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with one file")
     # An existing directory may hold evaluations of other weights.
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     check(importlib.util.find_spec("trl"), "TRL is missing: pip install trl==1.16.0 torch")
@@ -121,9 +121,8 @@ class Scorer:
         rows = [self.questions[i] for i in place]
         truncated = [ids[-1] not in self.stop_ids for ids in completion_ids]
         texts = [self.tokenizer.decode(ids) for ids in completion_ids]
-        functions = [train.SOLVED] + [function for function, _ in train.REWARDS]
-        scores, _ = rewards.score_answers(functions, rows, texts, truncated)
-        reward_B = scores[:, 1:] @ [weight for _, weight in train.REWARDS]
+        scores, _ = train.score(rows, texts, truncated)
+        reward_B = train.weighted(scores)
         row = {
             "step": len(self.rows) + 1,
             "reward/mean": float(reward_B.mean()),

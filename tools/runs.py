@@ -16,7 +16,7 @@ from tools.arguments import parser_of
 # ---------------------------------------------------------------- runs
 TRAIN = Path(train.__file__)
 # The metrics to keep of each row, whether it belongs to a step or to an evaluation.
-KEPT = ("step", "reward/mean", "solved", "eval/solved", "len/answer", "entropy", "time/step_s")
+KEPT = "step reward/mean solved eval/solved eval/stderr len/answer entropy time/step_s".split()
 
 
 def words(flags: dict) -> list[str]:

@@ -1,10 +1,10 @@
-"""Print a run's answers over its steps, side by side, from its samples.jsonl.
+"""Print a run's answers over its steps, side by side, from its evals.jsonl and samples.jsonl.
 
 python tools/samples.py out/arith-tiny
-python tools/samples.py out/arith-tiny --steps 80,160
+python tools/samples.py out/arith-tiny --steps 80,160 --questions 10
 
-Held-out questions come first, with their answers in several evaluations, each marked right or
-wrong. Questions of training follow, with their sampled answers and rewards.
+The first held-out questions of each set come first, with their answers in several evaluations, each
+marked right or wrong. Questions of training follow, with their sampled answers and rewards.
 """
 
 import shutil
@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, open_streams
+from infra.run.log import read_jsonl
 from tools.arguments import parser_of
-from tools.plot import read_rows
 
 # Minimum characters per column: a terminal of 80 characters has room for two columns.
 LEAST_WIDTH = 26
@@ -40,9 +40,18 @@ def choose_steps(rows: list[dict], asked: str, n: int) -> list[int]:
     return spread_out(available, n)
 
 
+def first_questions(rows: list[dict], n: int) -> list[dict]:
+    """The rows of the first n questions of each set of an evaluation."""
+    questions = {}
+    for row in rows:
+        questions.setdefault(row["set"], {})[row["question"]] = None
+    firsts = {name: set(list(of_set)[:n]) for name, of_set in questions.items()}
+    return [row for row in rows if row["question"] in firsts[row["set"]]]
+
+
 def verdict(row: dict) -> str:
     """Returns `right` or `wrong` for an evaluation, else the reward and each function's score."""
-    if row.get("eval"):
+    if "set" in row:
         return "right" if row["solved"] else "wrong"
     text = f"reward {row['reward']:.2f}"
     if row.get("truncated"):
@@ -104,20 +113,26 @@ def print_rows(title: str, rows: list[dict], steps: list[int], width: int) -> No
 
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("out", metavar="OUT", help="a run's directory, or its samples.jsonl")
+    parser.add_argument("out", metavar="OUT", help="a run's directory")
     parser.add_argument(
         "--steps", default="", help="such as 80,160; default: all that fit side by side"
     )
+    parser.add_argument(
+        "--questions", type=int, default=3, help="held-out questions of each set (default 3)"
+    )
     args = parser.parse_args(argv)
-    rows = [row for row in read_rows(args.out, "samples.jsonl") if "question" in row]
+    evaluated = first_questions(read_jsonl(f"{args.out}/evals.jsonl"), args.questions)
+    trained = read_jsonl(f"{args.out}/samples.jsonl")
     # Without a terminal, as in a pipe, the width is 80.
     width = max(2 * LEAST_WIDTH + len(GAP), shutil.get_terminal_size().columns)
-    evaluated = [row for row in rows if row.get("eval")]
-    trained = [row for row in rows if not row.get("eval")]
     eval_steps = choose_steps(evaluated, args.steps, columns_in(width))
     train_steps = choose_steps(trained, args.steps, columns_in(width))
-    check(rows, f"{args.out} has no answers")
-    available = sorted({row["step"] for row in evaluated or rows})
+    check(
+        evaluated or trained,
+        f"{args.out} is not the directory of a run: it has no answers in evals.jsonl or "
+        "samples.jsonl",
+    )
+    available = sorted({row["step"] for row in evaluated or trained})
     has_steps = eval_steps or train_steps
     check(has_steps, f"steps = {args.steps}: no answers of these steps; try some of {available}")
     # Every evaluation asks the same questions. In training, a question is asked once per epoch.

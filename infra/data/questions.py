@@ -32,6 +32,14 @@ def is_file(name: str) -> bool:
     return os.path.splitext(name)[1] in FILE_KINDS
 
 
+def set_name(data: str) -> str:
+    """A short name for a data set: its last part, without the extension of a file."""
+    name = os.path.basename(data.rstrip("/"))
+    name = os.path.splitext(name)[0] if is_file(data) else name
+    # A config or a split follows a colon or an @, and paths should have neither.
+    return re.sub("[:@]", "-", name)
+
+
 def load_rows(
     name: str, held_out: bool, named: str = "", refused: str = HALF_CHARACTER
 ) -> list[dict]:
@@ -82,8 +90,9 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
 
 
 def read_hub_set(name: str, held_out: bool) -> list[dict]:
-    """The rows of a file, or of one split (test or train) of a directory or of a data set on the
-    hub. A name may end with the data set's config, as in openai/gsm8k:main."""
+    """The rows of a file, or of one split of a directory or of a data set on the hub. A name may
+    end with the data set's config and split, as in openai/gsm8k:main@test. The default split is
+    test for held-out questions, and train for others."""
     kind = FILE_KINDS.get(os.path.splitext(name)[1])
     if kind:
         check(os.path.isfile(name), f"{name} does not exist, or is not a file")
@@ -91,7 +100,8 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
         endings = ", ".join(FILE_KINDS)
         check(not os.path.isfile(name), f"{name} is not a file of questions; try {endings}")
     # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
-    path, _, config = ("openai/gsm8k:main" if name == "gsm8k" else name).partition(":")
+    whole, _, split = name.partition("@")
+    path, _, config = ("openai/gsm8k:main" if whole == "gsm8k" else whole).partition(":")
 
     def read():
         # `datasets` is slow to import, and not needed for other data.
@@ -101,8 +111,8 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
         if kind:
             # A file has one split, which `datasets` calls train.
             return list(datasets.load_dataset(kind, data_files=name, split="train"))
-        split = "test" if held_out else "train"
-        return list(datasets.load_dataset(path, config or None, split=split))
+        default = "test" if held_out else "train"
+        return list(datasets.load_dataset(path, config or None, split=split or default))
 
     failure = f"{name} cannot be loaded"
     if kind:

@@ -166,8 +166,8 @@ def make_engine(
     size = size_of_step(cfg, host_count(mesh), longest_prompt)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, size)
     rows_that_fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, size, resting)
-    # A prompt has one answer in evaluations, and a group of answers in training.
-    rows_by_group = {group: rows_that_fit(group) for group in (1, size.group)}
+    # A prompt has eval_samples answers in evaluations, and a group of answers in training.
+    rows_by_group = {group: rows_that_fit(group) for group in (cfg.eval_samples, size.group)}
     dtypes = cfg.dtype, cfg.rollout_dtype
     return Engine(model_cfg, tokenizer, layout, *dtypes, cfg.max_answer, rows_by_group)
 

@@ -291,9 +291,9 @@ def rows_that_fit(
 ) -> int:
     """Number of rows that a device decodes at once, next to the weights and `resting` bytes.
 
-    resting: see `make_engine`. group: rows that share a prompt; 1 in an evaluation. The KV cache of
-    these rows takes half of the free memory. The other half is for prompts, logits, and the smaller
-    cache that this one is copied from when it grows, which has up to 3/4 of its size.
+    resting: see `make_engine`. group: rows that share a prompt. The KV cache of these rows takes
+    half of the free memory. The other half is for prompts, logits, and the smaller cache that this
+    one is copied from when it grows, which has up to 3/4 of its size.
     """
     # Compute this from sizes, not from the memory in use, so that a resumed run decodes the same
     # rows together.

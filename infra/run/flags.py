@@ -4,12 +4,11 @@ import argparse
 import dataclasses
 import difflib
 import inspect
-import os
 import re
 from typing import Annotated, Literal, get_args, get_origin
 
 from infra.data.chat import HALF_CHARACTER
-from infra.data.questions import is_file
+from infra.data.questions import set_name
 from infra.host.console import check
 
 # Types of numeric flags: (type, least value, bound). Values must be below the bound.
@@ -89,12 +88,7 @@ def run_directory(cfg) -> str:
     """The run's directory on this disk: `--out`, or out/<data>-<model> without it. For
     gs://bucket/run, it is out/gs/bucket/run."""
     out = re.sub("^gs://", "out/gs/", cfg.out.rstrip("/"))
-    paths = [cfg.data.rstrip("/"), cfg.model.rstrip("/")]
-    names = [os.path.basename(path) for path in paths]
-    # Drop the extension of a file of questions.
-    names = [os.path.splitext(name)[0] if is_file(name) else name for name in names]
-    # A data set's config follows a colon, and paths should have no colons.
-    return out or "out/" + "-".join(names).replace(":", "-")
+    return out or f"out/{set_name(cfg.data)}-{set_name(cfg.model)}"
 
 
 def check_numbers(cfg) -> None:
@@ -156,6 +150,11 @@ def check_together(cfg) -> None:
         cfg.profile <= last_step,
         f"profile = {cfg.profile} is not a step of this run: the last is sft_steps + steps = "
         f"{cfg.sft_steps} + {cfg.steps} = {last_step}",
+    )
+    check(
+        cfg.eval_temperature or cfg.eval_samples == 1,
+        f"eval_samples = {cfg.eval_samples} greedy answers to a question would be equal; add "
+        "--eval_temperature 1, or drop --eval_samples",
     )
     # Rollouts do not use top_k and top_p: the loss computes logprobs of the complete distribution.
     check(

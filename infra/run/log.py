@@ -1,4 +1,4 @@
-"""Output for people: lines of steps, metrics.jsonl, samples.jsonl, and the report at the end."""
+"""Output for people: lines of steps, the .jsonl files of a run, and the report at the end."""
 
 import json
 import math
@@ -49,7 +49,7 @@ class Terminal:
         # Parts of the status: the phase with its step, and how many questions are done.
         self.place = ""
         self.asked = ""
-        # How many of the phase's questions are not done.
+        # How many of the phase's answers are not done.
         self.left = math.inf
         # Steps of the current kind, supervised or GRPO, that have ended: their number, the last
         # step, and when the first and the last of these steps ended.
@@ -63,15 +63,16 @@ class Terminal:
         self.recent = []
         self.advised = -math.inf
 
-    def begin(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
-        """Begin a phase of a step, or its next round, after `done` of `total` questions."""
+    def begin(self, phase: str, step: int, done: int = 0, total: int = 0, samples: int = 1) -> None:
+        """Begin a phase of a step, or its next round, after `done` of `total` questions with
+        `samples` answers each. total: 0 if the phase does not go by questions."""
         # Use the same words as the lines of steps.
         is_supervised = self.sft_steps and step <= self.sft_steps
         kind = "sft" if is_supervised else "step"
         self.phase = phase
         self.place = f"{phase} | {kind} {step}/{self.total_steps}"
         self.asked = f" | {done}/{total} questions" if total else ""
-        self.left = total - done if total else math.inf
+        self.left = (total - done) * samples if total else math.inf
         self.began = time.time()
         self.show()
 
@@ -159,7 +160,7 @@ class Defined(string.Formatter):
         return super().format_field(value, spec) if is_defined else "-"
 
 
-# ---------------------------------------------------------------- metrics.jsonl and samples.jsonl
+# ---------------------------------------------------------------- .jsonl files
 class JsonLines:
     """A file of one JSON object per line, to which process 0 appends.
 
@@ -212,7 +213,7 @@ def append_at_once(path: str, data: bytes) -> None:
 
 
 def read_jsonl(path: str) -> list[dict]:
-    """The rows of metrics.jsonl or samples.jsonl, or [] if there is no file.
+    """The rows of one of a run's .jsonl files, or [] if there is no file.
 
     Lines that are not a row of a step are skipped with a warning. Half a line at the end, which a
     killed run may leave, is skipped without one.
@@ -232,6 +233,11 @@ def read_jsonl(path: str) -> list[dict]:
         except (ValueError, TypeError, LookupError, RecursionError) as e:
             warn(f"{path} line {number} is not a row of a step, and is skipped: {first_line(e)}")
     return rows
+
+
+def is_evaluation(row: dict) -> bool:
+    """Whether a row of metrics.jsonl belongs to an evaluation, not to a step."""
+    return any(name.startswith("eval/") for name in row)
 
 
 def start_wandb(project: str, out: str, flags: dict):
@@ -291,28 +297,48 @@ def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
         return
     # Read everything from the files, so that a resumed run prints the same.
     metrics = read_jsonl(f"{out}/metrics.jsonl")
-    # An evaluation has a row of its own.
-    solved = {row["step"]: row["eval/solved"] for row in metrics if "eval/solved" in row}
+    evaluations = [row for row in metrics if is_evaluation(row)]
     say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {seconds / 60:.1f} minutes")
-    if solved:
-        print_before_and_after(out, min(solved), max(solved))
-        first = f"{solved[min(solved)]:.1%} at step {min(solved)}"
-        last = f" -> {solved[max(solved)]:.1%} at step {max(solved)}" if len(solved) > 1 else ""
-        say(f"\nheld-out questions solved: {first}{last}")
+    if evaluations:
+        first, *others = evaluations
+        last = others[-1:]
+        shown = [row["step"] for row in [first, *last]]
+        print_answers(out, shown)
+        say("")
+        for name in first:
+            if name.endswith("/solved"):
+                which = name.removeprefix("eval/").removesuffix("solved").removesuffix("/")
+                texts = [with_interval(row, name) for row in [first, *last]]
+                say(f"held-out questions{' of ' * bool(which)}{which} solved: {' -> '.join(texts)}")
     checkpoint = f"checkpoint: {out}/final (Hugging Face format); " if sft_steps + steps else ""
     say(f"{checkpoint}metrics: {out}/metrics.jsonl")
 
 
-def print_before_and_after(out: str, first: int, last: int) -> None:
-    """Print the answers to a few held-out questions at two evaluations."""
-    samples = [
-        row
-        for row in read_jsonl(f"{out}/samples.jsonl")
-        if row.get("eval") and row["step"] in (first, last)
-    ]
-    # Print the two answers to a question together.
-    for row in sorted(samples, key=lambda row: row["question"]):
-        if row["step"] == first:
-            say(f"\n  {row['question']}")
-        verdict = "right" if row["solved"] else "wrong"
-        say(f"    step {row['step']:4} {verdict}  {row['answer']}")
+def with_interval(row: dict, name: str) -> str:
+    """The fraction solved of an evaluation, with half the width of its 95% interval."""
+    text = f"{row[name]:.1%}"
+    stderr = row.get(name.replace("solved", "stderr"))
+    # A set of one question has no standard error.
+    if stderr is not None:
+        text += f" +- {1.96 * stderr:.1%}"
+    return f"{text} at step {row['step']}"
+
+
+# Of each set of held-out questions, the report shows this many.
+SHOWN = 3
+
+
+def print_answers(out: str, steps: list[int]) -> None:
+    """Print the answers to the first questions of each held-out set after these steps."""
+    answers = [row for row in read_jsonl(f"{out}/evals.jsonl") if row["step"] in steps]
+    shown = {}
+    for row in answers:
+        of_set = shown.setdefault(row["set"], {})
+        if row["question"] in of_set or len(of_set) < SHOWN:
+            of_set.setdefault(row["question"], {}).setdefault(row["step"], row)
+    for of_set in shown.values():
+        for question, of_step in of_set.items():
+            say(f"\n  {question}")
+            for step, row in of_step.items():
+                verdict = "right" if row["solved"] else "wrong"
+                say(f"    step {step:4} {verdict}  {row['answer']}")

@@ -62,6 +62,7 @@ class Run:
         self.saver = checkpoint.Saver(self.out, cfg.keep, self.step)
         self.metrics = log.JsonLines(f"{self.out}/metrics.jsonl")
         self.samples = log.JsonLines(f"{self.out}/samples.jsonl")
+        self.evals = log.JsonLines(f"{self.out}/evals.jsonl")
         self.terminal = log.Terminal(cfg.sft_steps, self.total_steps, self.step)
         self.profiler = Profiler(f"{self.out}/profile", cfg.profile)
         self.stop_signal = watch_signals()
@@ -97,9 +98,10 @@ class Run:
         """Raise Stop in all processes if a signal has asked any of them to end the run."""
         check_for_stop(self.stop_signal)
 
-    def show(self, phase: str, step: int, done: int = 0, total: int = 0) -> None:
-        """Show the phase of a step as the terminal's status, after `done` of `total` questions."""
-        self.terminal.begin(phase, step, done, total)
+    def show(self, phase: str, step: int, done: int = 0, total: int = 0, samples: int = 1) -> None:
+        """Show the phase of a step as the terminal's status, after `done` of `total` questions with
+        `samples` answers each."""
+        self.terminal.begin(phase, step, done, total, samples)
 
     def between_stages(self, answers: int, tokens: int) -> None:
         """Show how far a rollout is. A rollout takes long, so a signal may end the run here."""
@@ -125,6 +127,10 @@ class Run:
         """Append answers with their scores to samples.jsonl. rows: the rows that were asked."""
         answered = zip(rows, answers, scores, strict=True)
         self.samples.append(*[log.sample(step, row, text, **own) for row, text, own in answered])
+
+    def write_evals(self, step: int, answers: list[dict]) -> None:
+        """Append the answers of an evaluation to evals.jsonl."""
+        self.evals.append(*[{"step": step} | answer for answer in answers])
 
     def mean_step_seconds(self, seconds: float) -> float:
         """Note how long a step took. Returns the mean of the last ten steps."""

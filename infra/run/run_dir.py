@@ -2,7 +2,8 @@
 
 config.json      the run's flags, with commit and versions
 metrics.jsonl    one row for each step, and one for each evaluation
-samples.jsonl    some prompts with answers and rewards
+samples.jsonl    some prompts of each step, with answers and rewards
+evals.jsonl      all answers of evaluations
 step_NNNNNN/     a checkpoint
 compiled/        programs that JAX has compiled, so that a resumed run need not compile again
 profile/         the trace of the step that --profile names
@@ -52,7 +53,7 @@ FREE_ON_RESUME = FREE_PER_PROCESS | {
     "profile",
 }
 # This matches names that any run writes in its directory.
-WRITTEN = r"step_\d{6}|final|profile|(metrics|samples)\.jsonl"
+WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl"
 
 
 def comparable(flags: dict) -> dict:
@@ -61,8 +62,8 @@ def comparable(flags: dict) -> dict:
     In place of `batch`, this has the questions per step, batch * processes: a run may resume on
     another number of processes. train.py sets `require_processes` to the number of processes.
     """
-    # Runs older than the flag rollout_dtype sampled in `dtype`.
-    flags = {"rollout_dtype": flags.get("dtype")} | flags
+    # Runs older than these flags sampled in `dtype`, and evaluated one answer to a question.
+    flags = {"rollout_dtype": flags.get("dtype"), "eval_samples": 1} | flags
     kept = {name: v for name, v in flags.items() if name not in FREE_ON_RESUME | {"batch"}}
     questions = flags.get("batch", 0) * flags.get("require_processes", 0)
     return kept | {"batch * processes": questions}
@@ -295,32 +296,30 @@ def put_aside(out: str) -> None:
 
 
 def truncate_to(out: str, done: int) -> None:
-    """Remove rows after step `done` from metrics.jsonl and samples.jsonl, as the run will repeat
-    these steps. Also remove samples of an evaluation that has no row in metrics.jsonl: it will be
-    repeated, too."""
+    """Remove rows after step `done` from the .jsonl files, as the run will repeat these steps. Also
+    remove the answers of an evaluation that has no row in metrics.jsonl: it will be repeated, too.
+    """
     # Only process 0 has these files.
     if jax.process_index() != 0:
         return
     metrics = log.read_jsonl(f"{out}/metrics.jsonl")
     samples = log.read_jsonl(f"{out}/samples.jsonl")
-    evaluated = {row["step"] for row in metrics if "eval/solved" in row}
-    metrics = [row for row in metrics if row["step"] <= done]
-    samples = [
-        row
-        for row in samples
-        if row["step"] <= done and ("eval" not in row or row["step"] in evaluated)
-    ]
-    for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
+    evals = log.read_jsonl(f"{out}/evals.jsonl")
+    evaluated = {row["step"] for row in metrics if log.is_evaluation(row)}
+    evals = [row for row in evals if row["step"] in evaluated]
+    for name, rows in (("metrics", metrics), ("samples", samples), ("evals", evals)):
+        if not os.path.exists(f"{out}/{name}.jsonl"):
+            continue
         # Without a checkpoint, the run starts over.
-        kept = rows if done else []
-        with files.atomic_file(f"{out}/{name}") as f:
+        kept = [row for row in rows if row["step"] <= done] if done else []
+        with files.atomic_file(f"{out}/{name}.jsonl") as f:
             f.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in kept)
 
 
 def has_evaluation(out: str, step: int) -> bool:
     """Whether metrics.jsonl, on process 0's disk, has an evaluation of this step."""
     rows = log.read_jsonl(f"{out}/metrics.jsonl")
-    has_row = any(row["step"] == step and "eval/solved" in row for row in rows)
+    has_row = any(row["step"] == step and log.is_evaluation(row) for row in rows)
     return bool(all_gather_processes(has_row)[0])
 
 

@@ -1,0 +1,168 @@
+"""Evaluation: the sets of questions, the metrics of their answers, and the rows of evals.jsonl."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, arguments, read_jsonl, refused, run_train, taught
+
+import train
+from infra.data.evaluation import eval_metrics, named_sets, pass_at_k, questions_at_once
+
+SAMPLED = "--steps 0 --eval_temperature 1 --eval_samples 4 --batch 2 --npq 8 --max_answer 24"
+
+
+# ---------------------------------------------------------------- metrics
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    for n in range(1, 8):
+        for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+            answers = [True] * right + [False] * (n - right)
+            subsets = list(itertools.combinations(answers, k))
+            share = sum(map(any, subsets)) / len(subsets)
+            assert pass_at_k(right, n, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_metrics_are_those_computed_by_hand():
+    # Three questions with 4, 1 and 0 right answers of 4.
+    found = eval_metrics([[1, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]])
+    assert found["solved"] == pytest.approx(5 / 12)
+    # Means 1, 1/4, 0: squared deviations (7/12)^2 + (2/12)^2 + (5/12)^2 = 78/144, over 2, over 3.
+    assert found["stderr"] == pytest.approx(math.sqrt(78 / 144 / 2 / 3))
+    # With two of four answers, the second question passes in 3 of 6 cases.
+    assert found["pass@1"] == pytest.approx(5 / 12)
+    assert found["pass@2"] == pytest.approx((1 + 1 / 2) / 3)
+    assert found["pass@4"] == pytest.approx(2 / 3)
+    assert list(eval_metrics([[1, 0, 1, 1, 0, 0]])) == (
+        ["solved", "stderr", "pass@1", "pass@2", "pass@4", "pass@6"]
+    )
+    assert eval_metrics([[1], [0]]) == {"solved": 0.5, "stderr": pytest.approx(0.5)}
+    assert math.isnan(eval_metrics([[1, 0]])["stderr"])
+    # A partly solved answer counts in the mean, but does not pass.
+    assert eval_metrics([[0.5, 0.5]])["pass@2"] == 0
+
+
+def test_a_host_answers_as_many_questions_as_its_devices_need():
+    assert questions_at_once(64, 1, 8) == 64
+    assert questions_at_once(64, 4, 8) == 16
+    # Three answers each: eight questions make 24 answers, three for each device.
+    assert questions_at_once(64, 3, 8) == 16
+    assert questions_at_once(16, 64, 8) == 1
+    for sequences, samples, devices in itertools.product((8, 16, 40), range(1, 20), (1, 2, 4, 8)):
+        n = questions_at_once(sequences, samples, devices)
+        assert n * samples % devices == 0
+
+
+# ---------------------------------------------------------------- sets
+def test_sets_are_named_after_their_data_or_as_the_user_says():
+    assert named_sets("gsm8k") == {"gsm8k": "gsm8k"}
+    assert named_sets("a/math.jsonl,org/AIME_2024@train,easy=b/test.csv") == {
+        "math": "a/math.jsonl",
+        "AIME_2024-train": "org/AIME_2024@train",
+        "easy": "b/test.csv",
+    }
+    assert train.eval_sets(train.Config(data="x.jsonl")) == {}
+    assert train.eval_sets(train.Config(data="arith")) == {"arith": "arith"}
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--eval_data a/test.jsonl,b/test.jsonl", "two sets named test"),
+        ("--eval_data a=x.jsonl,a=y.jsonl", "two sets named a"),
+        ("--eval_data x.jsonl,", "empty set"),
+        ("--eval_samples 4", "add --eval_temperature 1"),
+        ("--eval_samples 0", "out of range"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(flags, words):
+    assert words in refused(flags)
+
+
+# ---------------------------------------------------------------- runs
+def two_sets(tmp_path):
+    """Write two sets of questions. Returns flags that evaluate both. The references are 1 and 11,
+    which a model that has hardly learned says most often."""
+    for name, n, m in (("small", 5, 7), ("large", 9, 10)):
+        rows = [
+            {"question": f"What is {a} + {b}?", "answer": str(a % 2 * 10 + 1)}
+            for a, b in itertools.product(range(n), range(m))
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return ["--eval_data", f"{tmp_path}/small.jsonl,big={tmp_path}/large.jsonl"]
+
+
+def test_two_sets_are_evaluated_and_can_be_scored_again(tmp_path, tmp_path_factory):
+    """The metrics follow from evals.jsonl, and two devices give the answers of one."""
+    flags = [*taught(tmp_path_factory), *two_sets(tmp_path), *arguments([SAMPLED])]
+    text = run_train(*flags, "--out", tmp_path / "one", devices=1)
+    (row,) = read_jsonl(tmp_path / "one/metrics.jsonl")
+    answers = read_jsonl(tmp_path / "one/evals.jsonl")
+    right = 0
+    for name, n in (("small", 35), ("big", 90)):
+        of_set = [answer for answer in answers if answer["set"] == name]
+        assert len(of_set) == 4 * n
+        again = [train.correct({"answer": a["reference"]}, a["answer"]) for a in of_set]
+        again = [a * (not b["truncated"]) for a, b in zip(again, of_set, strict=True)]
+        assert again == [answer["solved"] for answer in of_set]
+        right += sum(again)
+        wanted = eval_metrics(np.reshape(again, (n, 4)))
+        assert {key: row[f"eval/{name}/{key}"] for key in wanted} == wanted
+        line = f"held-out questions of {name} solved: {wanted['solved']:.1%} +- "
+        assert f"{line}{1.96 * wanted['stderr']:.1%} at step 0" in text
+        # The four answers to a question stand together, in the order of the data.
+        questions = [answer["question"] for answer in of_set]
+        assert questions[::4] == questions[1::4] == questions[3::4]
+        assert len(set(questions)) == n
+    assert 0 < right < len(answers), "the comparison needs right and wrong answers"
+    for answer in answers:
+        weights = [weight for _, weight in train.REWARDS]
+        assert 0 <= answer["reward"] <= sum(weights) and 0 < answer["tokens"] <= 24
+        assert answer["truncated"] or answer["reward"] >= answer["solved"]
+    run_train(*flags, "--out", tmp_path / "two", devices=2)
+    assert read_jsonl(tmp_path / "two/evals.jsonl") == answers
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_an_evaluation_of_two_sets_resumes_bit_for_bit(tmp_path, tmp_path_factory):
+    flags = [*taught(tmp_path_factory), *two_sets(tmp_path)]
+    flags += arguments(
+        "--steps 2 --sft_steps 0 --eval_every 1 --eval_temperature 1 --eval_samples 4 --batch 2 "
+        "--npq 8 --max_answer 16 --minibatches 1 --save_every 1"
+    )
+    run_train(*flags, "--out", tmp_path / "calm")
+    out = tmp_path / "killed"
+    command = [sys.executable, ROOT / "train.py", *flags, "--out", out]
+    for _ in range(2):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
+        # Kill the run right after a step's line: its evaluation comes next.
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    run_train(*flags, "--out", out)
+    calm, resumed = (read_jsonl(path / "evals.jsonl") for path in (tmp_path / "calm", out))
+    assert resumed == calm and len(calm) == 3 * 125 * 4
+
+
+def test_the_standard_error_is_the_spread_of_other_questions():
+    """30 evaluations of other questions, each answered four times: the standard deviation of their
+    results is the standard error that each of them tells."""
+    rng = np.random.default_rng(0)
+    results, told = [], []
+    for _ in range(30):
+        # Questions are of different difficulty, from nearly always to nearly never right.
+        chance_Q = rng.beta(0.7, 1.1, size=100)
+        found = eval_metrics(rng.random((100, 4)) < chance_Q[:, None])
+        results.append(found["solved"])
+        told.append(found["stderr"])
+    assert 0.8 < np.mean(told) / np.std(results, ddof=1) < 1.25
