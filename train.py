@@ -83,6 +83,7 @@ class Config:
     npq: Positive = 8  # answers per question: the group of GRPO
     max_prompt: Positive = 512  # skip questions whose prompt, with the template, is longer
     max_answer: Positive = 512  # truncate longer answers; a truncated answer scores 0
+    truncated: Literal["zero", "mask"] = "zero"  # mask = truncated answers have no loss, as in DAPO
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
     rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; not for evaluations
@@ -456,12 +457,15 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
     return rows
 
 
-def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None):
+def make_batches(
+    prompts, answers, advantages, cfg, setup, sampler_logprobs=None, truncated_B=False
+):
     """Pack this host's sequences. Returns (a list of micro-batches per minibatch, counts over all
     hosts). A micro-batch is {field: global array [micro_batch rows of each device, width]}."""
+    is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
     # Answers without a gradient are not packed, so that nothing is computed for them.
-    is_packed = has_gradient(advantages, sampler_logprobs, cfg)
-    plan = packing.pack_minibatches(prompts, answers, is_packed, cfg.minibatches, setup)
+    is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked
+    plan = packing.pack_minibatches(prompts, answers, is_packed, ~is_masked, cfg.minibatches, setup)
     # Normalise the weights once, here, over all sequences of all hosts. Then the gradient depends
     # neither on the split into rows and micro-batches nor on which sequences are left out.
     normaliser_M = plan.answer_tokens_M if cfg.loss_agg == "token" else plan.answers_M
@@ -475,7 +479,8 @@ def make_batches(prompts, answers, advantages, cfg, setup, sampler_logprobs=None
             rows = make_rows(
                 packed, prompts, answers, advantages, plan.shape, cfg, sampler_logprobs
             )
-            rows["weight"] /= normaliser
+            # If all answers of a minibatch are masked, there is nothing to normalise.
+            rows["weight"] /= max(1, normaliser)
             # Each host passes its own rows; together they form one global array.
             batch.append({name: to_global(array) for name, array in rows.items()})
         batches.append(batch)
@@ -1020,7 +1025,9 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ update: one for each minibatch of rows
         answers = answer_tokens(out)
-        batches, counts = make_batches(prompts, answers, advantages, cfg, setup, out["logprobs_BT"])
+        batches, counts = make_batches(
+            prompts, answers, advantages, cfg, setup, out["logprobs_BT"], out["truncated_B"]
+        )
         run.show("update", step)
         state, parts, norms = update_policy(state, batches, step, cfg, setup)
         t_end = time.time()

@@ -1,5 +1,6 @@
 """Answers without a gradient are left out of the rows, and the update stays the same."""
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -56,6 +57,13 @@ def with_old(batches, cfg, on):
     return [[rows | {"old_logprobs": score(params, rows)} for rows in batch] for batch in batches]
 
 
+def with_ref(batches, cfg, on):
+    """Returns the minibatches with `ref_logprobs`, those of other weights."""
+    params = jax.tree.map(lambda a: 1.01 * a, state_of(cfg, SMALL, on)["params"])
+    score = partial(train.target_logprobs, cfg=cfg, model_cfg=SMALL, mesh=on)
+    return [[rows | {"ref_logprobs": score(params, rows)} for rows in batch] for batch in batches]
+
+
 def computed_sequences(batch):
     """Returns the tokens of each sequence in the rows of a minibatch, sorted."""
     found = []
@@ -82,6 +90,43 @@ def gradients_of(batches, cfg, on):
 
 
 # ---------------------------------------------------------------- the gradient and the metrics
+def test_masked_answers_have_no_loss(record_property):
+    """With `truncated` = mask, the gradient is that of a batch which never had the truncated
+    answers, except that these count in the means of their groups."""
+    on = mesh()
+    case = update_case()
+    rng = np.random.default_rng(3)
+    truncated_B = rng.random(16) < 0.4
+    advantages = train.group_advantages(rng.standard_normal(16), 4, "drgrpo")
+    kept = np.flatnonzero(~truncated_B)
+    assert 4 < len(kept) < 14
+
+    def batches(cfg, which, truncated_B):
+        lists = [[a[i] for i in which] for a in (case.prompts, case.answers)]
+        logprobs = [case.sampler_logprobs[i] for i in which]
+        made, counts = train.make_batches(
+            *lists, advantages[which], cfg, setup_of(on, 24, 2), logprobs, truncated_B
+        )
+        return with_old(made, cfg, on), counts
+
+    errors = {}
+    for loss_agg in AGGREGATIONS:
+        # The KL would give every answer a gradient.
+        cfg = train.Config(**PLAIN | {"loss_agg": loss_agg, "minibatches": 1, "beta": 0.1})
+        masking = dataclasses.replace(cfg, truncated="mask")
+        got, counts = batches(masking, range(16), truncated_B)
+        wanted, of_kept = batches(cfg, kept, truncated_B[kept])
+        both = [with_ref(made, cfg, on) for made in (got, wanted)]
+        (gradient,), (reference,) = (gradients_of(made, cfg, on)[0] for made in both)
+        errors[loss_agg] = relative(gradient, reference)
+        assert np.linalg.norm(reference) > 1e-2
+        assert counts["trained"] == of_kept["trained"] < counts["valid"]
+        # All answers of a minibatch may be truncated.
+        (nothing,), _ = batches(masking, range(16), np.ones(16, bool))
+        assert not any(np.asarray(rows["weight"]).any() for rows in nothing)
+    check_errors(errors, 1e-6, record_property)
+
+
 @pytest.mark.parametrize("dims", [(1, 1, 1), (1, 4, 2)], ids=["1", "1x4x2"])
 def test_gradient_is_that_of_all_answers(dims, monkeypatch, record_property):
     """Each minibatch keeps only its answers with an advantage, and its gradient is that of all its
@@ -227,7 +272,15 @@ def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
     other host's numbers beside its own."""
     case = update_case()
     setup = setup_of(mesh(), 24, 1)
-    pack = partial(packing.pack_minibatches, case.prompts, case.answers, minibatches=2, setup=setup)
+    every = np.ones(16, bool)
+    pack = partial(
+        packing.pack_minibatches,
+        case.prompts,
+        case.answers,
+        has_loss=every,
+        minibatches=2,
+        setup=setup,
+    )
     told = []
 
     def tell(value):

@@ -258,8 +258,8 @@ def test_a_minibatch_takes_every_nth_sequence():
     setup = setup_of(mesh(), 8, 1)
     prompts = [[1]] * 6
     answers = [[1, 1]] * 6
-    is_packed = [True] * 6
-    packed = packing.pack_minibatches(prompts, answers, is_packed, 2, setup)
+    every = np.ones(6, bool)
+    packed = packing.pack_minibatches(prompts, answers, every, every, 2, setup)
     first, second = packed.micro_batches
     assert first == [{0: [0, 2]}, {0: [4]}]
     assert second == [{0: [1, 3]}, {0: [5]}]

@@ -18,7 +18,7 @@ class Packing:
     # For each minibatch, its micro-batches, the same number on every host. A micro-batch is
     # {row of this host: [index of each sequence in the row]}.
     micro_batches: list[list[dict]]
-    answers_M: np.ndarray  # answers of all hosts, packed or not
+    answers_M: np.ndarray  # answers of all hosts that have a loss, packed or not
     answer_tokens_M: np.ndarray  # tokens of these answers
     counts: dict  # the step's totals, from `count_tokens`
 
@@ -47,13 +47,13 @@ def pack(lengths, width: int) -> list[list[int]]:
     return rows
 
 
-def pack_minibatches(prompts, answers, is_packed, minibatches: int, setup) -> Packing:
+def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, setup) -> Packing:
     """Pack prompts with their answers into rows, a set of rows for each minibatch, and deal the
     rows out over this host's devices.
 
     A minibatch takes every minibatches-th sequence, so that the same sequences go together on any
-    number of hosts. is_packed: whether to pack each sequence; the others count in their minibatch,
-    but are in no row. setup: the trainer's Setup of the run.
+    number of hosts. is_packed: whether to pack each sequence; the others are in no row. has_loss:
+    whether each sequence counts in the normaliser of the loss. setup: the trainer's Setup.
     """
     width = setup.row_width
     micro_batch = setup.micro_batch
@@ -93,7 +93,7 @@ def pack_minibatches(prompts, answers, is_packed, minibatches: int, setup) -> Pa
                 places[device * micro_batch + i // shards] = row
             micro_batches[-1].append(places)
 
-    own_M2 = [(len(part), answer_lengths[part].sum()) for part in parts]
+    own_M2 = [(has_loss[part].sum(), answer_lengths[part] @ has_loss[part]) for part in parts]
     answers_M, answer_tokens_M = all_gather_processes(own_M2).sum(0).T
     slots = computed_rows * width
     counts = count_tokens(lengths, answer_lengths, is_packed, slots, setup.model_cfg)
