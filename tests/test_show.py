@@ -280,6 +280,18 @@ def refusal(capsys, tool, *words):
     return text
 
 
+def test_an_evaluation_of_one_run_has_error_bars(tmp_path):
+    rows = [
+        {"step": 0, "eval/solved": 0.2, "eval/stderr": 0.1},
+        {"step": 0, "eval/a/solved": 0.4, "eval/a/stderr": 0.02},
+        {"step": 9, "eval/solved": 0.5, "eval/stderr": None},
+    ]
+    one = plot.Series("one", [rows])
+    assert_allclose(plot.error_bars(one, "eval/solved"), [0.196, 0])
+    assert_allclose(plot.error_bars(one, "eval/a/solved"), [0.0392])
+    assert plot.error_bars(plot.Series("two", [rows, rows]), "eval/solved") is None
+
+
 def test_a_curve_is_the_mean_and_range_of_the_runs_that_came_so_far(tmp_path):
     rng = np.random.default_rng()
     runs = [write_run(tmp_path / f"{n}", rng, steps=n) for n in (12, 9, 10)]

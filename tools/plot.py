@@ -109,6 +109,16 @@ def curve_of(series: Series, metric: str, over: str) -> Curve:
     return curve
 
 
+def error_bars(series: Series, metric: str) -> list[float] | None:
+    """Returns half the width of the 95% interval of each point of an evaluation, from its standard
+    error over questions. Returns None for several runs, whose range is drawn instead."""
+    if len(series.runs) > 1:
+        return None
+    (rows,) = series.runs
+    stderr = values_by_step(rows, metric.replace("solved", "stderr"))
+    return [1.96 * stderr.get(step, 0.0) for step in sorted(values_by_step(rows, metric))]
+
+
 def metrics_in(all_series: list[Series]) -> set[str]:
     """Returns the names that have a number, a float or an int, in at least one row."""
     rows = [row for series in all_series for run in series.runs for row in run]
@@ -132,7 +142,7 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
 # ---------------------------------------------------------------- files
 def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
     """Write the metrics of these panels and of the default panels to DIRECTORY/<run>.jsonl."""
-    kept = {"step", *panels, *PANELS.split(), *BESIDE.values()}
+    kept = {"step", *panels, *PANELS.split(), *BESIDE.values(), "eval/stderr"}
     outs = [out for argument in arguments for out in split_label(argument)[1]]
     texts = {}
     for out in outs:
@@ -196,10 +206,13 @@ def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
         marker = "o" if panel.startswith("eval/") else ""
         axes.plot(curve.x, curve.mean, color=color, label=label, marker=marker, lw=1.4, ms=4)
         axes.fill_between(curve.x, curve.least, curve.most, color=color, alpha=0.2, lw=0)
-        beside = BESIDE.get(panel)
-        evaluated = curve_of(series, beside, over) if beside else None
+        evaluation = panel if marker else BESIDE.get(panel)
+        evaluated = curve_of(series, evaluation, over) if evaluation else None
         if evaluated and evaluated.x:
-            title = f"{panel} (dots: {beside})"
+            bars = error_bars(series, evaluation)
+            axes.errorbar(evaluated.x, evaluated.mean, bars, fmt="none", ecolor=color, lw=1)
+        if evaluated and evaluated.x and not marker:
+            title = f"{panel} (dots: {evaluation})"
             axes.plot(evaluated.x, evaluated.mean, "o", color=color, ms=5, mec="white")
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(over)
