@@ -28,7 +28,7 @@ import model
 from infra.data import hf, rewards
 from infra.data.answers import final_number
 from infra.data.chat import load_tokenizer
-from infra.data.evaluation import eval_metrics, named_sets, questions_at_once
+from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
 from infra.data.questions import is_file, load_questions, question_order
 from infra.host import files
@@ -86,7 +86,7 @@ class Config:
     truncated: Literal["zero", "mask"] = "zero"  # mask = truncated answers have no loss, as in DAPO
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; not for evaluations
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; evals use dtype
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO
     sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
@@ -122,7 +122,7 @@ class Config:
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after
     eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all
-    eval_samples: Positive = 1  # answers per held-out question; more need an eval_temperature
+    eval_samples: Positive = 1  # answers per held-out question; 2 or more: set eval_temperature
     eval_temperature: NonNegative = 0.0  # 0 = greedy
     top_k: Natural = 0  # sampled evaluation: only the k most likely tokens; 0 = all
     top_p: Probability = 1.0  # sampled evaluation: only the top tokens of this total probability
@@ -160,7 +160,7 @@ def eval_sets(cfg: Config) -> dict[str, str]:
 
 # ---------------------------------------------------------------- rewards: made to be edited
 def correct(row: dict, answer: str) -> float:
-    """1 if the answer's final number equals that of the reference, row["answer"]; otherwise 0."""
+    """1 if the answer has the final number of the reference, row["answer"]; otherwise 0."""
     number = final_number(answer)
     return float(number is not None and number == final_number(row["answer"]))
 
@@ -301,8 +301,8 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
 
 
 def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None:
-    """Check that a step asks no question twice, and that supervised steps have answers to imitate.
-    Exits with code 2."""
+    """Check that a step needs no more questions than the data has, and that supervised steps have
+    answers to imitate. Exits with code 2."""
     processes = jax.process_count()
     asked = cfg.batch * processes
     most = len(questions) // processes
@@ -364,7 +364,7 @@ def score(rows, texts, truncated_B):
     return rewards.score_answers(functions, rows, texts, truncated_B)
 
 
-def weighted(scores) -> np.ndarray:
+def rewards_of(scores) -> np.ndarray:
     """The rewards of answers, from their scores [..., 1 + reward functions]."""
     return scores[..., 1:] @ [weight for _, weight in REWARDS]
 
@@ -430,9 +430,9 @@ def token_fields(cfg: Config, supervised: bool) -> dict:
 def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs=None) -> dict:
     """Write sequences into packed rows. Returns {field: NumPy array of `shape`, [rows, width]}.
 
-    packed: {row: [index of each sequence in the row]}. sampler_logprobs: for each sequence, at
-    least as many as its answer has tokens; None in supervised steps. The caller still has to
-    normalise `weight`. `update_policy` adds `old_logprobs` and `ref_logprobs`.
+    packed: {row: [index of each sequence in the row]}. sampler_logprobs: for each sequence, the
+    logprobs of its answer's tokens, with or without padding at the end; None in supervised steps.
+    The caller normalises `weight`. `update_policy` adds `old_logprobs` and `ref_logprobs`.
     """
     fields = token_fields(cfg, supervised=sampler_logprobs is None)
     added_later = ("old_logprobs", "ref_logprobs")
@@ -461,7 +461,7 @@ def make_batches(
     prompts, answers, advantages, cfg, setup, sampler_logprobs=None, truncated_B=False
 ):
     """Pack this host's sequences. Returns (a list of micro-batches per minibatch, counts over all
-    hosts). A micro-batch is {field: global array [micro_batch rows of each device, width]}."""
+    hosts). A micro-batch is {field: global array [dp * fsdp * micro_batch, width]}."""
     is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
     # Answers without a gradient are not packed, so that nothing is computed for them.
     is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked
@@ -760,8 +760,12 @@ def evaluate(params, step, cfg, setup, run) -> None:
         key = jax.random.fold_in(eval_key, start)
         run.show("evaluating", step, start, len(asked), samples)
         out, texts = sample_answers(rows, samples, key, sampling, setup, run)
-        scores, _ = score(rows, texts, out["truncated_B"])
-        answered += answers_of_all_hosts(out, scores, asked[start:], samples, setup)
+        scores, faults = score(rows, texts, out["truncated_B"])
+        # REWARDS may need columns that only the training data has, but SOLVED must work.
+        solved_name = rewards.name_of(SOLVED)
+        rewards.report({name: which for name, which in faults.items() if name == solved_name})
+        found = scores[:, 0], rewards_of(scores)
+        answered += answers_of_all_hosts(asked[start:], samples, out, *found, setup.engine.texts)
     setup.engine.unload()
     metrics = {"step": step}
     for name in setup.held_out:
@@ -772,42 +776,12 @@ def evaluate(params, step, cfg, setup, run) -> None:
         metrics |= {prefix + metric: value for metric, value in found.items()}
         what = "eval" if len(setup.held_out) == 1 else f"eval of {name}"
         say(
-            f"{what} at step {step} | solved {found['solved']:.4f} +- {found['stderr']:.4f} of "
-            f"{len(setup.held_out[name])} | {time.time() - began:.1f}s"
+            f"{what} at step {step} | solved {found['solved']:.4f} (stderr {found['stderr']:.4f}) "
+            f"of {len(setup.held_out[name])} | {time.time() - began:.1f}s"
         )
     # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
     run.write_evals(step, answered)
     run.write(metrics)
-
-
-def answers_of_all_hosts(out, scores, asked, samples, setup) -> list[dict]:
-    """The answers of one round of an evaluation as rows of evals.jsonl, in the order of questions.
-
-    out: from Engine.generate, for this host. scores: [answers, 1 + reward functions]. asked: (name
-    of the set, row) of each question that is left, those of this round first.
-    """
-    columns = np.column_stack([scores, out["lengths_B"], out["truncated_B"]])
-    columns = all_gather_processes(columns).reshape(-1, columns.shape[1])
-    tokens_BT = all_gather_processes(out["tokens_BT"]).reshape(-1, out["tokens_BT"].shape[1])
-    lengths_B = columns[:, -2].astype(int)
-    texts = setup.engine.texts({"tokens_BT": tokens_BT, "lengths_B": lengths_B})
-    rows = [pair for pair in asked for _ in range(samples)]
-    answered = []
-    # There are fewer answers than questions left, or in the last round more.
-    for (name, row), text, scores, tokens in zip(rows, texts, columns, lengths_B, strict=False):
-        answered.append(
-            {
-                "set": name,
-                "question": row["question"],
-                "reference": row["answer"],
-                "answer": text,
-                "reward": float(weighted(scores[:-2])),
-                "solved": float(scores[0]),
-                "truncated": bool(scores[-1]),
-                "tokens": int(tokens),
-            }
-        )
-    return answered
 
 
 # ---------------------------------------------------------------- metrics
@@ -950,7 +924,7 @@ def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
     if state is None:
         state = initial_state(setup.weights, shapes, cfg, setup.mesh, optimizer)
     run.begin(state)
-    # A run that resumes may have been cut short during its evaluation.
+    # Evaluate before the first step, and repeat an evaluation in which the run was cut short.
     if is_evaluated_after(run.step, cfg, setup) and not run.has_evaluation():
         evaluate(state["params"], run.step, cfg, setup, run)
     return state
@@ -1019,7 +993,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ rewards, and advantages in each group
         scores, faults = score(rows, texts, out["truncated_B"])
-        reward_B = weighted(scores)
+        reward_B = rewards_of(scores)
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
 

@@ -130,13 +130,28 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
     with pytest.raises(SystemExit):
         choose(3)
     text = capsys.readouterr().err
-    assert "micro_batch = 3 takes" in text, text
+    assert "micro_batch = 3 does not fit: 3 rows take" in text, text
     assert "the largest that fits is --micro_batch " in text, text
 
     with_memory(one / 100)
     with pytest.raises(SystemExit):
         choose()
     assert "not one row of 32 tokens per device fits" in capsys.readouterr().err
+
+
+def test_a_refusal_names_a_number_that_was_tried(tmp_path, monkeypatch):
+    """The search may find the largest number that fits without trying the number that was asked
+    for."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tried = {9: (15.0, True), 10: (16.25, False), 11: (16.5, False)}
+    found = fit.search_or_remember(lambda: (9, tried), 16.0, 64, ("a",))
+    assert found == [9, 15.0, 11, 16.5]
+    assert fit.search_or_remember(lambda: (0, {1: (17.0, False)}), 16.0, 64, ("b",)) == [
+        0,
+        0,
+        1,
+        17,
+    ]
 
 
 def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypatch):

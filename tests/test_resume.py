@@ -355,25 +355,41 @@ def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_f
             same_run(tmp_path / f"stopped in {step}" / "run", tmp_path / "calm/run")
 
 
-def test_an_evaluation_writes_its_row_last(monkeypatch):
-    """An evaluation writes its row after its samples, so that a run killed in between makes the
-    whole evaluation again. In the last round, only questions that exist count."""
+def evaluated(monkeypatch, questions):
+    """Evaluate with two answers a round, all "2". Returns the calls of the run's methods."""
     out = {
         "tokens_BT": np.zeros((2, 3), int),
         "lengths_B": np.array([2, 3]),
         "truncated_B": np.array([False, False]),
     }
     monkeypatch.setattr(train, "sample_answers", lambda *_: (out, ["2", "2"]))
-    rows = [{"question": "1 + 1?", "answer": "2"}] * 3
+    rows = [{"question": "1 + 1?", "answer": "2"}] * questions
     setup = SimpleNamespace(held_out={"sums": rows}, engine=mock.Mock(texts=lambda out: ["2", "2"]))
     run = mock.Mock()
+    # One device, whatever the number of this process's devices.
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, run)
-    answers, row = [call for call in run.method_calls if call[0] != "show"]
+    return [call for call in run.method_calls if call[0] != "show"]
+
+
+def test_an_evaluation_writes_its_row_last(monkeypatch):
+    """An evaluation writes its row after its answers, so that a run killed in between makes the
+    whole evaluation again. In the last round, only questions that exist count."""
+    answers, row = evaluated(monkeypatch, questions=3)
     answer = {"set": "sums", "question": "1 + 1?", "reference": "2", "answer": "2"}
     answer |= {"reward": 1.0, "solved": 1.0, "truncated": False}
     wanted = [answer | {"tokens": tokens} for tokens in (2, 3, 2)]
     assert answers == mock.call.write_evals(1, wanted)
     assert row == mock.call.write({"step": 1, "eval/solved": 1.0, "eval/stderr": 0.0})
+
+
+def test_an_evaluation_says_that_solved_fails(monkeypatch, capsys):
+    def always_fails(row, answer):
+        return row["words"]
+
+    monkeypatch.setattr(train, "SOLVED", always_fails)
+    evaluated(monkeypatch, questions=1)
+    assert "reward always_fails failed on 2 answers" in capsys.readouterr().out
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):

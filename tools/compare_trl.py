@@ -122,7 +122,7 @@ class Scorer:
         truncated = [ids[-1] not in self.stop_ids for ids in completion_ids]
         texts = [self.tokenizer.decode(ids) for ids in completion_ids]
         scores, _ = train.score(rows, texts, truncated)
-        reward_B = train.weighted(scores)
+        reward_B = train.rewards_of(scores)
         row = {
             "step": len(self.rows) + 1,
             "reward/mean": float(reward_B.mean()),

@@ -115,7 +115,7 @@ def error_bars(series: Series, metric: str) -> list[float] | None:
     if len(series.runs) > 1:
         return None
     (rows,) = series.runs
-    stderr = values_by_step(rows, metric.replace("solved", "stderr"))
+    stderr = values_by_step(rows, metric.removesuffix("solved") + "stderr")
     return [1.96 * stderr.get(step, 0.0) for step in sorted(values_by_step(rows, metric))]
 
 

@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("out", metavar="OUT", help="a run's directory")
     parser.add_argument(
-        "--steps", default="", help="such as 80,160; default: all that fit side by side"
+        "--steps", default="", help="such as 80,160; default: evenly spaced, as many as fit"
     )
     parser.add_argument(
         "--questions", type=int, default=3, help="held-out questions of each set (default 3)"

@@ -7,6 +7,7 @@ import numpy as np
 
 from infra.data.questions import set_name
 from infra.host.console import check
+from infra.host.processes import all_gather_processes
 
 
 def named_sets(eval_data: str) -> dict[str, str]:
@@ -28,15 +29,38 @@ def named_sets(eval_data: str) -> dict[str, str]:
 
 
 def questions_at_once(sequences: int, samples: int, devices: int) -> int:
-    """Number of questions that a host answers together, `samples` times each: about as many answers
-    as a rollout's `sequences`, and a multiple of the host's `devices`."""
+    """Number of questions that a host answers in one round, `samples` times each. The answers of a
+    round are about as many as a rollout's `sequences`, and divide over the host's `devices`."""
     unit = devices // math.gcd(samples, devices)
     return max(1, sequences // (samples * unit)) * unit
 
 
+def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, decode) -> list[dict]:
+    """The answers of one round of an evaluation as rows of evals.jsonl, in the order of questions.
+
+    asked: (name of the set, row of the data) of each question of this round and of later rounds.
+    samples: answers per question. out, solved_B, reward_B: the answers of this host, from
+    Engine.generate, and their scores. decode: Engine.texts.
+    """
+    columns = np.column_stack([solved_B, reward_B, out["truncated_B"], out["lengths_B"]])
+    columns = all_gather_processes(columns).reshape(-1, 4)
+    tokens_BT = all_gather_processes(out["tokens_BT"]).reshape(len(columns), -1)
+    texts = decode({"tokens_BT": tokens_BT, "lengths_B": columns[:, 3].astype(int)})
+    rows = [pair for pair in asked for _ in range(samples)]
+    answers = []
+    # `rows` goes on into later rounds. In the last round, surplus answers are past its end.
+    for (name, row), text, values in zip(rows, texts, columns.tolist(), strict=False):
+        solved, reward, truncated, tokens = values
+        answer = {"set": name, "question": row["question"], "reference": row["answer"]}
+        answer |= {"answer": text, "reward": reward, "solved": solved}
+        answers.append(answer | {"truncated": bool(truncated), "tokens": int(tokens)})
+    return answers
+
+
 def pass_at_k(right: int, n: int, k: int) -> float:
-    """The probability that k answers, drawn from n without replacement, hold a right one, if
-    `right` of the n are right. This is the unbiased estimator of arXiv 2107.03374."""
+    """The probability that at least one of k answers is right, if they are drawn without
+    replacement from n answers, of which `right` are right. This is the unbiased estimator of arXiv
+    2107.03374."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -48,7 +72,7 @@ def eval_metrics(solved_QK) -> dict[str, float]:
     """
     solved_QK = np.asarray(solved_QK, np.float64)
     Q, K = solved_QK.shape
-    # The answers to a question are alike, so the questions are the independent draws.
+    # Answers to the same question are correlated; questions are independent.
     mean_Q = solved_QK.mean(1)
     stderr = float(mean_Q.std(ddof=1)) / math.sqrt(Q) if Q > 1 else math.nan
     metrics = {"solved": float(mean_Q.mean()), "stderr": stderr}

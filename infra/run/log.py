@@ -133,7 +133,7 @@ class Terminal:
             self.ended = 0
 
     def advise(self, metrics: dict) -> None:
-        """Print why nothing is learned, if this is so and was not printed recently."""
+        """If nothing is learned, print the likeliest reason, unless one was printed recently."""
         self.recent = (self.recent + [metrics])[-advice.STEPS :]
         line = advice.why_nothing_is_learned(self.recent)
         if line and metrics["step"] >= self.advised + advice.STEPS_BETWEEN:
@@ -300,16 +300,17 @@ def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     evaluations = [row for row in metrics if is_evaluation(row)]
     say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {seconds / 60:.1f} minutes")
     if evaluations:
-        first, *others = evaluations
-        last = others[-1:]
-        shown = [row["step"] for row in [first, *last]]
-        print_answers(out, shown)
+        last = evaluations[-1]
+        # A run that goes on by --resume force may have evaluated other sets at first.
+        first = next(row for row in evaluations if row.keys() == last.keys())
+        shown = [first] if first is last else [first, last]
+        print_answers(out, [row["step"] for row in shown])
         say("")
-        for name in first:
+        for name in last:
             if name.endswith("/solved"):
                 which = name.removeprefix("eval/").removesuffix("solved").removesuffix("/")
-                texts = [with_interval(row, name) for row in [first, *last]]
-                say(f"held-out questions{' of ' * bool(which)}{which} solved: {' -> '.join(texts)}")
+                texts = " -> ".join(with_interval(row, name) for row in shown)
+                say(f"held-out questions{' of ' * bool(which)}{which} solved: {texts}")
     checkpoint = f"checkpoint: {out}/final (Hugging Face format); " if sft_steps + steps else ""
     say(f"{checkpoint}metrics: {out}/metrics.jsonl")
 
@@ -317,7 +318,7 @@ def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
 def with_interval(row: dict, name: str) -> str:
     """The fraction solved of an evaluation, with half the width of its 95% interval."""
     text = f"{row[name]:.1%}"
-    stderr = row.get(name.replace("solved", "stderr"))
+    stderr = row.get(name.removesuffix("solved") + "stderr")
     # A set of one question has no standard error.
     if stderr is not None:
         text += f" +- {1.96 * stderr:.1%}"

@@ -35,7 +35,7 @@ class Run:
             cfg.out, self.total_steps, flags, cfg.resume
         )
         run_dir.keep_compiled(cfg.out)
-        # To tell whether this process has added a step, on which the exit code depends.
+        # The exit code after a signal depends on whether this process has completed a step.
         self.resumed_after = self.step
         self.cfg = cfg
         # Seconds of each of the last ten steps.
@@ -150,8 +150,8 @@ class Run:
 
     # ------------------------------------------------------------ the end
     def finish(self, params, setup) -> None:
-        """Write the last checkpoint and final/, print the report, and send the results to the
-        bucket.
+        """Wait for the last checkpoint, write final/, print the report, and send the results to
+        the bucket.
 
         setup: the trainer's Setup, which names the model that the run started from.
         """

@@ -61,8 +61,8 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
     q = q_BNTH.transpose(0, 2, 1, 3)
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
-    # The kernel needs no mask to skip later keys, but for segments it reads a bfloat16 mask [T, T].
-    # The alternative, a row for each segment and its length as an argument, would move more bytes.
+    # `is_causal` masks later keys; for segments, the kernel also reads a bfloat16 mask [T, T].
+    # Rows of one segment each, with `query_seq_lengths`, need no mask, but would move more bytes.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)
@@ -70,7 +70,7 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
 
 
 def segment_mask(segments_BT, start, end):
-    """Which keys before `end` the queries start .. end - 1 attend to, bool [B, T, S]."""
+    """The mask of queries start .. end - 1 over keys 0 .. end - 1, bool [B, T, S]."""
     # A segment's tokens are contiguous, so their order in the row is their order in the segment.
     segments_of_queries = segments_BT[:, start:end]
     segments_of_keys = segments_BT[:, :end]
@@ -89,8 +89,8 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
 
     _, N, T, H = q_BNTH.shape
     # The kernel needs complete blocks of tokens, and a head dim of 64 or a multiple of 128.
-    T_in_tiles = -(-T // 128) * 128
-    block = min(512, T_in_tiles)
+    padded_T = -(-T // 128) * 128
+    block = min(512, padded_T)
     pad_T = -T % block
     pad_H = -H % (64 if H <= 64 else 128)
 

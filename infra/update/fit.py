@@ -25,7 +25,7 @@ from infra.rollout.engine import make_engine
 from infra.update.packing import row_width
 from infra.update.state import abstract_gradients, abstract_rows, abstract_state
 
-# For each token of a step, the host has eight numbers of 4 bytes, Python integers, and the text.
+# Bytes of host memory per token of a step: 4-byte numbers in NumPy, Python integers, and text.
 HOST_BYTES_OF_A_TOKEN = 100
 # Flags that make an update take less memory.
 ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
@@ -34,7 +34,8 @@ ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or
 def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple:
     """Returns (tokens per packed row, micro-batch in rows per device, engine of the rollout).
 
-    Micro-batch and engine are the largest that fit in memory. Exits with code 2 if nothing fits.
+    The micro-batch is `--micro_batch`, or the largest that fits in memory. The engine decodes as
+    many answers at once as fit. Exits with code 2 if the micro-batch, or a single row, does not.
 
     longest_prompt: in tokens. programs: the trainer's UpdatePrograms, which are compiled.
     """
@@ -205,9 +206,10 @@ def largest_that_fits(
 ) -> tuple[int, dict]:
     """Returns (the largest micro-batch n <= most that fits, 0 if none; {each tried n: need(n)}).
 
-    need(n) -> (GiB, whether n rows fit). The first try is the estimate, and the only one if not
-    even one more row can fit. The second try assumes that each row adds `estimate.row_gib`. Each
-    further try is where the line through two earlier tries meets the limit.
+    need(n) -> (GiB, whether n rows fit). The first try is the estimate. The second try assumes that
+    each row adds `estimate.row_gib`. There is no second try if the first one fits and leaves no
+    room for another row. Each further try is where the line through two earlier tries meets the
+    limit.
     """
     tried = {}
     # The largest that fits is at least `fits`, and below `too_many`.
@@ -246,7 +248,8 @@ def where_line_meets(limit, n0, gib0, n1, gib1):
 
 def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) -> int:
     """Returns the rows per device of one forward and backward: `--micro_batch` if it is given, else
-    the largest number that fits, up to what a step fills. Exits with code 2 if it does not fit.
+    the largest number that fits, up to the rows of a minibatch. Exits with code 2 if --micro_batch,
+    or a single row, does not fit.
 
     The update is compiled for rows of `width` tokens. The result of a search is cached on disk.
     """
@@ -256,8 +259,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     need = partial(
         update_gib, width=width, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
     )
-    # More rows than a step fills would not be faster.
     asked = cfg.micro_batch
+    # A minibatch has no more rows than this, so a larger micro-batch would only hold padding.
     filled = rows_to_fill(cfg, mesh)
     most = asked or filled
     limit = chips.device_memory(mesh.devices.flat[0])
@@ -265,14 +268,16 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     search = partial(largest_that_fits, need, limit, most, estimate)
     # The programs do not depend on the run's directory or seed.
     program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, width)
-    chosen, gib, gib_of_most = search_or_remember(search, limit, most, program)
-    over = f"{gib_of_most:.2f} GiB of a device's {limit:.2f}, {gib_of_most - limit:.2f} too much"
+    chosen, gib, refused, too_much = search_or_remember(search, limit, most, program)
+    over = f"{too_much:.2f} GiB of a device's {limit:.2f}, {too_much - limit:.2f} too much"
     check(
-        chosen, f"not one row of {width} tokens per device fits: {most} take {over}; try {ADVICE}"
+        chosen,
+        f"not one row of {width} tokens per device fits: {refused:.0f} take {over}; try {ADVICE}",
     )
     check(
         chosen == most or not asked,
-        f"micro_batch = {most} takes {over}; the largest that fits is --micro_batch {chosen:.0f}",
+        f"micro_batch = {most} does not fit: {refused:.0f} rows take {over}; the largest that fits "
+        f"is --micro_batch {chosen:.0f}",
     )
     say(
         f"micro_batch {chosen:.0f} of at most {filled} rows per device: {gib:.2f} GiB of "
@@ -282,7 +287,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
 
 
 def search_or_remember(search, limit, most, program):
-    """Returns (largest that fits, its GiB, GiB of `most`), each the minimum over all processes.
+    """Returns (largest that fits, its GiB, a number that does not fit, its GiB), each the minimum
+    over all processes. The last two are 0 if all numbers that were tried fit.
 
     search() -> (largest that fits, {n: (GiB, whether n rows fit)}). program: all else that the
     result depends on.
@@ -296,11 +302,13 @@ def search_or_remember(search, limit, most, program):
         cache = files.read_json(path)
     if key not in cache:
         chosen, tried = search()
-        # The search has not tried `chosen` if nothing fits, and may not have tried `most`.
+        # If nothing fits, `chosen` is 0, which the search has not tried.
         gib, _ = tried.get(chosen, (0, False))
-        gib_of_most, _ = tried.get(most, (0, False))
-        cache[key] = [chosen, gib, gib_of_most]
-        # If `most` fits at once, there was no search worth caching.
+        # The search may not have tried `most`.
+        refused = max((n for n, (_, fits) in tried.items() if not fits), default=0)
+        too_much, _ = tried.get(refused, (0, False))
+        cache[key] = [chosen, gib, refused, too_much]
+        # If `most` fits, it usually fits at the first try, and there is no search to cache.
         if chosen < most:
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)

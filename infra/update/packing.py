@@ -18,8 +18,8 @@ class Packing:
     # For each minibatch, its micro-batches, the same number on every host. A micro-batch is
     # {row of this host: [index of each sequence in the row]}.
     micro_batches: list[list[dict]]
-    answers_M: np.ndarray  # answers of all hosts that have a loss, packed or not
-    answer_tokens_M: np.ndarray  # tokens of these answers
+    answers_M: np.ndarray  # number of answers with a loss on all hosts, packed or not
+    answer_tokens_M: np.ndarray  # number of tokens of these answers
     counts: dict  # the step's totals, from `count_tokens`
 
 
@@ -75,8 +75,8 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, se
     micro_batches_M = all_gather_processes(needed_M).max(0)
     micro_batches = []
     computed_rows = 0
-    # A device computes its rows in chunks. It skips chunks without any row, but computes all of a
-    # partly empty one.
+    # A device computes its rows in chunks. It skips an empty chunk, and computes a partly empty
+    # chunk in full.
     chunk = model.rows_at_once(micro_batch, width)
     for rows, n in zip(rows_M, micro_batches_M, strict=True):
         micro_batches.append([])
@@ -116,8 +116,8 @@ def count_tokens(lengths, answer_lengths, is_packed, slots, model_cfg) -> dict:
 def flops(model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
     """Operations of a forward and backward over sequences, without recomputation.
 
-    6 per parameter and token, plus 12 per layer, per dimension of all query heads (N * H) and per
-    pair of tokens of which one attends to the other (arXiv 2204.02311, appendix B).
+    Each token takes 6 operations per matmul parameter. Each pair of a query and a key that it
+    attends to takes 12 * N * H operations per layer (arXiv 2204.02311, appendix B).
     """
     of_parameters = 6 * model_cfg.n_multiplied
     of_attention = 12 * model_cfg.L * model_cfg.N * model_cfg.H
