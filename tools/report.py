@@ -38,10 +38,12 @@ MOST_CHARACTERS = 200_000_000
 def runs_of(arguments: list[str]) -> dict[str, str]:
     """Returns {directory of a run: its name on the page}. Exits 2 for a path that is no run."""
     outs = [out for argument in arguments for out in plot.split_label(argument)[1]]
+    # A run may be in several groups.
+    outs = [*dict.fromkeys(outs)]
     names = [plot.split_label(out)[0] for out in outs]
     for out in outs:
-        copy = f"copy it here first: gcloud storage cp '{out}/*.json*' DIRECTORY"
-        check(not out.startswith("gs://"), f"{out} is in a bucket; {copy}")
+        copy = f"mkdir run; gcloud storage cp '{out}/*.json*' run"
+        check(not out.startswith("gs://"), f"{out} is in a bucket; copy what it needs: {copy}")
         check(os.path.isdir(out), f"{out} is not the directory of a run")
     # Runs with the same name are told apart by their paths.
     return {
@@ -60,6 +62,7 @@ def summary_of(out: str, name: str, metrics: list[dict]) -> dict:
         "commit": readable(str(config.get("commit") or "")),
         "versions": as_texts(config.get("versions") or {}),
         "flags": as_texts(config.get("config") or {}),
+        "evaluations_are_whole": os.path.exists(f"{out}/evals.jsonl"),
     }
 
 
