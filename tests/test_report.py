@@ -264,12 +264,13 @@ def test_a_page_allows_its_own_script_alone_and_no_network(tmp_path):
 
 # ---------------------------------------------------------------- in a browser
 # This script stands before the page's policy, so that the policy does not forbid it.
-DRIVER = """<script>
+DRIVER = """<script>{ // a block, so that its names are not those of the page
 const seen = [];
 const wait = () => new Promise((done) => setTimeout(done, 100));
 const id = (name) => document.getElementById(name);
 const all = (selector) => [...document.querySelectorAll(selector)];
-const column = (n) => all("#list tbody tr").map((row) => row.cells[n].textContent);
+const texts = (selector) => all(selector).map((element) => element.textContent);
+const answers = () => texts('#list td[data-column="answer "]');
 const press = (label) => all("button").find((button) => button.textContent === label).click();
 const set = (name, value, event) => {
   id(name).value = value;
@@ -279,7 +280,7 @@ addEventListener("load", async () => {
   try { ACTS } catch (error) { seen.push(String(error)); }
   document.documentElement.dataset.seen = JSON.stringify(seen);
 });
-</script>"""
+}</script>"""
 
 
 def look(page, acts, address=""):
@@ -330,7 +331,7 @@ def test_an_address_filters_the_answers(tmp_path):
         "show=constructor&question=length&page=99": lambda row: True,
     }
     acts = f"""for (const address of {json.dumps([*conditions])}) {{
-        location.hash = address; await wait(); seen.push(column(4)); }}"""
+        location.hash = address; await wait(); seen.push(answers()); }}"""
     seen = look(tmp_path / "run/report.html", acts)
     by_step = sorted(rows, key=lambda row: -row["step"])
     for address, found in zip(conditions, seen, strict=True):
@@ -338,7 +339,7 @@ def test_an_address_filters_the_answers(tmp_path):
         assert found == wanted, address
     # A page opens at an address.
     page = tmp_path / "run/report.html"
-    seen = look(page, "seen.push(column(4), id('text').value)", "#show=right&text=step+2")
+    seen = look(page, "seen.push(answers(), id('text').value)", "#show=right&text=step+2")
     right = [row["answer"] for row in rows if row["step"] == 2 and row["solved"] == 1.0]
     assert right and seen == [right, "step 2"]
 
@@ -349,23 +350,27 @@ def test_controls_filter_turn_pages_and_compare(tmp_path):
     many = [trained(20, f"many {i}", question="Many?") for i in range(150)]
     page_of(write_run(tmp_path / "run", rows + many, [evaluated(10, "held out", set="sums")]))
     acts = """
-        seen.push(id("show-all").textContent, column(4).length);
-        press("next"); await wait(); seen.push(column(4).length);
+        seen.push(id("show-all").textContent, answers().length);
+        press("next"); await wait(); seen.push(answers().length);
         id("show-wrong").click(); await wait(); set("step", "2", "change"); await wait();
-        seen.push(column(4), id("show-wrong").getAttribute("aria-pressed"));
+        seen.push(answers(), id("show-wrong").getAttribute("aria-pressed"));
         press("clear"); await wait(); set("set", "sums", "change"); await wait();
-        seen.push(column(4));
+        seen.push(answers());
         set("set", "", "change"); await wait(); set("text", "Question 1?", "input"); await wait();
-        seen.push(column(4));
-        document.querySelector("#list a.compare").click(); await wait();
-        seen.push(id("question").hidden, all(".beside .answer").map((e) => e.textContent));
-        history.back(); await wait(); seen.push(id("question").hidden);
+        seen.push(answers());
+        all("a.compare")[0].click(); await wait();
+        seen.push(id("question").hidden, texts(".beside .answer"));
+        press("close"); press("clear"); await wait(); scrollTo(0, 500); await wait();
+        all("a.compare")[0].click(); await wait();
+        seen.push(Math.round(id("question").getBoundingClientRect().top));
+        history.back(); await wait(); seen.push(id("question").hidden, scrollY);
     """
     seen = look(tmp_path / "run/report.html", acts)
     wrong = [row["answer"] for row in rows if row["step"] == 2 and row["solved"] == 0.0]
     to_1 = [row["answer"] for row in rows if row["question"] == "Question 1?"]
-    wanted = ["all 163", 100, 63, wrong, "true", ["held out"], to_1[::-1], False, to_1, True]
-    assert wrong and seen == wanted
+    wanted = ["all 163", 100, 63, wrong, "true", ["held out"], to_1[::-1], False, to_1]
+    # A question is scrolled to, and closing it leads back to the place before.
+    assert wrong and seen == [*wanted, 0, True, 500]
 
 
 @needs_chromium
@@ -376,7 +381,7 @@ def test_in_a_browser_hostile_texts_stay_text_in_their_cells(tmp_path):
         f.write(json.dumps(trained(9, line)) + "\n" + json.dumps(trained(9, "y\n" * 1000)) + "\n")
     write_page(run)
     acts = """
-        seen.push(column(4), window.stolen ?? null, document.title, all("img, b").length);
+        seen.push(answers(), window.stolen ?? null, document.title, all("img, b").length);
         const bidi = all("#list .text").map((block) => getComputedStyle(block).unicodeBidi);
         seen.push([...new Set(bidi)]);
         // The cells of a row stand from left to right, and none reaches into the next.
@@ -390,7 +395,7 @@ def test_in_a_browser_hostile_texts_stay_text_in_their_cells(tmp_path):
         const more = all("button.more");
         seen.push(more.map((button) => button.textContent));
         more[0].click();
-        seen.push(column(4)[0], document.documentElement.scrollWidth <= innerWidth);
+        seen.push(answers()[0], document.documentElement.scrollWidth <= innerWidth);
     """
     seen = look(run / "report.html", acts)
     answers, stolen, title, elements, bidi, is_ordered, is_narrow, is_low, more, whole, fits = seen
@@ -406,11 +411,26 @@ def test_in_a_browser_hostile_texts_stay_text_in_their_cells(tmp_path):
 
 
 @needs_chromium
+def test_a_text_that_is_searched_for_is_marked_even_in_the_middle(tmp_path):
+    middle = "word " * 800 + "then (Needle) is here " + "word " * 800
+    rows = [trained(1, "a needle. A Needle? A needl"), trained(1, middle)]
+    page_of(write_run(tmp_path / "run", rows, flags={"lr": 1.0}))
+    acts = """seen.push(texts("mark"), answers()[1].length < 1300);
+        press("show all 8,022 characters"); seen.push(answers()[1], all("mark").length);
+        location.hash = "text=(Nee"; await wait(); seen.push(texts("mark"));
+        all("nav a")[1].click(); seen.push(all("dd")[0].offsetHeight > 0);
+    """
+    seen = look(tmp_path / "run/report.html", acts, "#text=needle")
+    marks = ["needle", "Needle", "Needle"]
+    assert seen == [marks, True, middle, 3, ["(Nee"], True]
+
+
+@needs_chromium
 def test_fifty_thousand_answers_open_as_a_hundred_rows(tmp_path):
     rows = [evaluated(i // 1000, f"answer {i}", float(i % 2), set="sums") for i in range(50_000)]
     page_of(write_run(tmp_path / "run", [], rows))
-    acts = """seen.push(column(4).length, id("show-wrong").textContent);
-        location.hash = "text=answer+777&show=right"; await wait(); seen.push(column(4).length);"""
+    acts = """seen.push(answers().length, id("show-wrong").textContent);
+        location.hash = "text=answer+777&show=right"; await wait(); seen.push(answers().length);"""
     seen = look(tmp_path / "run/report.html", acts)
     # answer 777, 7770 to 7779, and 77700 is not there: six of them are odd.
     assert seen == [100, "wrong 25,000", 6]
