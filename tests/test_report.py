@@ -111,7 +111,7 @@ def test_a_page_has_the_flags_and_all_rows_with_the_last_step_first(tmp_path):
         trained(3, "2+3=5"),
         trained(3, "2+3=", solved=0.0, truncated=True),
         evaluated(3, "eight", solved=0.0),
-        trained(4, "five", tokens=7, reward=None),
+        trained(4, "five", tokens=7, reward=None, **{"reward/correct": True}),
         {"step": 4, "note": "this row has no answer"},
     ]
     page = page_of(write_run(tmp_path / "run", rows))
@@ -128,6 +128,8 @@ def test_a_page_has_the_flags_and_all_rows_with_the_last_step_first(tmp_path):
     assert [row["reward"] for row in answers] == [None, None, 1.1, 0.1]
     assert [row["tokens"] for row in answers] == [7, None, None, None]
     assert answers[2]["scores"] == {"correct": 1.0, "formatted": 1.0} and not answers[1]["scores"]
+    # The page's script formats numbers, not bools.
+    assert answers[0]["scores"]["correct"] is not True
     asked = [data["questions"][row["question"]] for row in answers]
     assert asked[1] == ["What is 4 + 5?", "9"] and asked[0] == asked[2] == ["What is 2 + 3?", "5"]
 

@@ -73,9 +73,9 @@ def as_texts(values: dict) -> dict[str, str]:
 
 
 def finite(value) -> float | int | None:
-    """Returns a number that JSON can hold, or None for anything else."""
+    """Returns a number that JSON can hold, 0 or 1 for a bool, or None for anything else."""
     is_number = isinstance(value, float | int) and math.isfinite(value)
-    return value if is_number else None
+    return +value if is_number else None
 
 
 # ---------------------------------------------------------------- answers
