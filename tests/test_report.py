@@ -118,7 +118,7 @@ def test_a_page_has_the_flags_and_all_rows_with_the_last_step_first(tmp_path):
     data = data_of(page)
     (run,) = data["runs"]
     assert run["flags"] == {"lr": "1e-05", "model": "tiny"} and run["commit"] == "c0ffee"
-    assert run["steps"] == 4 and run["solved"] == [[0, 0.25], [4, 0.75]]
+    assert run["steps"] == 4 and run["solved"] == {"held-out questions": [[0, 0.25], [4, 0.75]]}
     assert not run["evaluations_are_whole"]
     answers = data["answers"]
     assert [row["answer"] for row in answers] == ["five", "eight", "2+3=5", "2+3="]
@@ -161,6 +161,18 @@ def test_evals_take_the_place_of_the_evaluations_among_the_samples(tmp_path):
     assert [row["answer"] for row in data["answers"]] == ["a", "b", "c", "2+3=5"]
     assert {row["set"] for row in data["answers"][:3]} == {"sums"}
     assert data["runs"][0]["evaluations_are_whole"]
+
+
+def test_several_sets_of_questions_have_a_panel_and_a_summary_each(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = write_run(tmp_path / "run", [], [evaluated(1, "one", set="sums")])
+    rows = [{"step": step, "eval/sums/solved": step / 8, "eval/a/b/solved": 0.5} for step in (1, 2)]
+    write_jsonl(run / "metrics.jsonl", [*rows, {"step": 3, "eval/sums/solved": None}])
+    page = page_of(run)
+    solved = {"a/b": [[1, 0.5], [2, 0.5]], "sums": [[1, 0.125], [2, 0.25]]}
+    assert data_of(page)["runs"][0]["solved"] == solved
+    drawn = re.findall(r"<text[^>]*>(eval[^<]+)</text>", page)
+    assert drawn == ["eval/a/b/solved", "eval/sums/solved"]
 
 
 def test_runs_share_a_page_and_are_told_apart(tmp_path, monkeypatch, capsys):

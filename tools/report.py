@@ -54,16 +54,25 @@ def runs_of(arguments: list[str]) -> dict[str, str]:
 def summary_of(out: str, name: str, metrics: list[dict]) -> dict:
     """Returns the facts about a run that the page shows above its answers."""
     config = read_optional_json(f"{out}/config.json")
-    solved = [[row["step"], finite(row["eval/solved"])] for row in metrics if "eval/solved" in row]
     return {
         "name": readable(name),
         "steps": max(row["step"] for row in metrics),
-        "solved": solved,
+        "solved": solved_of(metrics),
         "commit": readable(str(config.get("commit") or "")),
         "versions": as_texts(config.get("versions") or {}),
         "flags": as_texts(config.get("config") or {}),
         "evaluations_are_whole": os.path.exists(f"{out}/evals.jsonl"),
     }
+
+
+def solved_of(metrics: list[dict]) -> dict[str, list]:
+    """Returns {set of held-out questions: [[step, fraction solved]]}."""
+    names = {"eval/solved": "held-out questions"}
+    for name in sorted({name for row in metrics for name in row}):
+        if found := re.fullmatch(plot.EVAL_OF_SET, name):
+            names[name] = readable(found[1])
+    points = {names[name]: plot.values_by_step(metrics, name) for name in names}
+    return {label: [*of_set.items()] for label, of_set in points.items() if of_set}
 
 
 def as_texts(values: dict) -> dict[str, str]:
