@@ -254,6 +254,7 @@ def test_nothing_in_the_files_of_a_run_becomes_markup(tmp_path):
     elements = Elements(page)
     # Both pages have the same elements: the template's and those of the curves.
     assert [tag for tag, _ in elements.found] == [tag for tag, _ in plain.found]
+    assert not re.search("[<>&\u2028\u2029]", elements.scripts[0])
     data = data_of(page)
     wanted = [samples.readable(text) for text in HOSTILE]
     assert [row["answer"] for row in data["answers"] if row["step"] == 1] == wanted
