@@ -21,6 +21,7 @@
 #     --ssh "FLAGS" (for every ssh and scp: --internal-ip, --tunnel-through-iap)  --yes (down does not ask)
 #   bash launch.sh plan [TYPE] [flags]          what fits on TYPE or on this machine, and how fast; needs no TPU
 #     TYPE is a TPU type, or a100-N, h100-N, h200-N: N GPUs in hosts of 8.  --sweep micro_batch=8,16 compares values
+#   bash launch.sh report OUT [OUT ...]         curves, flags and answers of runs, as a page: OUT/report.html
 #   bash launch.sh test [pytest arguments]      the quick tests; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
 # With --dry-run anywhere in the call, the commands are printed, and nothing is run.
@@ -186,6 +187,12 @@ plan_here() { # FLAGS...
   (plan "$platform" "$@")
 }
 
+cmd_report() { # OUT...
+  [ -f "$venv/installed" ] || setup
+  "$venv/bin/python" -c 'import matplotlib' 2>/dev/null || pip_install matplotlib || exit
+  (program tools/report.py cpu "$@")
+}
+
 cmd_test() {
   local mark
   setup
@@ -338,7 +345,7 @@ trap 'rm -rf "$scratch"' EXIT
 
 case "$command" in
   cpu) cmd_cpu "$processes" "$@" ;;
-  gpu | slurm | plan | test) "cmd_$command" "$@" ;;
+  gpu | slurm | plan | report | test) "cmd_$command" "$@" ;;
   setup) setup "$@" ;;
   tpu)
     [ -n "$type" ] || die "unknown command tpu; give a type: v6e-16"
@@ -346,5 +353,5 @@ case "$command" in
     ;;
   help | -h | --help) cmd_help ;;
   '') cmd_help && exit 2 ;;
-  *) die "unknown command $command: not cpu, gpu, slurm, plan, test, setup nor a TPU type; see help" ;;
+  *) die "unknown command $command: not cpu, gpu, slurm, plan, report, test, setup nor a TPU type; see help" ;;
 esac

@@ -1020,6 +1020,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         shown = [
             {"reward": reward_B[i], "truncated": bool(out["truncated_B"][i])}
             | rewards.by_name(scores[i], REWARDS)
+            | {"tokens": int(out["lengths_B"][i])}
             for i in range(2)
         ]
         run.write_samples(step, rows[:2], texts[:2], shown)

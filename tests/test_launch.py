@@ -94,6 +94,9 @@ def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
     tests = cloud.launch("--dry-run test -k draws")
     assert "-r " + str(cloud.clone / "tests/requirements.txt") in tests, tests
     assert "-m pytest -n 2 --dist worksteal --durations 15 -k draws" in tests, tests
+    report = cloud.launch("--dry-run report out/a out/b --to c.html")
+    assert "tools/report.py out/a out/b --to c.html" in report, report
+    assert report.index("install -q --disable-pip-version-check matplotlib") > 0, report
     # A shell reads the printed words back unchanged, odd characters included.
     odd = ["--system", "it's $HOME"]
     printed = cloud.launch("--dry-run cpu", odd).splitlines()[-1]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -278,6 +279,29 @@ def test_fetch_brings_what_there_is_and_a_trace(cloud):
     results = cloud.clone / "out/vm/my run"
     assert sorted(os.listdir(results)) == ["config.json", "metrics.jsonl", "profile"]
     assert (results / trace).read_text() == trace
+
+
+def test_fetch_makes_the_page_of_a_run_where_it_can(cloud):
+    pytest.importorskip("matplotlib")
+    cloud.launch("v6e-1 setup --name vm")
+    pod = cloud.stub / "vm/w0/podgrpo"
+    (pod / "run.flags").write_bytes(b"--out\0out/my run\0")
+    write(pod / "out/my run/metrics.jsonl", '{"step": 1, "nll": 2.5}\n')
+    results = cloud.clone / "out/vm/my run"
+    hint = r"to look at them: bash launch.sh report out/vm/my\ run"
+    # Without .venv, nothing is installed for the page.
+    text = cloud.launch("v6e-1 fetch --name vm")
+    assert hint in text and os.listdir(results) == ["metrics.jsonl"], text
+    write(cloud.clone / ".venv/installed", "")
+    python = cloud.clone / ".venv/bin/python"
+    write(python, f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
+    text = cloud.launch("v6e-1 fetch --name vm")
+    assert "\nout/vm/my run/report.html\n" in text and hint not in text, text
+    assert "</html>" in (results / "report.html").read_text()
+    # The results have come home even if their page fails.
+    write(python, "#!/bin/sh\nexit 3\n", 0o755)
+    text = cloud.launch("v6e-1 fetch --name vm")
+    assert hint in text and "its results are in out/vm/my run" in text, text
 
 
 def test_a_run_that_takes_its_time_to_start_is_followed(cloud):

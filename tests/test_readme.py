@@ -55,7 +55,7 @@ KINDS = {
     r"python tools/(compare_trl|ablations|word_problems)\.py": "hours",
     r"python train\.py --model out/words": "hours",
     r"bash launch\.sh test": "tests",
-    r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh cpu": "run",
+    r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh (cpu|report)": "run",
     r"bash launch\.sh (gpu|slurm|plan|v6e-16)": "dry run",
     r"python (train|test_kernel|tools/plot|tools/samples)\.py": "run",
     r".*python tools/bench_\w+\.py .*--aot ": "flags",  # tests/test_aot*.py compile them
@@ -174,14 +174,16 @@ def type_in(tree, command, *more):
 def short(command):
     """Returns the flags that make a command short."""
     program = Path(re.search(r"(\S+)\.(?:py|sh)", command)[1]).name
-    return "" if "--help" in command else SHORT.get(program, "")
+    trains = not re.search(r" --help|launch\.sh report ", command)
+    return SHORT.get(program, "") if trains else ""
 
 
 @pytest.mark.slow
 def test_commands_of_this_machine_work_one_after_another(checkout):
     """The commands for this machine work in order, from the top of README to the last page, as a
     new user would type them."""
-    wants = {"plot.py": "matplotlib", "--transformers 1": "transformers"}
+    wants = {"plot.py": "matplotlib", "launch.sh report": "matplotlib"}
+    wants |= {"--transformers 1": "transformers"}
     for command in of_kind("run", all_commands()):
         needed = [package for words, package in wants.items() if words in command]
         if all(importlib.util.find_spec(package) for package in needed):

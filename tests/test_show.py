@@ -152,7 +152,13 @@ def test_a_run_on_a_terminal(tmp_path, monkeypatch):
     assert {"update | sft 1/2", "update | step 2/2"} <= {
         " | ".join(line.split(" | ")[:2]) for line in replaced
     }
-    assert {row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")} == {1, 2}
+    metrics = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert {row["step"] for row in metrics} == {1, 2}
+    # Both truncated answers have as many tokens as an answer may have.
+    shown = [row for row in read_jsonl(tmp_path / "run/samples.jsonl") if row["step"] == 2]
+    tokens = [row["tokens"] for row in shown if row.get("truncated")]
+    assert tokens and {*tokens} == {8}
+    assert max(row["len/answer_max"] for row in metrics if "solved" in row) == 8
 
 
 def test_what_interrupts_a_status_erases_it(monkeypatch):

@@ -11,6 +11,7 @@ under one label are drawn as one curve: their mean, in a band from their minimum
 import glob
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from tools.arguments import parser_of
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"
 # {metric of training: the evaluations that its panel also shows}
 BESIDE = {"solved": "eval/solved"}
+# Among several sets of held-out questions, each set has a panel of its own.
+EVAL_OF_SET = r"eval/(.+)/solved"
 COLUMNS = 4
 INCHES = 3.2, 2.6  # width and height of a panel
 
@@ -127,11 +130,13 @@ def metrics_in(all_series: list[Series]) -> set[str]:
 
 
 def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
-    """Returns the panels that were asked for, or those of PANELS that the runs have data for."""
+    """Returns the panels that were asked for. By default, returns the names in PANELS that the runs
+    have data for, and the evaluations of several sets."""
     known = metrics_in(all_series)
     if not asked:
         # A run of supervised steps only, for example, has no reward.
-        return [name for name in PANELS.split() if name in known]
+        default = [name for name in PANELS.split() if name in known]
+        return default + sorted(name for name in known if re.fullmatch(EVAL_OF_SET, name))
     panels = asked.split(",")
     having = ", ".join(sorted(known))
     for name in panels:

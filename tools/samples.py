@@ -10,6 +10,7 @@ marked right or wrong. Questions of training follow, with their sampled answers 
 import shutil
 import sys
 import textwrap
+import unicodedata
 from itertools import zip_longest
 from pathlib import Path
 
@@ -64,8 +65,18 @@ def verdict(row: dict) -> str:
 # ---------------------------------------------------------------- as text
 def readable(text: str) -> str:
     """Replace control characters, which a model may sample, and a terminal would obey."""
-    text = text.expandtabs(4)
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    lines = text.expandtabs(4).split("\n")
+    # Few lines have such characters, and these lines are slow.
+    return "\n".join(line if line.isprintable() else readable_line(line) for line in lines)
+
+
+def readable_line(line: str) -> str:
+    """Replace the control characters of a line. Other spaces, such as the wide space between
+    Chinese words, are not printable to Python, and stay."""
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs" else "\N{REPLACEMENT CHARACTER}"
+        for c in line
+    )
 
 
 def wrapped(text: str, width: int) -> list[str]:

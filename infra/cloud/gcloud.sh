@@ -433,7 +433,7 @@ stop_rest() {
   workers all "bash infra/cloud/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
-# Copy the results of a run from worker 0 to out/$name, unless worker 0 finds them in the run's bucket.
+# Copy the results of a run from worker 0 to out/$name, unless worker 0 finds them in the run's bucket. Make their page.
 fetch() {
   local out to="out/$name"
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
@@ -445,7 +445,12 @@ fetch() {
   run mkdir -p "$to"
   say "fetching ${out:-the results} to $to"
   persistently reach scp --recurse "$name:podgrpo/results/$out" "$to" --worker=0 >&2 || return
-  [ -n "$dry_run" ] || say "its results are in $to/$out"
+  [ -z "$dry_run" ] || return 0
+  say "its results are in $to/$out"
+  # The results are here even if their page cannot be made, or if this machine has no .venv yet.
+  if [ -f "$to/$out/metrics.jsonl" ] && { [ ! -f "$venv/installed" ] || ! (cmd_report "$to/$out" >&2); }; then
+    say "to look at them: bash launch.sh report $(printf %q "$to/$out")"
+  fi
 }
 
 RESUMES='The command that started the run resumes it from a bucket'
