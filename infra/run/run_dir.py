@@ -53,7 +53,7 @@ FREE_ON_RESUME = FREE_PER_PROCESS | {
     "profile",
 }
 # This matches names that any run writes in its directory.
-WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl"
+WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl|report\.html"
 
 
 def comparable(flags: dict) -> dict:
