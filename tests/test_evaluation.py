@@ -14,6 +14,7 @@ from conftest import ROOT, arguments, read_jsonl, refused, run_train, taught
 
 import train
 from infra.data.evaluation import eval_metrics, named_sets, pass_at_k, questions_at_once
+from infra.data.questions import load_rows
 
 SAMPLED = "--steps 0 --eval_temperature 1 --eval_samples 4 --batch 2 --npq 8 --max_answer 24"
 
@@ -82,6 +83,20 @@ def test_sets_are_named_after_their_data_or_as_the_user_says():
 )
 def test_a_mistake_is_told_in_one_line(flags, words):
     assert words in refused(flags)
+
+
+def test_a_set_names_its_split(tmp_path):
+    for split in ("train", "test"):
+        row = {"question": f"Which split? {split}", "answer": "1"}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+
+    def questions_of(name, held_out):
+        return [row["question"] for row in load_rows(str(tmp_path) + name, held_out)]
+
+    assert questions_of("", held_out=True) == ["Which split? test"]
+    assert questions_of("", held_out=False) == ["Which split? train"]
+    assert questions_of("@train", held_out=True) == ["Which split? train"]
+    assert questions_of("@test", held_out=False) == ["Which split? test"]
 
 
 # ---------------------------------------------------------------- runs
