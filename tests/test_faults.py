@@ -100,10 +100,15 @@ def test_a_life_survives_a_fault_at_each_of_its_calls(times, text, cloud):
     outcome(cloud, code, said)
     calm = load_file(cloud.stub / "gs/bucket/run/final/model.safetensors")
     table = []
-    while len(table) < len(calls):
+    while True:
         place = len(table)
         fault = {"pattern": ".", "text": text, "times": times, "after": place}
         code, said, calls = live(cloud, fault)
-        table.append(f"{place:3} {outcome(cloud, code, said, calm)}: {name_of(calls[place])}")
+        line = outcome(cloud, code, said, calm)
+        # Lives differ by a call or two. This one ended before the fault was due.
+        if place >= len(calls):
+            break
+        table.append(f"{place:3} {line}: {name_of(calls[place])}")
         print(table[-1], flush=True)
+    assert len(table) > 40
     print(f"{len(table)} places")
