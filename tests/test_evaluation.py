@@ -147,10 +147,11 @@ def test_two_sets_are_evaluated_and_can_be_scored_again(tmp_path, tmp_path_facto
 @pytest.mark.slow
 def test_a_run_killed_in_an_evaluation_of_two_sets_resumes_bit_for_bit(tmp_path, tmp_path_factory):
     flags = [*taught(tmp_path_factory), *two_sets(tmp_path)]
-    flags += arguments(
+    more = (
         "--steps 2 --sft_steps 0 --eval_every 1 --eval_temperature 1 --eval_samples 4 --batch 2 "
         "--npq 8 --max_answer 16 --minibatches 1 --save_every 1"
     )
+    flags += arguments([more])
     run_train(*flags, "--out", tmp_path / "calm")
     out = tmp_path / "killed"
     command = [sys.executable, ROOT / "train.py", *flags, "--out", out]
