@@ -173,7 +173,7 @@ def test_a_run_with_a_loss_of_whole_answers(name, tmp_path):
     shutil.copy(ROOT / "model.py", tmp_path)
     shutil.copytree(ROOT / "infra", tmp_path / "infra")
     flags = (
-        "--steps 2 --sft_steps 4 --batch 2 --npq 4 --minibatches 2 --max_answer 24 --entropy_bonus "
+        "--steps 2 --sft_steps 4 --batch 2 --npq 4 --minibatches 2 --max_answer 40 --entropy_bonus "
         "0.01 --eval_data none --out run"
     )
     one = {"JAX_NUM_CPU_DEVICES": "1"}
