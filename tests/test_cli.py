@@ -209,12 +209,13 @@ def test_every_flag_is_read_and_only_flags_are(record_property):
             read |= read_here
     assert FLAGS.keys() <= read, f"read nowhere: {FLAGS.keys() - read}"
     assert FLAGS.keys() >= set(train.TINY) | run_dir.FREE_ON_RESUME
-    assert len(FLAGS) <= 56
+    assert len(FLAGS) <= 58
     record_property("flags", len(FLAGS))
 
 
-def test_a_run_from_before_rollout_dtype_resumes():
+def test_a_run_from_before_some_flags_resumes():
     new = dict(dtype="bfloat16", rollout_dtype="bfloat16", batch=8)
+    new |= dict(eval_samples=1, truncated="zero")
     old = dict(dtype="bfloat16", batch=8)
     assert run_dir.comparable(old) == run_dir.comparable(new)
     assert run_dir.comparable(old) != run_dir.comparable(new | {"rollout_dtype": "int8"})

@@ -62,8 +62,9 @@ def comparable(flags: dict) -> dict:
     In place of `batch`, this has the questions per step, batch * processes: a run may resume on
     another number of processes. train.py sets `require_processes` to the number of processes.
     """
-    # Runs older than these flags sampled in `dtype`, and evaluated one answer to a question.
-    flags = {"rollout_dtype": flags.get("dtype"), "eval_samples": 1} | flags
+    # Runs older than a flag did what is now its default; they sampled in `dtype`.
+    older = {"rollout_dtype": flags.get("dtype"), "eval_samples": 1, "truncated": "zero"}
+    flags = older | flags
     kept = {name: v for name, v in flags.items() if name not in FREE_ON_RESUME | {"batch"}}
     questions = flags.get("batch", 0) * flags.get("require_processes", 0)
     return kept | {"batch * processes": questions}
