@@ -68,6 +68,14 @@ def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_pro
     record_property("GiB a row", f"{gib_per_row:.3f}, {layer_inputs:.3f} for its layers' inputs")
 
 
+def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
+    """The full loss takes more memory than all logits. By the test above, that is more than twice
+    what the update takes with the Pallas kernels, which never hold all logits."""
+    gib = update_gib(tmp_path, "0.5B", "full", 8)
+    assert gib[8] > logits_gib(8), gib
+    record_property("GiB a device", gib)
+
+
 # ---------------------------------------------------------------- the loss
 def loss_temp(flags):
     """Run `bench_loss.py FLAGS` for absent TPUs. Returns {implementation: GB of temporaries per
