@@ -768,13 +768,14 @@ def evaluate(params, step, cfg, setup, run) -> None:
         answered += answers_of_all_hosts(asked[start:], samples, out, *found, setup.engine.texts)
     setup.engine.unload()
     metrics = {"step": step}
+    # A single set needs no name.
+    is_single = len(setup.held_out) == 1
     for name in setup.held_out:
         solved = [answer["solved"] for answer in answered if answer["set"] == name]
         found = eval_metrics(np.reshape(solved, (-1, samples)))
-        # A single set needs no name.
-        prefix = "eval/" if len(setup.held_out) == 1 else f"eval/{name}/"
+        prefix = "eval/" if is_single else f"eval/{name}/"
         metrics |= {prefix + metric: value for metric, value in found.items()}
-        what = "eval" if len(setup.held_out) == 1 else f"eval of {name}"
+        what = "eval" if is_single else f"eval of {name}"
         say(
             f"{what} at step {step} | solved {found['solved']:.4f} (stderr {found['stderr']:.4f}) "
             f"of {len(setup.held_out[name])} | {time.time() - began:.1f}s"

@@ -17,12 +17,16 @@ def named_sets(eval_data: str) -> dict[str, str]:
     for entry in eval_data.split(","):
         # A path may hold `=` too, but not before its first slash or dot.
         found = re.fullmatch(r"([\w-]+)=(.+)", entry)
-        name, data = found.groups() if found else (set_name(entry), entry)
+        if found:
+            name, data = found.groups()
+        else:
+            name = set_name(entry)
+            data = entry
         check(data.strip(), f"eval_data = {eval_data} has an empty set; drop a comma")
+        other = sets.get(name)
         check(
-            name not in sets,
-            f"eval_data = {eval_data} has two sets named {name}; name them: a={sets.get(name)},"
-            f"b={data}",
+            other is None,
+            f"eval_data = {eval_data} has two sets named {name}; name them: a={other},b={data}",
         )
         sets[name] = data
     return sets
@@ -31,8 +35,10 @@ def named_sets(eval_data: str) -> dict[str, str]:
 def questions_at_once(sequences: int, samples: int, devices: int) -> int:
     """Number of questions that a host answers in one round, `samples` times each. The answers of a
     round are about as many as a rollout's `sequences`, and divide over the host's `devices`."""
+    # The answers of this many questions are the fewest that divide over the devices.
     unit = devices // math.gcd(samples, devices)
-    return max(1, sequences // (samples * unit)) * unit
+    units = sequences // (samples * unit)
+    return max(1, units) * unit
 
 
 def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, decode) -> list[dict]:
@@ -44,16 +50,28 @@ def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, dec
     """
     columns = np.column_stack([solved_B, reward_B, out["truncated_B"], out["lengths_B"]])
     columns = all_gather_processes(columns).reshape(-1, 4)
+    # Processes can gather numbers, but no texts: gather the tokens, and decode them again.
     tokens_BT = all_gather_processes(out["tokens_BT"]).reshape(len(columns), -1)
-    texts = decode({"tokens_BT": tokens_BT, "lengths_B": columns[:, 3].astype(int)})
+    lengths_B = columns[:, 3].astype(int)
+    texts = decode({"tokens_BT": tokens_BT, "lengths_B": lengths_B})
+    # The answers to a question are consecutive.
     rows = [pair for pair in asked for _ in range(samples)]
     answers = []
     # `rows` goes on into later rounds. In the last round, surplus answers are past its end.
     for (name, row), text, values in zip(rows, texts, columns.tolist(), strict=False):
         solved, reward, truncated, tokens = values
-        answer = {"set": name, "question": row["question"], "reference": row["answer"]}
-        answer |= {"answer": text, "reward": reward, "solved": solved}
-        answers.append(answer | {"truncated": bool(truncated), "tokens": int(tokens)})
+        answers.append(
+            {
+                "set": name,
+                "question": row["question"],
+                "reference": row["answer"],
+                "answer": text,
+                "reward": reward,
+                "solved": solved,
+                "truncated": bool(truncated),
+                "tokens": int(tokens),
+            }
+        )
     return answers
 
 
@@ -61,7 +79,9 @@ def pass_at_k(right: int, n: int, k: int) -> float:
     """The probability that at least one of k answers is right, if they are drawn without
     replacement from n answers, of which `right` are right. This is the unbiased estimator of arXiv
     2107.03374."""
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
+    # The k answers are all wrong if they come from the wrong ones.
+    all_wrong = math.comb(n - right, k) / math.comb(n, k)
+    return 1 - all_wrong
 
 
 def eval_metrics(solved_QK) -> dict[str, float]:
@@ -74,11 +94,16 @@ def eval_metrics(solved_QK) -> dict[str, float]:
     Q, K = solved_QK.shape
     # Answers to the same question are correlated; questions are independent.
     mean_Q = solved_QK.mean(1)
-    stderr = float(mean_Q.std(ddof=1)) / math.sqrt(Q) if Q > 1 else math.nan
+    stderr = math.nan
+    if Q > 1:
+        stderr = float(mean_Q.std(ddof=1)) / math.sqrt(Q)
     metrics = {"solved": float(mean_Q.mean()), "stderr": stderr}
-    if K > 1:
-        right_Q = (solved_QK >= 1).sum(1).tolist()
-        powers = [2**i for i in range(K.bit_length()) if 2**i < K]
-        for k in [*powers, K]:
-            metrics[f"pass@{k}"] = sum(pass_at_k(right, K, k) for right in right_Q) / Q
+    if K == 1:
+        return metrics
+    # How many of each question's answers are right.
+    right_Q = (solved_QK >= 1).sum(1).tolist()
+    powers = [2**i for i in range(K.bit_length()) if 2**i < K]
+    for k in [*powers, K]:
+        of_questions = [pass_at_k(right, K, k) for right in right_Q]
+        metrics[f"pass@{k}"] = sum(of_questions) / Q
     return metrics
