@@ -65,10 +65,10 @@ setup() {
     pip_install -r "$here/requirements.txt" ${extra:+"jax[$extra]"} || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed"
   fi
-  case " $* " in
-    *' --wandb'*) "$venv/bin/python" -c 'import wandb' 2>/dev/null || pip_install wandb || exit ;;
-  esac
+  case " $* " in *' --wandb'*) install_optional wandb ;; esac
 }
+
+install_optional() { "$venv/bin/python" -c "import $1" 2>/dev/null || pip_install "$1" || exit; }
 
 make_venv() {
   local python
@@ -189,7 +189,7 @@ plan_here() { # FLAGS...
 
 cmd_report() { # OUT...
   [ -f "$venv/installed" ] || setup
-  "$venv/bin/python" -c 'import matplotlib' 2>/dev/null || pip_install matplotlib || exit
+  install_optional matplotlib
   (program tools/report.py cpu "$@")
 }
 
@@ -307,18 +307,15 @@ esac
 # Take out this launcher's options. All other words are for train.py.
 flags=() options=() create_flags=() ssh_flags=() processes=1
 name='' zones='' spot='' queued='' yes='' delete_when_done=''
+# The options with a value, and those among them that go to sbatch as they are.
+sbatch_options='slurm --(nodes|[a-z]+-per-node|cpus-per-task|partition|time|account|qos)'
+valued="cpu --processes|tpu --(name|zone|create|ssh)|slurm --sbatch|$sbatch_options"
 while [ $# -gt 0 ]; do
-  case "$command ${1%%=*}" in
-    tpu\ --name | tpu\ --zone | tpu\ --create | tpu\ --ssh | cpu\ --processes | slurm\ --sbatch | slurm\ --nodes | \
-      slurm\ --*-per-node | slurm\ --cpus-per-task | slurm\ --partition | slurm\ --time | slurm\ --account | \
-      slurm\ --qos)
-      # Turn `--option value` into `--option=value`.
-      if [ "$1" = "${1%%=*}" ]; then
-        [ $# -gt 1 ] || die "$1 needs a value"
-        set -- "$1=$2" "${@:3}"
-      fi
-      ;;
-  esac
+  if [[ "$command $1" =~ ^($valued)$ ]]; then
+    # Turn `--option value` into `--option=value`.
+    [ $# -gt 1 ] || die "$1 needs a value"
+    set -- "$1=$2" "${@:3}"
+  fi
   case "$command $1" in
     'tpu --help' | 'tpu -h') cmd_help && exit ;;
     'tpu --spot') spot=1 options+=("$1") ;;
@@ -331,9 +328,7 @@ while [ $# -gt 0 ]; do
     tpu\ --ssh=*) split "${1#*=}" && ssh_flags+=(${words[@]+"${words[@]}"}) && options+=("$1") ;;
     cpu\ --processes=*) processes="${1#*=}" ;;
     slurm\ --sbatch=*) split "${1#*=}" && options+=(${words[@]+"${words[@]}"}) ;;
-    slurm\ --nodes=* | slurm\ --*-per-node=* | slurm\ --cpus-per-task=* | slurm\ --partition=* | slurm\ --time=* | \
-      slurm\ --account=* | slurm\ --qos=*) options+=("$1") ;;
-    *) flags+=("$1") ;;
+    *) if [[ "$command $1" =~ ^($sbatch_options)= ]]; then options+=("$1"); else flags+=("$1"); fi ;;
   esac
   shift
 done

@@ -209,15 +209,14 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
     """Replace `auto` in the flags by the choice for the mesh's devices. Exits with code 2 if a flag
     names a kernel that these devices cannot run."""
     platform = mesh.devices.flat[0].platform
+    chip = mesh.devices.flat[0].device_kind
     dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
+    # The fast kernels need bfloat16, and those of the loss are tuned for a few chips only.
+    can_pallas = dtype == "bfloat16" and chip.startswith(tuple(kernel.VMEM_MIB))
+    loss_impl = "pallas" if can_pallas else "jax"
     attention = "blockwise"
-    loss_impl = "jax"
-    # The fast kernels need bfloat16.
     if dtype == "bfloat16" and platform == "tpu":
         attention = "splash"
-        # The loss's kernels are tuned for these chips only.
-        if mesh.devices.flat[0].device_kind.startswith(tuple(kernel.VMEM_MIB)):
-            loss_impl = "pallas"
     elif dtype == "bfloat16" and platform == "gpu":
         attention = "cudnn"
     cfg = dataclasses.replace(
@@ -227,14 +226,14 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
         attention=cfg.attention.replace("auto", attention),
         loss_impl=cfg.loss_impl.replace("auto", loss_impl),
     )
-    kind = (platform, dtype)
     check(
-        cfg.loss_impl != "pallas" or kind == ("tpu", "bfloat16"),
-        f"loss_impl = pallas needs tpu, bfloat16, not {', '.join(kind)}; try --loss_impl jax",
+        cfg.loss_impl != "pallas" or can_pallas,
+        f"loss_impl = pallas needs bfloat16 on {', '.join(kernel.VMEM_MIB)}, not {dtype} on "
+        f"{chip}; try --loss_impl jax",
     )
     check(
-        cfg.attention != "cudnn" or kind == ("gpu", "bfloat16"),
-        f"attention = cudnn needs gpu, bfloat16, not {', '.join(kind)}; try --attention auto",
+        cfg.attention != "cudnn" or (platform == "gpu" and dtype == "bfloat16"),
+        f"attention = cudnn needs bfloat16 on a GPU, not {dtype} on {chip}; try --attention auto",
     )
     return cfg
 

@@ -9,6 +9,7 @@ import sys
 import time
 from unittest import mock
 
+import numpy as np
 import pytest
 from conftest import ROOT, arguments, refused, restored_signals, run, run_to_end, run_train
 
@@ -93,7 +94,7 @@ MISTAKES = {  # {flags: what the message must say}
     "--max_answer 1 --eval_data none": "max_answer = 1",
     "--max_answer 1000": "exceed the model's 1024 positions",
     # what this machine does not have
-    "--loss_impl pallas": "not cpu, float32; try --loss_impl jax",
+    "--loss_impl pallas": "v6 lite, not float32 on cpu; try --loss_impl jax",
     "--attention cudnn": "try --attention auto",
 }
 # (flags, what the message must say), where a shell would split a word or cannot pass it.
@@ -133,6 +134,17 @@ def test_mistakes_in_the_variables_of_a_cluster_are_refused(tmp_path):
         with mock.patch.dict(os.environ, variables):
             message = refused("--out", tmp_path / "run")
         assert words in message, f"{variables}: {message!r} does not say {words!r}"
+
+
+def test_a_chip_that_the_losss_kernels_do_not_know_gets_plain_jax(capsys):
+    unknown = mock.Mock(platform="tpu", device_kind="TPU v99")
+    mesh = mock.Mock(devices=np.array([unknown], dtype=object))
+    cfg = train.resolve(train.Config(), mesh)
+    assert (cfg.dtype, cfg.attention, cfg.loss_impl) == ("bfloat16", "splash", "jax")
+    with pytest.raises(SystemExit) as refusal:
+        train.resolve(train.Config(loss_impl="pallas"), mesh)
+    assert refusal.value.code == 2
+    assert "not bfloat16 on TPU v99; try --loss_impl jax" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -506,7 +506,11 @@ cmd_tpu() { # ACTION ARGUMENTS...
   local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log=''
   shift
   case "$action/${1:--}" in
-    train/* | run/*) check_words "$@" ;;
+    train/* | run/*)
+      check_words "$@"
+      # First checks of the slice's size, then the defaults, then the user's flags, which win.
+      set -- --require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
+      ;;
     test/* | ssh/*) ;;
     *) [ $# = 0 ] || die "$action does not take $1" ;;
   esac
@@ -522,15 +526,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
   exit
 }
 
-# Set `flags` for train.py on the workers: checks of the slice's size, the defaults, and the user's flags, which win.
-set_worker_flags() {
-  flags=(--require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@")
-}
-
-cmd_tpu_train() {
-  set_worker_flags "$@"
-  live_and_finish up 1 "${flags[@]}"
-}
+cmd_tpu_train() { live_and_finish up 1 "$@"; }
 
 cmd_tpu_up() { up; }
 
@@ -541,19 +537,17 @@ cmd_tpu_setup() {
 
 cmd_tpu_run() {
   need_slice
-  set_worker_flags "$@"
-  live_and_finish start 1 "${flags[@]}"
+  live_and_finish start 1 "$@"
 }
 
 cmd_tpu_logs() {
-  local lines='' flag there="$scratch/there"
+  local lines='' flag flags=() there="$scratch/there"
   need_slice
   # If this VM is preempted, the run needs its flags again on a new VM. Read them, each up to its NUL, as data.
   persistently workers 0 'wc -l <run.log && cat run.id run.flags' >"$there" || {
     [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
     die "no run was started there: $(again run)" 1
   }
-  flags=()
   [ -n "$dry_run" ] || {
     read -r lines && read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
   } <"$there"
