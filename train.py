@@ -30,6 +30,7 @@ from infra.data.answers import final_number
 from infra.data.chat import load_tokenizer
 from infra.data.hub import model_directory
 from infra.data.questions import is_file, load_questions, question_order
+from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
 from infra.host.processes import all_gather_processes, connect, host_count, run_process
@@ -85,6 +86,9 @@ class Config:
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
     rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; not for evaluations
+    # the rewards
+    reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
+    reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO
     sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
@@ -167,11 +171,19 @@ def formatted(row: dict, answer: str) -> float:
     return float(bool(re.fullmatch(one_tag, answer, re.S)))
 
 
-# A reward function takes a row of the data, with all its columns, and the text of an answer.
+# A reward function takes a row of the data, with all its columns, and the text of an answer. Worker
+# processes import this file and call it, so it must have a name here. It may be `async def`.
 # An answer's reward is the weighted sum of these functions.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
 SOLVED = correct
+
+
+def reward_pool(cfg: Config) -> RewardPool:
+    """Workers that call SOLVED, and the functions of REWARDS."""
+    functions = [SOLVED] + [function for function, _ in REWARDS]
+    log = f"{cfg.out}/rewards.log"
+    return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
 
 
 # ---------------------------------------------------------------- mesh and checks
@@ -329,6 +341,7 @@ class Setup:
     row_width: int  # tokens per packed row
     micro_batch: int  # rows per device in one forward and backward
     engine: Engine  # samples answers
+    reward_pool: RewardPool  # scores answers
 
 
 # ---------------------------------------------------------------- rollout and advantages
@@ -729,7 +742,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
         key = jax.random.fold_in(eval_key, start)
         run.show("evaluating", step, start, n)
         out, texts = sample_answers(rows, 1, key, sampling, setup, run)
-        scores, _ = rewards.score_answers([SOLVED], rows, texts, out["truncated_B"])
+        scores, _ = setup.reward_pool.score_answers([SOLVED], rows, texts, out["truncated_B"])
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
@@ -869,6 +882,7 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
         row_width,
         micro_batch,
         engine,
+        reward_pool(cfg),
     )
     run.open_outputs(setup)
     return cfg, setup, run
@@ -930,6 +944,9 @@ def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
 
 def train(cfg: Config, setup: Setup, run: Run) -> None:
     """Train, from the first question to `out`/final."""
+    if cfg.steps or setup.held_out:
+        # The workers import the reward functions while the weights load.
+        setup.reward_pool.start()
     state = first_state(cfg, setup, run)
     state = imitate(state, cfg, setup, run)
 
@@ -951,8 +968,9 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ rewards, and advantages in each group
         # Column 0 is SOLVED's; the reward is the weighted sum of the other columns.
-        functions = [SOLVED] + [function for function, _ in REWARDS]
-        scores, faults = rewards.score_answers(functions, rows, texts, out["truncated_B"])
+        functions = setup.reward_pool.functions
+        is_truncated_B = out["truncated_B"]
+        scores, faults = setup.reward_pool.score_answers(functions, rows, texts, is_truncated_B)
         reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
@@ -994,7 +1012,7 @@ def main(argv: list[str]) -> None:
     # No other run may use `out` until this block ends.
     with claimed_out(cfg.out):
         cfg, setup, run = set_up(cfg)
-        with run.saved_if_cut_short(setup.micro_batch):
+        with run.saved_if_cut_short(setup.micro_batch), setup.reward_pool:
             train(cfg, setup, run)
 
 

@@ -363,7 +363,9 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
     two_answers = {"truncated_B": [False, False]}, ["2", "2"]
     monkeypatch.setattr(train, "sample_answers", lambda *_: two_answers)
     rows = [{"question": "1 + 1?", "answer": "2"}] * 3
-    setup = SimpleNamespace(held_out=rows, engine=mock.Mock())
+    reward_pool = mock.Mock()
+    reward_pool.score_answers.return_value = np.ones((2, 1)), {}
+    setup = SimpleNamespace(held_out=rows, engine=mock.Mock(), reward_pool=reward_pool)
     run = mock.Mock()
     train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, run)
     samples, row = [call for call in run.method_calls if call[0] != "show"]
