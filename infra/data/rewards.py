@@ -89,7 +89,9 @@ def pickled(function: RewardFunction) -> bytes:
 
 def main_file() -> str:
     """The file of the program that runs, or "" in an interactive session."""
-    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    # The name of a program from stdin is <stdin>.
+    file = os.path.abspath(getattr(sys.modules["__main__"], "__file__", "<stdin>"))
+    return file if os.path.isfile(file) else ""
 
 
 def report(faults: dict[str, dict[int, str]]) -> int:
