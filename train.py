@@ -172,18 +172,11 @@ def formatted(row: dict, answer: str) -> float:
 
 
 # A reward function takes a row of the data, with all its columns, and the text of an answer. Worker
-# processes import this file and call it, so it must have a name here. It may be `async def`.
+# processes import this file and call it by its name. It may be `async def`.
 # An answer's reward is the weighted sum of these functions.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
 SOLVED = correct
-
-
-def reward_pool(cfg: Config) -> RewardPool:
-    """Workers that call SOLVED, and the functions of REWARDS."""
-    functions = [SOLVED] + [function for function, _ in REWARDS]
-    log = f"{cfg.out}/rewards.log"
-    return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
 
 
 # ---------------------------------------------------------------- mesh and checks
@@ -742,7 +735,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
         key = jax.random.fold_in(eval_key, start)
         run.show("evaluating", step, start, n)
         out, texts = sample_answers(rows, 1, key, sampling, setup, run)
-        scores, _ = setup.reward_pool.score_answers([SOLVED], rows, texts, out["truncated_B"])
+        scores, _ = setup.reward_pool.score_answers(rows, texts, out["truncated_B"], [SOLVED])
         solved_B = scores[:, 0].tolist()
         solved += sum(solved_B[: max(0, n - first)])
         if start == 0:
@@ -837,6 +830,13 @@ def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
 
 
 # ---------------------------------------------------------------- set up: from flags to arrays
+def reward_pool(cfg: Config) -> RewardPool:
+    """Workers that call SOLVED, and the functions of REWARDS."""
+    functions = [SOLVED] + [function for function, _ in REWARDS]
+    log = f"{cfg.out}/rewards.log"
+    return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
+
+
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
     """Find every mistake of the user, before weights load. The caller has claimed cfg.out. Returns
@@ -968,9 +968,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ rewards, and advantages in each group
         # Column 0 is SOLVED's; the reward is the weighted sum of the other columns.
-        functions = setup.reward_pool.functions
-        is_truncated_B = out["truncated_B"]
-        scores, faults = setup.reward_pool.score_answers(functions, rows, texts, is_truncated_B)
+        scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
         reward_B = scores[:, 1:] @ [weight for _, weight in REWARDS]
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()

@@ -30,7 +30,7 @@ TOO_SLOW = f"TooSlow: no score within {SECONDS} s"
 
 def score(pool, functions, answers, row=ROW, truncated=None):
     rows = [row] * len(answers)
-    return pool.score_answers(functions, rows, answers, truncated or [False] * len(answers))
+    return pool.score_answers(rows, answers, truncated or [False] * len(answers), functions)
 
 
 @contextlib.contextmanager
@@ -258,8 +258,8 @@ if __name__ == "__main__":
     rows = [{"question": "Why?", "answer": "5"}] * 2
     with RewardPool(functions, 1, 60, sys.argv[1]) as pool:
         answers = ["<answer>5</answer>", "5"]
-        print(*pool.score_answers(functions, rows, answers, [False] * 2), flush=True)
-        pool.score_answers(functions, rows, ["bad"] * 2, [False] * 2)
+        print(*pool.score_answers(rows, answers, [False] * 2), flush=True)
+        pool.score_answers(rows, ["bad"] * 2, [False] * 2)
 """
 
 

@@ -123,7 +123,7 @@ class Scorer:
         rows = [self.questions[i] for i in place]
         truncated = [ids[-1] not in self.stop_ids for ids in completion_ids]
         texts = [self.tokenizer.decode(ids) for ids in completion_ids]
-        scores, _ = self.pool.score_answers(self.pool.functions, rows, texts, truncated)
+        scores, _ = self.pool.score_answers(rows, texts, truncated)
         reward_B = scores[:, 1:] @ [weight for _, weight in train.REWARDS]
         row = {
             "step": len(self.rows) + 1,

@@ -214,20 +214,22 @@ class RewardPool:
 
     def score_answers(
         self,
-        functions: Sequence[RewardFunction],
         rows: Sequence[dict],
         answers: Sequence[str],
         truncated: Sequence[bool],
+        functions: Sequence[RewardFunction] = (),
     ) -> tuple[np.ndarray, dict[str, dict[int, str]]]:
         """Score every answer with every function.
 
-        rows[i] is the row of the data that answers[i] belongs to. Returns (scores, faults): float64
-        [answers, functions], and {function name: {i: why it failed on answers[i]}}. A truncated
-        answer scores 0 with all functions. An answer on which a function fails scores 0 with that
-        function. A function that was too slow MOST_LOST times in succession, or ended its process,
-        is not called again, and counts as failed on the remaining answers.
+        rows[i] is the row of the data that answers[i] belongs to. functions: some of the pool's, or
+        () for all. Returns (scores, faults): float64 [answers, functions], and {function name: {i:
+        why it failed on answers[i]}}. A truncated answer scores 0 with all functions. An answer on
+        which a function fails scores 0 with that function. A function that was too slow MOST_LOST
+        times in succession, or ended its process, is not called again, and counts as failed on the
+        remaining answers.
         """
         self.start()
+        functions = functions or self.functions
         names = [rewards.name_of(function) for function in functions]
         asked = [i for i in range(len(answers)) if not truncated[i]]
         queue = [(j, i) for j in range(len(functions)) for i in asked]
