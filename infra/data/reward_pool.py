@@ -1,8 +1,8 @@
 """Score answers in worker processes, side by side.
 
 A worker runs reward_worker.py. A reward function that hangs, exits or crashes the interpreter
-scores 0 on that answer and costs one worker, which is replaced. Nothing that a function does to its
-process reaches the run.
+scores 0 on that answer and costs one worker, which is replaced. What a function does to its process
+does not reach the run. A function could still end the run by a signal to its parent process.
 """
 
 import contextlib
