@@ -171,8 +171,9 @@ def formatted(row: dict, answer: str) -> float:
     return float(bool(re.fullmatch(one_tag, answer, re.S)))
 
 
-# A reward function takes a row of the data, with all its columns, and the text of an answer. Worker
-# processes import this file and call it by its name. It may be `async def`.
+# A reward function takes a row of the data, with all its columns, and the text of an answer. It may
+# be `async def`. Worker processes import this file and call the function by its name; each process
+# has global variables of its own.
 # An answer's reward is the weighted sum of these functions.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
