@@ -36,6 +36,7 @@ MOST_LOST = 16
 START_SECONDS = 300
 # The run ends if this many workers in succession cannot start.
 MOST_FAILED_STARTS = 3
+# Seconds between reads of what workers report: fast functions report in quick succession.
 SECONDS_BETWEEN_READS = 0.001
 # Seconds after which the pool looks for workers that are late or have ended.
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -245,7 +246,6 @@ class RewardPool:
                 is_free = worker.is_ready and not worker.calls and worker.process.poll() is None
                 if is_free and scoring.queue:
                     self.give(worker, functions, scoring, arguments)
-            # Fast functions report in quick succession: read many reports at once.
             time.sleep(SECONDS_BETWEEN_READS)
             channels = [worker.channel for worker in self.workers]
             heard = multiprocessing.connection.wait(channels, SECONDS_BETWEEN_LOOKS)
@@ -271,8 +271,8 @@ class RewardPool:
         worker.calls = dict(enumerate(calls))
         number = self.functions.index(functions[j])
         task = number, [arguments[i] for _, i in calls]
-        # A worker cancels an async call when its time is up, which may take a moment.
         worker.at_once = reward_worker.calls_at_once(functions[j])
+        # The worker itself cancels an async call when its time is up, and needs a moment for that.
         extra = 1 if worker.at_once > 1 else 0
         worker.send(pickle.dumps(task), self.seconds + extra)
 
