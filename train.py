@@ -176,8 +176,7 @@ def formatted(row: dict, answer: str) -> float:
 
 
 # A reward function takes a row of the data, with all its columns, and the text of an answer. It may
-# be `async def`. Worker processes import this file and call the function by its name; each process
-# has global variables of its own.
+# be `async def`. Worker processes call it, each with global variables of its own.
 # An answer's reward is the weighted sum of these functions.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
@@ -873,7 +872,7 @@ def reward_pool(cfg: Config) -> RewardPool:
 
 
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
-def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
+def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     """Find every mistake of the user, before weights load. The caller has claimed cfg.out. Returns
     (Config after `resolve`, Setup, Run)."""
     # The devices, and the checkpoint that the run resumes from.
@@ -919,7 +918,7 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
         row_width,
         micro_batch,
         engine,
-        reward_pool(cfg),
+        pool,
     )
     run.open_outputs(setup)
     return cfg, setup, run
@@ -981,9 +980,6 @@ def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
 
 def train(cfg: Config, setup: Setup, run: Run) -> None:
     """Train, from the first question to `out`/final."""
-    if cfg.steps or setup.held_out:
-        # The workers import the reward functions while the weights load.
-        setup.reward_pool.start()
     state = first_state(cfg, setup, run)
     state = imitate(state, cfg, setup, run)
 
@@ -1045,12 +1041,14 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 def main(argv: list[str]) -> None:
     cfg = parse(argv)
     rewards.check_functions(SOLVED, REWARDS)
-    connect(cfg)
-    # No other run may use `out` until this block ends.
-    with claimed_out(cfg.out):
-        cfg, setup, run = set_up(cfg)
-        with run.saved_if_cut_short(setup.micro_batch), setup.reward_pool:
-            train(cfg, setup, run)
+    # Fork the processes that score answers now: later, JAX has threads, which no fork survives.
+    with reward_pool(cfg) as pool:
+        connect(cfg)
+        # No other run may use `out` until this block ends.
+        with claimed_out(cfg.out):
+            cfg, setup, run = set_up(cfg, pool)
+            with run.saved_if_cut_short(setup.micro_batch):
+                train(cfg, setup, run)
 
 
 if __name__ == "__main__":

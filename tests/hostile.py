@@ -1,5 +1,4 @@
-"""Reward functions that misbehave on the answer "bad", and score 1 on others. Workers import this
-file, so it imports only the standard library."""
+"""Reward functions that misbehave on the answer "bad", and score 1 on others."""
 
 import asyncio
 import ctypes
@@ -264,6 +263,11 @@ def waits_for_another(row, answer):
 
 def columns(row, answer):
     return sorted(row) == ["answer", "question", "words"]
+
+
+def process(row, answer):
+    # Scores have an upper limit, which process numbers may exceed.
+    return os.getpid() / 2**10
 
 
 def half(row, answer):

@@ -312,7 +312,7 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
     flags += ["--model", directory, "--data", data, "--eval_data", data]
     cfg = train.parse(arguments(flags))
     with restored_signals(), claimed_out(cfg.out):
-        _, setup, run = train.set_up(cfg)
+        _, setup, run = train.set_up(cfg, None)
     tokenizer = setup.engine.tokenizer
     rows = setup.questions[:1] * 8
     prompt = tokenizer.bpe.decode(rows[0]["prompt"], skip_special_tokens=False)

@@ -70,7 +70,7 @@ def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directo
         flags = ["--steps 0 --data", data, "--eval_data", data, "--model", directory, "--out", out]
         cfg = train.parse(arguments(flags))
         with restored_signals(), claimed_out(cfg.out):
-            _, setup, _ = train.set_up(cfg)
+            _, setup, _ = train.set_up(cfg, None)
         return [row["prompt"] for rows in setup.held_out.values() for row in rows]
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))

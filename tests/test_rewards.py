@@ -15,7 +15,7 @@ from pathlib import Path
 import hostile
 import numpy as np
 import pytest
-from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, run, until
+from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, until
 from numpy.testing import assert_array_equal
 
 import train
@@ -28,9 +28,8 @@ SECONDS = 2
 TOO_SLOW = f"TooSlow: no score within {SECONDS} s"
 
 
-def score(pool, functions, answers, row=ROW, truncated=None):
-    rows = [row] * len(answers)
-    return pool.score_answers(rows, answers, truncated or [False] * len(answers), functions)
+def score(pool, answers, row=ROW, truncated=None):
+    return pool.score_answers([row] * len(answers), answers, truncated or [False] * len(answers))
 
 
 @contextlib.contextmanager
@@ -41,13 +40,16 @@ def pool_of(functions, directory, workers=1, seconds=SECONDS):
 
 # ---------------------------------------------------------------- twenty-odd ways to misbehave
 # fmt: off
+HANGING = [
+    hostile.loops,
+    hostile.loops_in_c,
+    hostile.backtracks,
+    hostile.catches_all,
+    hostile.ignores_signals,
+    hostile.stops_itself,
+    hostile.awaits_too_long,
+]
 HOSTILE = {  # {function: (why it fails on "bad", or "" if it does not; whether it costs a worker)}
-    hostile.loops: (TOO_SLOW, True),
-    hostile.loops_in_c: (TOO_SLOW, True),
-    hostile.backtracks: (TOO_SLOW, True),
-    hostile.catches_all: (TOO_SLOW, True),
-    hostile.ignores_signals: (TOO_SLOW, True),
-    hostile.stops_itself: (TOO_SLOW, True),
     hostile.crashes: ("its process was ended: Segmentation fault", True),
     hostile.aborts: ("its process was ended: Aborted", True),
     hostile.exits_at_once: ("its process exited with code 3", True),
@@ -75,35 +77,38 @@ HOSTILE = {  # {function: (why it fails on "bad", or "" if it does not; whether 
     hostile.is_mute: ("MuteError: it does not say why", False),
     hostile.raises_what_cannot_be_pickled: ("LocalError: <function ", False),
     hostile.divides: ("ZeroDivisionError: division by zero", False),
-    hostile.awaits_too_long: (TOO_SLOW, False),
 }
 # fmt: on
 
 
-@pytest.fixture(scope="module")
-def hostile_pool(tmp_path_factory):
-    with pool_of([*HOSTILE, hostile.fine], tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("function", HOSTILE, ids=lambda function: function.__name__)
-def test_a_hostile_reward_costs_its_answer_and_at_most_one_worker(function, hostile_pool, capfd):
+def test_a_hostile_reward_costs_its_answer_and_at_most_one_worker(function, tmp_path, capfd):
     """The function scores 0 on one answer, if it fails there. The other answers, the other function
     and this process are as before."""
     fault, costs_a_worker = HOSTILE[function]
     here = os.getcwd(), [signal.getsignal(number) for number in signal.Signals]
-    score(hostile_pool, [hostile.fine], ["5"])
-    (worker,) = hostile_pool.workers
-    scores, faults = score(hostile_pool, [function, hostile.fine], ["5", "bad", "6"])
-    assert_array_equal(scores, [[1, 1], [0 if fault else 1, 1], [1, 1]])
-    if fault:
-        assert list(faults) == [function.__name__] and list(faults[function.__name__]) == [1]
-        assert faults[function.__name__][1].startswith(fault), faults
-    else:
-        assert faults == {}
-    assert (hostile_pool.workers != [worker]) == costs_a_worker
+    with pool_of([hostile.process, function, hostile.fine], tmp_path) as pool:
+        ((before, *_),), _ = score(pool, ["5"])
+        scores, faults = score(pool, ["5", "bad", "6"])
+        assert_array_equal(scores[:, 1:], [[1, 1], [0 if fault else 1, 1], [1, 1]])
+        if fault:
+            assert list(faults) == [function.__name__] and list(faults[function.__name__]) == [1]
+            assert faults[function.__name__][1].startswith(fault), faults
+        else:
+            assert faults == {}
+        ((after, *_),), _ = score(pool, ["5"])
+        assert (after != before) == costs_a_worker
     assert here == (os.getcwd(), [signal.getsignal(number) for number in signal.Signals])
     assert capfd.readouterr() == ("", ""), "what a function prints goes to rewards.log"
+
+
+def test_a_reward_that_hangs_costs_its_answer(tmp_path):
+    """Each function hangs on one answer, all at the same time in workers of their own."""
+    with pool_of([*HANGING, hostile.fine], tmp_path, workers=len(HANGING)) as pool:
+        scores, faults = score(pool, ["5", "bad", "6"])
+    hangs = len(HANGING)
+    assert_array_equal(scores, [[1] * hangs + [1], [0] * hangs + [1], [1] * hangs + [1]])
+    assert faults == {function.__name__: {1: TOO_SLOW} for function in HANGING}
 
 
 # ---------------------------------------------------------------- functions that fail
@@ -115,36 +120,37 @@ def test_a_reward_that_is_lost_again_and_again_is_not_called_any_more(monkeypatc
         (hostile.exits_at_once, "ended its process", 5),
     ):
         with pool_of([function, hostile.half], tmp_path, seconds=seconds) as pool:
-            scores, faults = score(pool, pool.functions, answers)
+            scores, faults = score(pool, answers)
         assert_array_equal(scores, [[0, 0.5], [1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]])
         (faults_of,) = faults.values()
         assert sorted(faults_of) == [0, 2, 3, 4]
         assert faults_of[4] == f"not called, as it {how} 2 times in succession"
 
 
-def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys, hostile_pool):
+def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(rewards, "HAVE_WORKED", set())
-    _, faults = score(hostile_pool, [hostile.divides], ["bad"] * 3)
-    assert rewards.report(faults) == 3, "so few may be chance"
-    _, faults = score(hostile_pool, [hostile.divides], ["bad"] * 4)
-    with pytest.raises(SystemExit) as end:
-        rewards.report(faults)
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
-        "train.py: reward divides failed on all 4 answers that were not truncated: "
-        "ZeroDivisionError: division by zero; fix it\n"
-    )
-    # A function that has worked before may fail for a reason that passes, so the run goes on.
-    score(hostile_pool, [hostile.divides], ["5"])
+    with pool_of([hostile.divides], tmp_path) as pool:
+        _, faults = score(pool, ["bad"] * 3)
+        assert rewards.report(faults) == 3, "so few may be chance"
+        _, faults = score(pool, ["bad"] * 4)
+        with pytest.raises(SystemExit) as end:
+            rewards.report(faults)
+        assert end.value.code == 2
+        assert capsys.readouterr().err == (
+            "train.py: reward divides failed on all 4 answers that were not truncated: "
+            "ZeroDivisionError: division by zero; fix it\n"
+        )
+        # A function that has worked before may fail for a reason that passes, so the run goes on.
+        score(pool, ["5"])
     assert rewards.report(faults) == 4
     assert "reward divides failed on 4 answers, and counts 0 there" in capsys.readouterr().out
 
 
-def test_a_truncated_answer_scores_0_and_is_not_scored(hostile_pool):
+def test_a_truncated_answer_scores_0_and_is_not_scored(tmp_path):
     """Two functions may have one name: their faults count together."""
-    functions = [hostile.divides, hostile.divides, hostile.fine]
-    truncated = [False, False, True, True]
-    scores, faults = score(hostile_pool, functions, ["5", "bad", "5", "bad"], truncated=truncated)
+    with pool_of([hostile.divides, hostile.divides, hostile.fine], tmp_path) as pool:
+        truncated = [False, False, True, True]
+        scores, faults = score(pool, ["5", "bad", "5", "bad"], truncated=truncated)
     assert_array_equal(scores, [[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])
     assert {name: list(failed) for name, failed in faults.items()} == {"divides": [1]}
 
@@ -155,56 +161,55 @@ def test_answers_are_scored_side_by_side(tmp_path):
     directory.mkdir()
     with pool_of([hostile.waits_for_another], tmp_path, workers=2, seconds=60) as pool:
         row = ROW | {"directory": str(directory)}
-        scores, faults = score(pool, pool.functions, ["5", "6"], row)
+        scores, faults = score(pool, ["5", "6"], row)
     assert scores.all() and not faults
 
 
 def test_many_scores_are_exact_and_in_order(tmp_path):
-    # A function without a name of its own works, too.
-    functions = [functools.partial(hostile.as_written), hostile.half]
+    # A function without a name of its own works, and one that cannot be imported.
+    functions = [functools.partial(hostile.as_written), lambda row, answer: 0.5]
     numbers = [i / 7 for i in range(1000)]
     for workers in (1, 3):
         with pool_of(functions, tmp_path, workers) as pool:
-            scores, faults = score(pool, functions, list(map(str, numbers)))
+            scores, faults = score(pool, list(map(str, numbers)))
         assert_array_equal(scores, [[number, 0.5] for number in numbers])
         assert not faults
 
 
-def test_a_reward_gets_the_columns_of_the_data(hostile_pool, tmp_path):
+def test_a_reward_gets_the_columns_of_the_data(tmp_path):
     """Rows also hold token ids, which functions do not get."""
     row = ROW | {"words": 20, "prompt": [1, 2], "demonstration_ids": [3]}
     with pool_of([hostile.columns], tmp_path) as pool:
-        scores, faults = score(pool, pool.functions, ["5"], row)
+        scores, faults = score(pool, ["5"], row)
     assert scores.all() and not faults
 
 
 def test_an_async_reward_scores_many_answers_at_once(tmp_path):
-    functions = [hostile.waits_for_eight, hostile.awaits_too_long, hostile.blocks]
-    with pool_of(functions, tmp_path) as pool:
-        pool.start()
-        scores, faults = score(pool, functions[:1], ["5"] * 8)
-        assert scores.all() and not faults
-        workers = list(pool.workers)
-        answers = ["5", "bad", "6", "bad"]
-        scores, faults = score(pool, functions[1:2], answers)
-        assert_array_equal(scores, [[1], [0], [1], [0]])
-        assert faults == {"awaits_too_long": {1: TOO_SLOW, 3: TOO_SLOW}}
-        assert pool.workers == workers, "such an answer costs no worker"
-        # A function that blocks its worker costs the answers that have begun there.
-        scores, faults = score(pool, functions[2:], answers)
-        assert scores.sum() <= 2 and faults["blocks"][1] == TOO_SLOW
-        assert pool.workers != workers
+    with pool_of([hostile.waits_for_eight], tmp_path) as pool:
+        scores, faults = score(pool, ["5"] * 8)
+    assert scores.all() and not faults
+    # A function that waits costs no worker, so its other answers are scored at the same time. A
+    # function that blocks its worker costs the answers that have begun there.
+    functions = [hostile.awaits_too_long, hostile.process, hostile.blocks]
+    with pool_of(functions, tmp_path, seconds=0.5) as pool:
+        scores, faults = score(pool, ["5", "bad", "6", "bad"])
+    assert_array_equal(scores[:, 0], [1, 0, 1, 0])
+    assert len({*scores[:, 1]}) == 1
+    assert scores[:, 2].sum() <= 2
+    late = "TooSlow: no score within 0.5 s"
+    assert faults["awaits_too_long"] == {1: late, 3: late}
+    assert faults["blocks"][1] == late
 
 
 def test_what_a_reward_prints_goes_to_a_file_that_stays_small(monkeypatch, tmp_path, capfd):
     log = tmp_path / "rewards.log"
+    monkeypatch.setattr(reward_pool, "LOG_BYTES", 1000)
     with pool_of([hostile.speaks], tmp_path) as pool:
-        scores, faults = score(pool, pool.functions, ["5"])
+        scores, faults = score(pool, ["5"])
         assert scores.all() and not faults
         assert set(log.read_text().splitlines()) == {"said on stdout", "said on stderr \\ud800"}
-        monkeypatch.setattr(reward_pool, "LOG_BYTES", 1000)
-        score(pool, pool.functions, ["5"] * 1000)
-        score(pool, pool.functions, ["5"])
+        score(pool, ["5"] * 1000)
+        score(pool, ["5"])
         assert log.stat().st_size < 2000
     assert capfd.readouterr() == ("", "")
 
@@ -225,11 +230,11 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux
 def test_what_a_reward_forks_ends_with_its_worker(tmp_path):
     row = ROW | {"file": str(tmp_path / "processes")}
     with pool_of([hostile.forks_and_stays], tmp_path) as pool:
-        scores, _ = score(pool, pool.functions, ["5", "bad"], row)
+        scores, _ = score(pool, ["5", "bad"], row)
         lost = (tmp_path / "processes").read_text().split()
         assert_array_equal(scores, [[1], [0]])
         assert not any(map(is_running, lost))
-        score(pool, pool.functions, ["5"], row)
+        score(pool, ["5"], row)
         left = (tmp_path / "processes").read_text().split()
         assert left != lost and all(map(is_running, left))
     until(lambda: not any(map(is_running, left)), seconds=60)
@@ -240,31 +245,28 @@ PROGRAM = """
 import os
 import sys
 
-from jax._src import xla_bridge
+import jax
+import jax.numpy as jnp
 
-import train
 from infra.data.reward_pool import RewardPool
 
 
-def jax_has_not_started(row, answer):
+def uses_jax(row, answer):
     while answer == "bad":
         print(f"worker {os.getpid()} hangs", flush=True)
         sum(range(10**12))
-    return not xla_bridge._backends and os.environ["JAX_PLATFORMS"] == "cpu"
+    return jnp.ones(3).sum() / 3 * (jax.default_backend() == os.environ["JAX_PLATFORMS"] == "cpu")
 
 
-if __name__ == "__main__":
-    functions = [jax_has_not_started, train.formatted]
-    rows = [{"question": "Why?", "answer": "5"}] * 2
-    with RewardPool(functions, 1, 60, sys.argv[1]) as pool:
-        answers = ["<answer>5</answer>", "5"]
-        print(*pool.score_answers(rows, answers, [False] * 2), flush=True)
-        pool.score_answers(rows, ["bad"] * 2, [False] * 2)
+rows = [{"question": "Why?", "answer": "5"}] * 2
+with RewardPool([uses_jax], 1, 60, sys.argv[1]) as pool:
+    print(*pool.score_answers(rows, ["5", "6"], [False] * 2), flush=True)
+    pool.score_answers(rows, ["bad"] * 2, [False] * 2)
 """
 
 
 @needs_linux
-def test_workers_import_the_program_without_jax_and_end_when_it_is_killed(tmp_path):
+def test_jax_in_a_reward_takes_no_device_and_workers_end_when_the_run_is_killed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     log = tmp_path / "rewards.log"
@@ -273,53 +275,54 @@ def test_workers_import_the_program_without_jax_and_end_when_it_is_killed(tmp_pa
     with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE) as process:
         until(lambda: log.exists() and "hangs" in log.read_text(), [process], seconds=300)
         (worker,) = re.findall(r"worker (\d+) hangs", log.read_text())
-        assert is_running(worker)
+        supervisor = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]
+        assert is_running(worker) and is_running(supervisor)
         process.kill()
-        assert process.stdout.read() == "[[1. 1.]\n [1. 0.]] {}\n"
-    until(lambda: not is_running(worker), seconds=60)
+        assert process.stdout.read() == "[[1.]\n [1.]] {}\n"
+    until(lambda: not is_running(worker) and not is_running(supervisor), seconds=60)
+
+
+def process_of(pool):
+    """The number of the pool's only worker."""
+    ((process, *_),), _ = score(pool, ["5"])
+    return round(process * 2**10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals_for_the_run_do_not_end_its_workers(number, hostile_pool):
+def test_signals_for_the_run_do_not_end_its_workers(number, tmp_path):
     """Slurm signals all processes of a task. The run then ends its workers itself."""
-    score(hostile_pool, [hostile.fine], ["5"])
-    (worker,) = hostile_pool.workers
-    worker.process.send_signal(number)
-    scores, _ = score(hostile_pool, [hostile.fine], ["5"])
-    assert scores.all() and hostile_pool.workers == [worker]
-    # Ctrl-C in a terminal signals the processes of one session.
-    assert os.getsid(worker.process.pid) != os.getsid(0)
+    with pool_of([hostile.process], tmp_path) as pool:
+        worker = process_of(pool)
+        os.kill(worker, number)
+        os.kill(pool.process.pid, number)
+        assert process_of(pool) == worker
+        # Ctrl-C in a terminal signals the processes of one session.
+        assert os.getsid(0) not in (os.getsid(worker), os.getsid(pool.process.pid))
 
 
-def test_a_worker_that_ended_between_steps_is_replaced(hostile_pool):
-    score(hostile_pool, [hostile.fine], ["5"])
-    (worker,) = hostile_pool.workers
-    worker.process.kill()
-    worker.process.wait()
-    scores, faults = score(hostile_pool, [hostile.fine], ["5"])
-    assert scores.all() and not faults and hostile_pool.workers != [worker]
+@needs_linux
+def test_a_worker_that_ended_between_steps_is_replaced(tmp_path):
+    with pool_of([hostile.process], tmp_path) as pool:
+        worker = process_of(pool)
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not is_running(worker), seconds=60)
+        scores, faults = score(pool, ["5"])
+        assert scores.all() and not faults and process_of(pool) != worker
 
 
-def test_workers_that_cannot_start_end_the_run(tmp_path, monkeypatch, capsys):
-    text = (
-        'import sys\nassert "pytest" in sys.modules, "only here"\ndef only_here(row, answer): ...'
-    )
-    (tmp_path / "only_in_tests.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    only_here = importlib.import_module("only_in_tests").only_here
-    with pool_of([only_here], tmp_path) as pool, pytest.raises(SystemExit) as end:
-        score(pool, pool.functions, ["5"])
-    assert end.value.code == 2
-    text = capsys.readouterr().err
-    assert "the processes that score answers cannot start: its process exited with code 1" in text
-    assert f"AssertionError: only here ({tmp_path}/rewards.log)" in text
+def test_a_run_whose_supervisor_was_killed_says_so(tmp_path, capsys):
+    with pool_of([hostile.fine], tmp_path) as pool:
+        score(pool, ["5"])
+        pool.process.kill()
+        with pytest.raises(SystemExit):
+            score(pool, ["5"])
+    assert "the process that starts reward workers has ended" in capsys.readouterr().err
 
 
-def test_a_pool_has_half_the_cores(monkeypatch, tmp_path):
+def test_a_pool_has_half_the_cores(monkeypatch):
     for cores, workers in {1: 1, 2: 1, 4: 2, 64: 8}.items():
-        monkeypatch.setattr(reward_pool, "core_count", lambda cores=cores: cores)
-        assert RewardPool([], 0, 5, "").size == workers
-    assert RewardPool([], 3, 5, "").size == 3
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: {*range(n)}, raising=False)
+        assert reward_pool.default_workers() == workers
 
 
 # ---------------------------------------------------------------- functions that are refused
@@ -343,21 +346,6 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), entry])
         text = f"train.py: REWARDS holds {shown}, not (function, weight) such as (correct, 1.0)"
         assert refused("--out", tmp_path / "run") == text
-
-
-def test_a_reward_that_workers_cannot_import_is_refused_by_name(monkeypatch, tmp_path):
-    def inner(row, answer):
-        return 1
-
-    for name, function in {"<lambda>": lambda row, answer: 1, "inner": inner}.items():
-        monkeypatch.setattr(train, "REWARDS", [(function, 1.0)])
-        text = refused("--out", tmp_path / "run")
-        assert f"reward {name} cannot be imported by the processes that score answers" in text
-        assert text.endswith("; define it at the top level of train.py")
-    # A program from stdin, as in an interactive session, has no file.
-    program = "from infra.data import rewards\ndef typed(row, answer): ...\nrewards.pickled(typed)"
-    text = run("bash", "-c", f"echo '{program}' | {sys.executable}", code=2)
-    assert "reward typed cannot be imported" in text and "an interactive session" in text
 
 
 def test_solved_is_one_named_function(monkeypatch, tmp_path):
@@ -399,6 +387,6 @@ def same_and_slow(row, answer):
     row = {"question": "q", "answer": r"10 - 2\sqrt{5}"}
     texts = [r"so \boxed{-2\sqrt5 + 10}", r"\boxed{3+\sqrt{5}}", "hang", "no"]
     with pool_of([formulas.same_and_slow], tmp_path, seconds=4) as pool:
-        scores, faults = score(pool, pool.functions, texts, row)
+        scores, faults = score(pool, texts, row)
     assert_array_equal(scores, [[1], [0], [0], [0]])
     assert faults == {"same_and_slow": {2: "TooSlow: no score within 4 s"}}

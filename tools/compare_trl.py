@@ -135,7 +135,13 @@ class Scorer:
         return reward_B.tolist()
 
 
-def train_with_trl(cfg: train.Config) -> None:
+def trl_process(cfg: train.Config) -> None:
+    """Train with TRL in this process, whose reward workers start before torch has threads."""
+    with train.reward_pool(cfg) as pool:
+        train_with_trl(cfg, pool)
+
+
+def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
     """Train with TRL. Writes a row per step to OUT/metrics.jsonl, and the weights to evaluate to
     OUT/step_N."""
     import datasets
@@ -149,8 +155,6 @@ def train_with_trl(cfg: train.Config) -> None:
     order = question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
     asked = [columns.messages_of(questions[i], cfg.system) for i in order]
     prompts = [tokenizer.render(messages) for messages in asked]
-    pool = train.reward_pool(cfg)
-    pool.start()
     scorer = Scorer(questions, tokenizer, stop_ids, pool)
 
     theirs = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -207,7 +211,7 @@ def run_trl(cfg: train.Config, before: dict) -> list[dict]:
     before: the row of the checkpoint's evaluation, which comes first.
     """
     # A separate process keeps TRL's threads and memory away from this trainer's runs.
-    process = multiprocessing.get_context("spawn").Process(target=train_with_trl, args=(cfg,))
+    process = multiprocessing.get_context("spawn").Process(target=trl_process, args=(cfg,))
     process.start()
     process.join()
     if process.exitcode:

@@ -6,14 +6,11 @@ the completion. It returns a float. infra/data/reward_pool.py calls it.
 
 import inspect
 import numbers
-import os
-import pickle
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from infra.host.console import check, first_line
+from infra.host.console import check
 
 RewardFunction = Callable[[dict, str], float]
 
@@ -40,8 +37,8 @@ def by_name(scores: np.ndarray, weighted: Sequence[tuple[RewardFunction, float]]
 
 
 def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
-    """Exit with code 2 unless `weighted` holds (function, weight) pairs, and workers can call these
-    functions and `solved` as function(row, answer)."""
+    """Exit with code 2 unless `weighted` holds (function, weight) pairs, and these functions and
+    `solved` can be called as function(row, answer)."""
     functions = [solved]
     for entry in weighted:
         match entry:
@@ -52,7 +49,6 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
                 check(False, f"REWARDS holds {what}, not (function, weight) such as (correct, 1.0)")
     for function in functions:
         name = name_of(function)
-        pickled(function)
         try:
             signature = inspect.signature(function)
         except ValueError:
@@ -67,31 +63,6 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
                 f"reward {name} takes ({takes}); it is now called as {name}(row, answer): "
                 "row['question'], row['answer'] and every other column of the data",
             )
-
-
-def pickled(function: RewardFunction) -> bytes:
-    """A function as a worker gets it: by the names of its module and of itself. Exits with code 2
-    if it has no such names."""
-    fault = "it was typed into an interactive session"
-    try:
-        named = pickle.dumps(function)
-        has_file = b"__main__" not in named or main_file()
-    except Exception as e:
-        fault = first_line(e)
-        has_file = False
-    check(
-        has_file,
-        f"reward {name_of(function)} cannot be imported by the processes that score answers "
-        f"({fault}); define it at the top level of train.py",
-    )
-    return named
-
-
-def main_file() -> str:
-    """The file of the program that runs, or "" in an interactive session."""
-    # The name of a program from stdin is <stdin>.
-    file = os.path.abspath(getattr(sys.modules["__main__"], "__file__", "<stdin>"))
-    return file if os.path.isfile(file) else ""
 
 
 def report(faults: dict[str, dict[int, str]]) -> int:

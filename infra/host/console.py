@@ -78,8 +78,13 @@ def exit_on(errors, message: str):
 
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its text."""
+    try:
+        text = str(error)
+    # A reward function may raise an error of its own class, whose str() fails.
+    except Exception:
+        text = "it does not say why"
     # Errors of libraries may have pages of text.
-    text = str(error).strip().partition("\n")[0]
+    text = text.strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"
 
 
