@@ -1041,7 +1041,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 def main(argv: list[str]) -> None:
     cfg = parse(argv)
     rewards.check_functions(SOLVED, REWARDS)
-    # Fork the processes that score answers now: later, JAX has threads, which no fork survives.
+    # Fork the processes that score answers before JAX has threads: a later fork could hang.
     with reward_pool(cfg) as pool:
         connect(cfg)
         # No other run may use `out` until this block ends.

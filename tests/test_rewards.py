@@ -156,6 +156,15 @@ def test_a_truncated_answer_scores_0_and_is_not_scored(tmp_path):
 
 
 # ---------------------------------------------------------------- workers
+def test_a_task_has_calls_of_one_function():
+    """Calls of a lost worker return to the front of the queue, before those of other functions."""
+    queue = [(1, 5), (0, 6), (1, 7), (1, 8)]
+    scoring = reward_pool.Scoring(["a", "b"], queue, np.zeros((9, 2)))
+    assert scoring.take(1) == [(1, 5)]
+    assert scoring.take(0.1) == [(0, 6)]
+    assert scoring.take(0.6) == [(1, 7), (1, 8)] and scoring.queue == []
+
+
 def test_answers_are_scored_side_by_side(tmp_path):
     directory = tmp_path / "met"
     directory.mkdir()

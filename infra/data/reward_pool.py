@@ -17,6 +17,7 @@ import dataclasses
 import faulthandler
 import gc
 import inspect
+import itertools
 import json
 import math
 import multiprocessing.connection
@@ -127,7 +128,7 @@ class Scoring:
     """The calls of one `score_answers`, and how they ended."""
 
     names: list[str]  # of the functions
-    queue: list[Call]  # calls that no worker has, those of one function together
+    queue: list[Call]  # calls that no worker has
     scores: np.ndarray  # [answers, functions]
     # {function name: {i: why it failed on answer i}}
     faults: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)
@@ -140,7 +141,7 @@ class Scoring:
         """Take this share of the queue, but only calls of one function."""
         j, _ = self.queue[0]
         first = self.queue[: math.ceil(share * len(self.queue))]
-        calls = [call for call in first if call[0] == j]
+        calls = list(itertools.takewhile(lambda call: call[0] == j, first))
         del self.queue[: len(calls)]
         return calls
 
@@ -158,21 +159,20 @@ class Scoring:
         j, i = call
         self.faults.setdefault(self.names[j], {})[i] = reason
 
-    def lose(self, calls: dict[int, Call], at_once: int, reason: str) -> None:
+    def lose(self, calls: list[Call], at_once: int, reason: str) -> None:
         """Note that a worker was lost. calls: those of its task that it has not reported. The first
         `at_once` of them had begun: they fail, and the others are made later."""
-        calls = list(calls.values())
         for call in calls[:at_once]:
             self.fail(call, reason)
         self.queue[:0] = calls[at_once:]
-        for j in {j for j, _ in calls}:
-            self.lost[j] += 1
-            if self.lost[j] >= MOST_LOST:
-                how = "was too slow" if reason.startswith("TooSlow") else "ended its process"
-                for call in self.queue:
-                    if call[0] == j:
-                        self.fail(call, f"not called, as it {how} {MOST_LOST} times in succession")
-                self.queue = [call for call in self.queue if call[0] != j]
+        j, _ = calls[0]
+        self.lost[j] += 1
+        if self.lost[j] >= MOST_LOST:
+            how = "was too slow" if reason.startswith("TooSlow") else "ended its process"
+            for call in self.queue:
+                if call[0] == j:
+                    self.fail(call, f"not called, as it {how} {MOST_LOST} times in succession")
+            self.queue = [call for call in self.queue if call[0] != j]
 
 
 class Supervisor:
@@ -255,14 +255,20 @@ class Supervisor:
                         scoring.note(call, outcome)
                 # What a worker has sent is read before the worker is replaced.
                 if worker.channel not in heard or worker.is_closed:
-                    fault = worker.fault()
-                    if fault:
-                        worker.kill()
-                        scoring.lose(worker.calls, worker.at_once, fault)
-                        self.workers[place] = self.new_worker()
+                    self.replace_if_lost(place, scoring)
             if os.fstat(1).st_size > LOG_BYTES:
                 os.ftruncate(1, 0)
         self.run.send((scoring.scores, scoring.faults, scoring.worked))
+
+    def replace_if_lost(self, place: int, scoring: Scoring) -> None:
+        """If a worker hangs or has ended, put another one in its place."""
+        worker = self.workers[place]
+        fault = worker.fault()
+        if fault:
+            worker.kill()
+            self.workers[place] = self.new_worker()
+            if worker.calls:
+                scoring.lose([*worker.calls.values()], worker.at_once, fault)
 
 
 class Worker:
