@@ -67,15 +67,12 @@ class RewardPool:
     """
 
     def __init__(self, functions: Sequence[RewardFunction], workers: int, seconds: float, log: str):
-        """workers: their number, or 0 for `default_workers`. seconds: that a function has for one
-        answer. log: file for what functions print."""
-        self.channel, end_of_supervisor = FORK.Pipe()
-        supervisor = Supervisor(
-            end_of_supervisor, functions, workers or default_workers(), seconds, log
-        )
+        """workers: their number, or 0 for `default_workers`. The others as in Supervisor."""
+        self.channel, theirs = FORK.Pipe()
+        supervisor = Supervisor(theirs, functions, workers or default_workers(), seconds, log)
         self.process = FORK.Process(target=supervisor.main, args=[self.channel])
         self.process.start()
-        end_of_supervisor.close()
+        theirs.close()
 
     def __enter__(self):
         return self
@@ -175,17 +172,17 @@ class Scoring:
             self.queue = [call for call in self.queue if call[0] != j]
 
 
+@dataclasses.dataclass
 class Supervisor:
     """The process between the run and its workers: it forks workers, gives them calls, and replaces
     workers that are lost. It runs no code of the user."""
 
-    def __init__(self, run, functions, size, seconds, log):
-        self.run = run
-        self.functions = list(functions)
-        self.size = size
-        self.seconds = seconds
-        self.log = os.path.abspath(log)
-        self.workers = []
+    run: multiprocessing.connection.Connection
+    functions: Sequence[RewardFunction]
+    size: int  # number of workers
+    seconds: float  # that a function has for one answer
+    log: str  # file for what functions print
+    workers: list = dataclasses.field(default_factory=list)
 
     def main(self, end_of_run) -> None:
         """Score answers as the run asks, until the run ends."""
