@@ -31,6 +31,7 @@ from infra.data.chat import load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
 from infra.data.questions import is_file, load_questions, question_order
+from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
 from infra.host.processes import all_gather_processes, connect, host_count, run_process
@@ -87,6 +88,9 @@ class Config:
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
     rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; evals use dtype
+    # the rewards
+    reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
+    reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO
     sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
@@ -171,7 +175,8 @@ def formatted(row: dict, answer: str) -> float:
     return float(bool(re.fullmatch(one_tag, answer, re.S)))
 
 
-# A reward function takes a row of the data, with all its columns, and the text of an answer.
+# A reward function takes a row of the data, with all its columns, and the text of an answer. It may
+# be `async def`. Worker processes call it, each with global variables of its own.
 # An answer's reward is the weighted sum of these functions.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
@@ -332,6 +337,7 @@ class Setup:
     row_width: int  # tokens per packed row
     micro_batch: int  # rows per device in one forward and backward
     engine: Engine  # samples answers
+    reward_pool: RewardPool  # scores answers
 
 
 # ---------------------------------------------------------------- rollout and advantages
@@ -354,13 +360,6 @@ def sample_answers(rows, group, key, sampling, setup, run):
     prompts = [row["prompt"] for row in rows]
     out = setup.engine.generate(prompts, key, sampling, group, run.between_stages)
     return out, setup.engine.texts(out)
-
-
-def score(rows, texts, truncated_B):
-    """Score answers with all reward functions. Returns (scores [answers, 1 + reward functions],
-    faults), as rewards.score_answers. Column 0 is SOLVED's."""
-    functions = [SOLVED] + [function for function, _ in REWARDS]
-    return rewards.score_answers(functions, rows, texts, truncated_B)
 
 
 def rewards_of(scores) -> np.ndarray:
@@ -759,7 +758,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
         key = jax.random.fold_in(eval_key, start)
         run.show("evaluating", step, start, len(asked), samples)
         out, texts = sample_answers(rows, samples, key, sampling, setup, run)
-        scores, faults = score(rows, texts, out["truncated_B"])
+        scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
         # REWARDS may need columns that only the training data has, but SOLVED must work.
         solved_name = rewards.name_of(SOLVED)
         rewards.report({name: which for name, which in faults.items() if name == solved_name})
@@ -864,8 +863,15 @@ def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
 
 
 # ---------------------------------------------------------------- set up: from flags to arrays
+def reward_pool(cfg: Config) -> RewardPool:
+    """Workers that call SOLVED, and the functions of REWARDS."""
+    functions = [SOLVED] + [function for function, _ in REWARDS]
+    log = f"{cfg.out}/rewards.log"
+    return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
+
+
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
-def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
+def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     """Find every mistake of the user, before weights load. The caller has claimed cfg.out. Returns
     (Config after `resolve`, Setup, Run)."""
     # The devices, and the checkpoint that the run resumes from.
@@ -911,6 +917,7 @@ def set_up(cfg: Config) -> tuple[Config, Setup, Run]:
         row_width,
         micro_batch,
         engine,
+        pool,
     )
     run.open_outputs(setup)
     return cfg, setup, run
@@ -992,7 +999,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         t_rollout = time.time()
 
         # ------------------------------------------------ rewards, and advantages in each group
-        scores, faults = score(rows, texts, out["truncated_B"])
+        scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
         reward_B = rewards_of(scores)
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
@@ -1033,12 +1040,14 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 def main(argv: list[str]) -> None:
     cfg = parse(argv)
     rewards.check_functions(SOLVED, REWARDS)
-    connect(cfg)
-    # No other run may use `out` until this block ends.
-    with claimed_out(cfg.out):
-        cfg, setup, run = set_up(cfg)
-        with run.saved_if_cut_short(setup.micro_batch):
-            train(cfg, setup, run)
+    # Fork the processes that score answers before JAX has threads: a later fork could hang.
+    with reward_pool(cfg) as pool:
+        connect(cfg)
+        # No other run may use `out` until this block ends.
+        with claimed_out(cfg.out):
+            cfg, setup, run = set_up(cfg, pool)
+            with run.saved_if_cut_short(setup.micro_batch):
+                train(cfg, setup, run)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import tokenizers
 from conftest import arguments, chatml, edit, load, refused, restored_signals, shared, spoiled_copy
 
 import train
-from infra.data import hf, rewards
+from infra.data import hf
 from infra.data.chat import load_tokenizer
 from infra.data.questions import load_questions
 from infra.rollout.engine import Engine
@@ -312,7 +312,7 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
     flags += ["--model", directory, "--data", data, "--eval_data", data]
     cfg = train.parse(arguments(flags))
     with restored_signals(), claimed_out(cfg.out):
-        _, setup, run = train.set_up(cfg)
+        _, setup, run = train.set_up(cfg, None)
     tokenizer = setup.engine.tokenizer
     rows = setup.questions[:1] * 8
     prompt = tokenizer.bpe.decode(rows[0]["prompt"], skip_special_tokens=False)
@@ -323,13 +323,9 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
     (answer,) = tokenizer.encode(["Hm.</think>4<｜end｜>"])
     written = {"tokens_BT": np.array([answer] * 8), "lengths_B": np.array([len(answer)] * 8)}
 
-    def is_as_written(row, answer):
-        return answer == "Hm.</think>4"
-
     with mock.patch.object(setup.engine, "generate", return_value=written):
         _, texts = train.sample_answers(rows, 8, None, None, setup, run)
-    scores, faults = rewards.score_answers([is_as_written], rows, texts, [False] * 8)
-    assert scores.all() and not faults
+    assert texts == ["Hm.</think>4"] * 8
 
 
 # ---------------------------------------------------------------- what is refused

@@ -24,13 +24,14 @@ from conftest import (
     spoiled_copy,
     step_rows,
 )
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 from safetensors.numpy import load_file
 
 import train
-from infra.data import answers, hf, rewards
+from infra.data import answers, hf
 from infra.data.chat import load_tokenizer
 from infra.data.questions import check_row, load_questions, load_rows, question_order
+from infra.data.reward_pool import documented
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
 from infra.host.console import first_line
 from infra.run import log
@@ -69,7 +70,7 @@ def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directo
         flags = ["--steps 0 --data", data, "--eval_data", data, "--model", directory, "--out", out]
         cfg = train.parse(arguments(flags))
         with restored_signals(), claimed_out(cfg.out):
-            _, setup, _ = train.set_up(cfg)
+            _, setup, _ = train.set_up(cfg, None)
         return [row["prompt"] for rows in setup.held_out.values() for row in rows]
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))
@@ -162,13 +163,8 @@ def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directo
     ids = {"prompt": chatml("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
     ids = {name: tokenizer.encode([text])[0] for name, text in ids.items()}
     assert row == written | {"answer": "2"} | ids
-
-    def has_unit(row, answer):
-        return answer.endswith(row["unit"])
-
-    scores, faults = rewards.score_answers([has_unit], [row] * 2, ["2 kg", "2"], [False] * 2)
-    assert_array_equal(scores, [[1], [0]])
-    assert faults == {}
+    # Functions get the columns of the data.
+    assert documented(row) == written | {"answer": "2"}
 
 
 def test_a_line_of_metrics_that_is_no_row_is_reported_and_left_out(tmp_path, capsys):

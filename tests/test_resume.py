@@ -355,8 +355,9 @@ def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_f
             same_run(tmp_path / f"stopped in {step}" / "run", tmp_path / "calm/run")
 
 
-def evaluated(monkeypatch, questions):
-    """Evaluate with two answers a round, all "2". Returns the calls of the run's methods."""
+def evaluated(monkeypatch, questions, faults):
+    """Evaluate with two answers a round, which score 1 with SOLVED and with `correct`, and have
+    these faults. Returns the calls of the run's methods."""
     out = {
         "tokens_BT": np.zeros((2, 3), int),
         "lengths_B": np.array([2, 3]),
@@ -364,7 +365,13 @@ def evaluated(monkeypatch, questions):
     }
     monkeypatch.setattr(train, "sample_answers", lambda *_: (out, ["2", "2"]))
     rows = [{"question": "1 + 1?", "answer": "2"}] * questions
-    setup = SimpleNamespace(held_out={"sums": rows}, engine=mock.Mock(texts=lambda out: ["2", "2"]))
+    reward_pool = mock.Mock()
+    reward_pool.score_answers.return_value = np.array([[1, 1, 0], [1, 1, 0]]), faults
+    setup = SimpleNamespace(
+        held_out={"sums": rows},
+        engine=mock.Mock(texts=lambda out: ["2", "2"]),
+        reward_pool=reward_pool,
+    )
     run = mock.Mock()
     # One device, whatever the number of this process's devices.
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
@@ -375,7 +382,7 @@ def evaluated(monkeypatch, questions):
 def test_an_evaluation_writes_its_row_last(monkeypatch):
     """An evaluation writes its row after its answers, so that a run killed in between makes the
     whole evaluation again. In the last round, only questions that exist count."""
-    answers, row = evaluated(monkeypatch, questions=3)
+    answers, row = evaluated(monkeypatch, questions=3, faults={})
     answer = {"set": "sums", "question": "1 + 1?", "reference": "2", "answer": "2"}
     answer |= {"reward": 1.0, "solved": 1.0, "truncated": False}
     wanted = [answer | {"tokens": tokens} for tokens in (2, 3, 2)]
@@ -384,12 +391,11 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
 
 
 def test_an_evaluation_says_that_solved_fails(monkeypatch, capsys):
-    def always_fails(row, answer):
-        return row["words"]
-
-    monkeypatch.setattr(train, "SOLVED", always_fails)
-    evaluated(monkeypatch, questions=1)
-    assert "reward always_fails failed on 2 answers" in capsys.readouterr().out
+    """Functions of REWARDS may fail there, since they may need columns of the training data."""
+    missing = {0: "KeyError: 'words'", 1: "KeyError: 'words'"}
+    evaluated(monkeypatch, questions=1, faults={"correct": missing, "formatted": missing})
+    said = capsys.readouterr().out
+    assert "reward correct failed on 2 answers" in said and "formatted" not in said
 
 
 def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):

@@ -1,226 +1,345 @@
-"""Reward functions that misbehave, and the arguments that they get (infra/data/rewards.py)."""
+"""Reward functions in worker processes (infra/data/reward_pool.py), those that misbehave above all,
+and what a run requires of them (infra/data/rewards.py)."""
 
 import contextlib
-import io
+import functools
+import importlib
+import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
-import time
+from pathlib import Path
 
+import hostile
 import numpy as np
 import pytest
-from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, run
+from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, until
 from numpy.testing import assert_array_equal
 
 import train
-from infra.data import rewards
+from infra.data import reward_pool, rewards
+from infra.data.reward_pool import RewardPool
+
+ROW = {"question": "Why?", "answer": "5"}
+# This is enough for the other functions, even on a busy machine.
+SECONDS = 2
+TOO_SLOW = f"TooSlow: no score within {SECONDS} s"
 
 
-# ---------------------------------------------------------------- reward functions that misbehave
-def loops(row, answer):
-    while answer == "hang":
-        pass
-    return 1
+def score(pool, answers, row=ROW, truncated=None):
+    return pool.score_answers([row] * len(answers), answers, truncated or [False] * len(answers))
 
 
-def loops_and_catches(row, answer):
-    while answer == "hang":
-        with contextlib.suppress(Exception):
-            sum(range(999))
-    return 1
+@contextlib.contextmanager
+def pool_of(functions, directory, workers=1, seconds=SECONDS):
+    with RewardPool(functions, workers, seconds, str(directory / "rewards.log")) as pool:
+        yield pool
 
 
-def backtracks(row, answer):
-    text = "a" * 40
-    if answer == "hang":
-        text += "b"
-    return bool(re.match("(a+)+$", text))
+# ---------------------------------------------------------------- twenty-odd ways to misbehave
+# fmt: off
+HANGING = [
+    hostile.loops,
+    hostile.loops_in_c,
+    hostile.backtracks,
+    hostile.catches_all,
+    hostile.ignores_signals,
+    hostile.stops_itself,
+    hostile.awaits_too_long,
+]
+HOSTILE = {  # {function: (why it fails on "bad", or "" if it does not; whether it costs a worker)}
+    hostile.crashes: ("its process was ended: Segmentation fault", True),
+    hostile.aborts: ("its process was ended: Aborted", True),
+    hostile.exits_at_once: ("its process exited with code 3", True),
+    hostile.kills_itself: ("its process was ended: Killed", True),
+    hostile.kills_its_group: ("its process was ended: Killed", True),
+    hostile.exits: ("SystemExit: 0", False),
+    hostile.interrupts: ("KeyboardInterrupt: ", False),
+    hostile.closes_streams: ("its process exited with code 1", True),
+    hostile.closes_stdout: ("its process exited with code 1", True),
+    hostile.closes_all: ("its process exited with code 1", True),
+    hostile.makes_a_session: ("PermissionError: [Errno 1] Operation not permitted", False),
+    hostile.forks_and_returns: ("", False),
+    hostile.leaves_a_thread: ("", False),
+    hostile.changes_directory: ("", False),
+    hostile.empties_the_row: ("", False),
+    hostile.prints_much: ("", False),
+    hostile.recurses: ("RecursionError: maximum recursion depth exceeded", False),
+    hostile.takes_all_memory: ("MemoryError: ", False),
+    hostile.gives_nan: ("ValueError: nan is not from -1000000 to 1000000", False),
+    hostile.gives_infinity: ("ValueError: inf is not from -1000000 to 1000000", False),
+    hostile.overflows: ("ValueError: 1e+308 is not from -1000000 to 1000000", False),
+    hostile.gives_text: ("ValueError: could not convert string to float: 'much'", False),
+    hostile.gives_nothing: ("TypeError: float() argument must be a string or a real number", False),
+    hostile.gives_a_function: ("TypeError: float() argument must be a string or a real", False),
+    hostile.is_mute: ("MuteError: it does not say why", False),
+    hostile.raises_what_cannot_be_pickled: ("LocalError: <function ", False),
+    hostile.divides: ("ZeroDivisionError: division by zero", False),
+}
+# fmt: on
 
 
-def sleeps_again(row, answer):
-    try:
-        if answer == "hang":
-            time.sleep(99)
-    except BaseException:
-        time.sleep(99)
-    return 1
+@pytest.mark.parametrize("function", HOSTILE, ids=lambda function: function.__name__)
+def test_a_hostile_reward_costs_its_answer_and_at_most_one_worker(function, tmp_path, capfd):
+    """The function scores 0 on one answer, if it fails there. The other answers, the other function
+    and this process are as before."""
+    fault, costs_a_worker = HOSTILE[function]
+    here = os.getcwd(), [signal.getsignal(number) for number in signal.Signals]
+    with pool_of([hostile.process, function, hostile.fine], tmp_path) as pool:
+        ((before, *_),), _ = score(pool, ["5"])
+        scores, faults = score(pool, ["5", "bad", "6"])
+        assert_array_equal(scores[:, 1:], [[1, 1], [0 if fault else 1, 1], [1, 1]])
+        if fault:
+            assert list(faults) == [function.__name__] and list(faults[function.__name__]) == [1]
+            assert faults[function.__name__][1].startswith(fault), faults
+        else:
+            assert faults == {}
+        ((after, *_),), _ = score(pool, ["5"])
+        assert (after != before) == costs_a_worker
+    assert here == (os.getcwd(), [signal.getsignal(number) for number in signal.Signals])
+    assert capfd.readouterr() == ("", ""), "what a function prints goes to rewards.log"
 
 
-def test_rewards_that_hang_score_zero(monkeypatch):
-    # Half a second is enough for the other functions, even on a busy machine.
-    monkeypatch.setattr(rewards, "REWARD_SECONDS", 0.5)
-    functions = [loops, loops_and_catches, backtracks, sleeps_again]
-    rows = [{"question": "q", "answer": "5"}] * 3
-    before = signal.getsignal(signal.SIGALRM)
-    scores, faults = rewards.score_answers(functions, rows, ["5", "hang", "6"], [False] * 3)
-    # An answer that hangs does not change the scores of the others.
-    assert_array_equal(scores, [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-    timeout = {1: "TooSlow: no score within 0.5 s"}
-    assert faults == {function.__name__: timeout for function in functions}
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+def test_a_reward_that_hangs_costs_its_answer(tmp_path):
+    """Each function hangs on one answer, all at the same time in workers of their own."""
+    with pool_of([*HANGING, hostile.fine], tmp_path, workers=len(HANGING)) as pool:
+        scores, faults = score(pool, ["5", "bad", "6"])
+    hangs = len(HANGING)
+    assert_array_equal(scores, [[1] * hangs + [1], [0] * hangs + [1], [1] * hangs + [1]])
+    assert faults == {function.__name__: {1: TOO_SLOW} for function in HANGING}
 
 
-def test_a_reward_that_hangs_on_and_on_is_not_called_any_more(monkeypatch):
-    monkeypatch.setattr(rewards, "REWARD_SECONDS", 0.5)
-    monkeypatch.setattr(rewards, "MOST_SLOW", 2)
-    answers = ["hang", "5", "hang", "hang", "5"]
-    rows = [{"question": "q", "answer": "5"}] * len(answers)
-    functions = [loops, gives_no_number]
-    scores, faults = rewards.score_answers(functions, rows, answers, [False] * len(answers))
-    assert_array_equal(scores, [[0, 0.5], [1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]])
-    assert list(faults) == ["loops"] and sorted(faults["loops"]) == [0, 2, 3, 4]
-    assert faults["loops"][4] == "not called, as it was too slow 2 times in succession"
+# ---------------------------------------------------------------- functions that fail
+def test_a_reward_that_is_lost_again_and_again_is_not_called_any_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(reward_pool, "MOST_LOST", 2)
+    answers = ["bad", "5", "bad", "bad", "5"]
+    for function, how, seconds in (
+        (hostile.loops, "was too slow", 0.5),
+        (hostile.exits_at_once, "ended its process", 5),
+    ):
+        with pool_of([function, hostile.half], tmp_path, seconds=seconds) as pool:
+            scores, faults = score(pool, answers)
+        assert_array_equal(scores, [[0, 0.5], [1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]])
+        (faults_of,) = faults.values()
+        assert sorted(faults_of) == [0, 2, 3, 4]
+        assert faults_of[4] == f"not called, as it {how} 2 times in succession"
 
 
-def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys):
+def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(rewards, "HAVE_WORKED", set())
-    rows = [{"question": "q", "answer": "5"}] * 4
-    _, faults = rewards.score_answers([divides], rows[:3], ["bad"] * 3, [False] * 3)
-    assert rewards.report(faults) == 3, "so few may be chance"
-    _, faults = rewards.score_answers([divides], rows, ["bad"] * 4, [False] * 4)
-    with pytest.raises(SystemExit) as end:
-        rewards.report(faults)
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
-        "train.py: reward divides failed on all 4 answers that were not truncated: "
-        "ZeroDivisionError: division by zero; fix it\n"
-    )
-    # A function that has worked before may fail for a reason that passes, so the run goes on.
-    rewards.score_answers([divides], rows[:1], ["5"], [False])
+    with pool_of([hostile.divides], tmp_path) as pool:
+        _, faults = score(pool, ["bad"] * 3)
+        assert rewards.report(faults) == 3, "so few may be chance"
+        _, faults = score(pool, ["bad"] * 4)
+        with pytest.raises(SystemExit) as end:
+            rewards.report(faults)
+        assert end.value.code == 2
+        assert capsys.readouterr().err == (
+            "train.py: reward divides failed on all 4 answers that were not truncated: "
+            "ZeroDivisionError: division by zero; fix it\n"
+        )
+        # A function that has worked before may fail for a reason that passes, so the run goes on.
+        score(pool, ["5"])
     assert rewards.report(faults) == 4
     assert "reward divides failed on 4 answers, and counts 0 there" in capsys.readouterr().out
 
 
-def divides(row, answer):
-    return 1 / (answer != "bad")
+def test_a_truncated_answer_scores_0_and_is_not_scored(tmp_path):
+    """Two functions may have one name: their faults count together."""
+    with pool_of([hostile.divides, hostile.divides, hostile.fine], tmp_path) as pool:
+        truncated = [False, False, True, True]
+        scores, faults = score(pool, ["5", "bad", "5", "bad"], truncated=truncated)
+    assert_array_equal(scores, [[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])
+    assert {name: list(failed) for name, failed in faults.items()} == {"divides": [1]}
 
 
-def gives_no_number(row, answer):
-    odd = {"nan": float("nan"), "text": "much"}
-    return odd.get(answer, 0.5)
+# ---------------------------------------------------------------- workers
+def test_a_task_has_calls_of_one_function():
+    """Calls of a lost worker return to the front of the queue, before those of other functions."""
+    queue = [(1, 5), (0, 6), (1, 7), (1, 8)]
+    scoring = reward_pool.Scoring(["a", "b"], queue, np.zeros((9, 2)))
+    assert scoring.take(1) == [(1, 5)]
+    assert scoring.take(0.1) == [(0, 6)]
+    assert scoring.take(0.6) == [(1, 7), (1, 8)] and scoring.queue == []
 
 
-def test_rewards_that_fail_score_zero():
-    answers = ["5", "bad", "nan", "text", "5"]
-    rows = [{"question": "q", "answer": "5"}] * len(answers)
-    truncated = [False, False, False, False, True]
-    functions = [divides, divides, gives_no_number]
-    scores, faults = rewards.score_answers(functions, rows, answers, truncated)
-    assert_array_equal(scores, [[1, 1, 0.5], [0, 0, 0.5], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
-    counts = {name: len(failed) for name, failed in faults.items()}
-    assert counts == {"divides": 1, "gives_no_number": 2}
-    assert "ZeroDivisionError" in faults["divides"][1]
+def test_answers_are_scored_side_by_side(tmp_path):
+    directory = tmp_path / "met"
+    directory.mkdir()
+    with pool_of([hostile.waits_for_another], tmp_path, workers=2, seconds=60) as pool:
+        row = ROW | {"directory": str(directory)}
+        scores, faults = score(pool, ["5", "6"], row)
+    assert scores.all() and not faults
 
 
-def closes_stdout(row, answer):
-    if answer == "bad":
-        sys.stdout.close()
-    return 1
+def test_many_scores_are_exact_and_in_order(tmp_path):
+    # A function without a name of its own works, and one that cannot be imported.
+    functions = [functools.partial(hostile.as_written), lambda row, answer: 0.5]
+    numbers = [i / 7 for i in range(1000)]
+    for workers in (1, 3):
+        with pool_of(functions, tmp_path, workers) as pool:
+            scores, faults = score(pool, list(map(str, numbers)))
+        assert_array_equal(scores, [[number, 0.5] for number in numbers])
+        assert not faults
 
 
-def interrupts(row, answer):
-    if answer == "bad":
-        raise KeyboardInterrupt
-    return 1
+def test_a_reward_gets_the_columns_of_the_data(tmp_path):
+    """Rows also hold token ids, which functions do not get."""
+    row = ROW | {"words": 20, "prompt": [1, 2], "demonstration_ids": [3]}
+    with pool_of([hostile.columns], tmp_path) as pool:
+        scores, faults = score(pool, ["5"], row)
+    assert scores.all() and not faults
 
 
-def leaves(row, answer):
-    if answer == "bad":
-        sys.exit()
-    return 1
+def test_an_async_reward_scores_many_answers_at_once(tmp_path):
+    with pool_of([hostile.waits_for_eight], tmp_path) as pool:
+        scores, faults = score(pool, ["5"] * 8)
+    assert scores.all() and not faults
+    # A function that waits costs no worker, so its other answers are scored at the same time. A
+    # function that blocks its worker costs the answers that have begun there.
+    functions = [hostile.awaits_too_long, hostile.process, hostile.blocks]
+    with pool_of(functions, tmp_path, seconds=0.5) as pool:
+        scores, faults = score(pool, ["5", "bad", "6", "bad"])
+    assert_array_equal(scores[:, 0], [1, 0, 1, 0])
+    assert len({*scores[:, 1]}) == 1
+    assert scores[:, 2].sum() <= 2
+    late = "TooSlow: no score within 0.5 s"
+    assert faults["awaits_too_long"] == {1: late, 3: late}
+    assert faults["blocks"][1] == late
 
 
-class MuteError(Exception):
-    def __str__(self):
-        raise ValueError
+def test_what_a_reward_prints_goes_to_a_file_that_stays_small(monkeypatch, tmp_path, capfd):
+    log = tmp_path / "rewards.log"
+    monkeypatch.setattr(reward_pool, "LOG_BYTES", 1000)
+    with pool_of([hostile.speaks], tmp_path) as pool:
+        scores, faults = score(pool, ["5"])
+        assert scores.all() and not faults
+        assert set(log.read_text().splitlines()) == {"said on stdout", "said on stderr \\ud800"}
+        score(pool, ["5"] * 1000)
+        score(pool, ["5"])
+        assert log.stat().st_size < 2000
+    assert capfd.readouterr() == ("", "")
 
 
-def is_mute(row, answer):
-    if answer == "bad":
-        raise MuteError
-    return 1
+def is_running(process):
+    """Whether a process runs. One that has ended may wait for its parent to notice."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def overflows(row, answer):
-    return {"bad": 1e308, "5": -1e6}[answer]
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 
-def test_rewards_that_would_end_the_run_are_faults(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    rows = [{"question": "q", "answer": "5"}] * 3
-    functions = [closes_stdout, interrupts, leaves, overflows, is_mute]
-    scores, faults = rewards.score_answers(functions, rows, ["5", "bad", "5"], [False] * 3)
-    assert_array_equal(scores, [[1, 1, 1, -1e6, 1], [0, 0, 0, 0, 0], [1, 1, 1, -1e6, 1]])
-    said = {name: of_answer[1] for name, of_answer in faults.items()}
-    assert said == {
-        "closes_stdout": "it closed stdout or stderr",
-        "interrupts": "KeyboardInterrupt: ",
-        "leaves": "SystemExit: ",
-        "is_mute": "MuteError: it does not say why",
-        "overflows": "ValueError: 1e+308 is not from -1000000 to 1000000",
-    }
-    print("it is open again")
+@needs_linux
+def test_what_a_reward_forks_ends_with_its_worker(tmp_path):
+    row = ROW | {"file": str(tmp_path / "processes")}
+    with pool_of([hostile.forks_and_stays], tmp_path) as pool:
+        scores, _ = score(pool, ["5", "bad"], row)
+        lost = (tmp_path / "processes").read_text().split()
+        assert_array_equal(scores, [[1], [0]])
+        assert not any(map(is_running, lost))
+        score(pool, ["5"], row)
+        left = (tmp_path / "processes").read_text().split()
+        assert left != lost and all(map(is_running, left))
+    until(lambda: not any(map(is_running, left)), seconds=60)
 
 
-STREAMS = """
-import functools, os, sys
-from infra.data import rewards
+# A program with a reward function of its own, which hangs on the answer "bad".
+PROGRAM = """
+import os
+import sys
 
-def closes(row, answer):
-    if answer == "1":
-        os.close(1)
-    if answer == "2":
-        sys.stdout = None
-    print("said")
-    return 1
+import jax
+import jax.numpy as jnp
 
-rows = [{"question": "Why?", "answer": "5"}] * 4
-functions = [functools.partial(closes)]
-print(rewards.score_answers(functions, rows, ["0", "1", "2", "3"], [False] * 4), file=sys.stderr)
-with open(sys.argv[1], "w"):
-    print("not for this file", flush=True)
+from infra.data.reward_pool import RewardPool
+
+
+def uses_jax(row, answer):
+    while answer == "bad":
+        print(f"worker {os.getpid()} hangs", flush=True)
+        sum(range(10**12))
+    return jnp.ones(3).sum() / 3 * (jax.default_backend() == os.environ["JAX_PLATFORMS"] == "cpu")
+
+
+rows = [{"question": "Why?", "answer": "5"}] * 2
+with RewardPool([uses_jax], 1, 60, sys.argv[1]) as pool:
+    print(*pool.score_answers(rows, ["5", "6"], [False] * 2), flush=True)
+    pool.score_answers(rows, ["bad"] * 2, [False] * 2)
 """
 
 
-def test_streams_that_a_reward_closes_are_no_other_file(tmp_path):
-    """If a reward function closes stdout, no other file takes its place. stdout is opened again,
-    even if it was set to None. A function without a name works too."""
-    text = run(sys.executable, "-c", STREAMS, tmp_path / "file")
-    assert "'partial': {1: 'it closed stdout or stderr', 2: 'it closed stdout" in text, text
-    assert "[0.],\n       [0.],\n       [1.]" in text, text
-    assert (tmp_path / "file").read_text() == ""
+@needs_linux
+def test_jax_in_a_reward_takes_no_device_and_workers_end_when_the_run_is_killed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    log = tmp_path / "rewards.log"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "tpu,cuda,cpu"}
+    command = [sys.executable, program, log]
+    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE) as process:
+        until(lambda: log.exists() and "hangs" in log.read_text(), [process], seconds=300)
+        (worker,) = re.findall(r"worker (\d+) hangs", log.read_text())
+        supervisor = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]
+        assert is_running(worker) and is_running(supervisor)
+        process.kill()
+        assert process.stdout.read() == "[[1.]\n [1.]] {}\n"
+    until(lambda: not is_running(worker) and not is_running(supervisor), seconds=60)
 
 
-CATCH_ALL = """
-import time
-from infra.data import rewards
-
-def catches_all(row, answer):
-    while True:
-        try:
-            time.sleep(99)
-        except BaseException:
-            pass
-
-rewards.REWARD_SECONDS = 0.1
-rewards.MOST_ALARMS = 2
-rewards.score_answers([catches_all], [{"question": "Why?", "answer": "5"}], ["5"], [False])
-"""
+def process_of(pool):
+    """The number of the pool's only worker."""
+    ((process, *_),), _ = score(pool, ["5"])
+    return round(process * 2**10)
 
 
-def three_arguments(question, reference, answer):
-    return 1
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_for_the_run_do_not_end_its_workers(number, tmp_path):
+    """Slurm signals all processes of a task. The run then ends its workers itself."""
+    with pool_of([hostile.process], tmp_path) as pool:
+        worker = process_of(pool)
+        os.kill(worker, number)
+        os.kill(pool.process.pid, number)
+        assert process_of(pool) == worker
+        # Ctrl-C in a terminal signals the processes of one session.
+        assert os.getsid(0) not in (os.getsid(worker), os.getsid(pool.process.pid))
 
 
-def one_argument(answer):
-    return 1
+@needs_linux
+def test_a_worker_that_ended_between_steps_is_replaced(tmp_path):
+    with pool_of([hostile.process], tmp_path) as pool:
+        worker = process_of(pool)
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not is_running(worker), seconds=60)
+        scores, faults = score(pool, ["5"])
+        assert scores.all() and not faults and process_of(pool) != worker
 
 
+def test_a_run_whose_supervisor_was_killed_says_so(tmp_path, capsys):
+    with pool_of([hostile.fine], tmp_path) as pool:
+        score(pool, ["5"])
+        pool.process.kill()
+        with pytest.raises(SystemExit):
+            score(pool, ["5"])
+    assert "the process that starts reward workers has ended" in capsys.readouterr().err
+
+
+def test_a_pool_has_half_the_cores(monkeypatch):
+    for cores, workers in {1: 1, 2: 1, 4: 2, 64: 8}.items():
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: {*range(n)}, raising=False)
+        assert reward_pool.default_workers() == workers
+
+
+# ---------------------------------------------------------------- functions that are refused
 def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypatch, tmp_path):
-    refusals = {three_arguments: "(question, reference, answer)", one_argument: "(answer)"}
+    refusals = {
+        hostile.three_arguments: "(question, reference, answer)",
+        hostile.one_argument: "(answer)",
+    }
     for function, takes in refusals.items():
         name = function.__name__
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), (function, 1.0)])
@@ -230,7 +349,7 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
         )
     assert not (tmp_path / "run").exists()
     # Further arguments may have defaults. A function in C may not state its arguments.
-    rewards.check_functions(min, [(lambda row, answer, bonus=1: bonus, np.float32(1)), [min, 0]])
+    rewards.check_functions(min, [(hostile.with_bonus, np.float32(1)), [min, 0]])
     wrong = {"correct": train.correct, "(5, 1.0)": (5, 1.0), "'correct'": "correct"}
     for shown, entry in wrong.items():
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), entry])
@@ -238,16 +357,10 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
         assert refused("--out", tmp_path / "run") == text
 
 
-def test_a_reward_that_catches_all_ends_the_run_by_name():
-    text = run(sys.executable, "-c", CATCH_ALL, code=1)
-    assert "reward catches_all does not end" in text, text
-    assert "'Why?'" in text and "Traceback" not in text, text
-
-
 def test_solved_is_one_named_function(monkeypatch, tmp_path):
     """The metric `solved` and evaluations use SOLVED, whatever REWARDS contains."""
-    monkeypatch.setattr(train, "REWARDS", [(closes_stdout, 1.0)])
-    monkeypatch.setattr(train, "SOLVED", lambda row, answer: 0.5)
+    monkeypatch.setattr(train, "REWARDS", [(hostile.fine, 1.0)])
+    monkeypatch.setattr(train, "SOLVED", hostile.half)
     flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 64"
     # Greedy answers of such a weak model never end, so evaluate with temperature 1.
     flags += " --eval_temperature 1"
@@ -264,29 +377,25 @@ def test_solved_is_one_named_function(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------- math-verify
-def readme_reward():
-    """Returns the reward function with math-verify that README shows."""
-    text = (ROOT / "README.md").read_text()
-    (lines,) = re.findall(r"((?:^    .*\n)*^    .*math_verify.*\n(?:^    .*\n)*)", text, re.M)
-    names = {}
-    exec(textwrap.dedent(lines), names)
-    return names["same"]
-
-
-def test_math_verify_compares_formulas_under_our_time_limit(monkeypatch):
+def test_math_verify_compares_formulas_within_the_time_limit(monkeypatch, tmp_path):
+    """README's reward function works with math-verify's own time limits, whose alarm ends another
+    alarm. A function that hangs after it still ends."""
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(rewards, "REWARD_SECONDS", 2)
-    same = readme_reward()
-    ends = time.time() + 20
-
-    def same_and_slow(row, answer):
-        score = same(row, answer)
-        while answer == "hang":
-            assert time.time() < ends, "the alarm was cancelled"
-        return score
-
-    rows = [{"question": "q", "answer": r"10 - 2\sqrt{5}"}] * 4
+    text = (ROOT / "README.md").read_text()
+    (lines,) = re.findall(r"((?:^    .*\n)*^    .*math_verify.*\n(?:(?:    .*)?\n)*)", text, re.M)
+    hanging = """
+def same_and_slow(row, answer):
+    score = same(row, answer)
+    while answer == "hang":
+        pass
+    return score
+"""
+    (tmp_path / "formulas.py").write_text(textwrap.dedent(lines) + hanging)
+    monkeypatch.syspath_prepend(tmp_path)
+    formulas = importlib.import_module("formulas")
+    row = {"question": "q", "answer": r"10 - 2\sqrt{5}"}
     texts = [r"so \boxed{-2\sqrt5 + 10}", r"\boxed{3+\sqrt{5}}", "hang", "no"]
-    scores, faults = rewards.score_answers([same_and_slow], rows, texts, [False] * 4)
+    with pool_of([formulas.same_and_slow], tmp_path, seconds=4) as pool:
+        scores, faults = score(pool, texts, row)
     assert_array_equal(scores, [[1], [0], [0], [0]])
-    assert faults == {"same_and_slow": {2: "TooSlow: no score within 2 s"}}
+    assert faults == {"same_and_slow": {2: "TooSlow: no score within 4 s"}}

@@ -29,6 +29,7 @@ import train
 from infra.data import columns, hf
 from infra.data.chat import load_tokenizer
 from infra.data.questions import load_questions, question_order
+from infra.data.reward_pool import RewardPool
 from infra.host.console import check, say
 from tools import runs
 
@@ -111,8 +112,9 @@ class Scorer:
 
     __name__ = "reward"
 
-    def __init__(self, questions: list[dict], tokenizer, stop_ids: set[int]):
+    def __init__(self, questions: list[dict], tokenizer, stop_ids: set[int], pool: RewardPool):
         self.questions = questions
+        self.pool = pool
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.rows = []  # one row of metrics per step
@@ -121,7 +123,7 @@ class Scorer:
         rows = [self.questions[i] for i in place]
         truncated = [ids[-1] not in self.stop_ids for ids in completion_ids]
         texts = [self.tokenizer.decode(ids) for ids in completion_ids]
-        scores, _ = train.score(rows, texts, truncated)
+        scores, _ = self.pool.score_answers(rows, texts, truncated)
         reward_B = train.rewards_of(scores)
         row = {
             "step": len(self.rows) + 1,
@@ -133,7 +135,13 @@ class Scorer:
         return reward_B.tolist()
 
 
-def train_with_trl(cfg: train.Config) -> None:
+def trl_process(cfg: train.Config) -> None:
+    """Train with TRL in this process, whose reward workers start before torch has threads."""
+    with train.reward_pool(cfg) as pool:
+        train_with_trl(cfg, pool)
+
+
+def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
     """Train with TRL. Writes a row per step to OUT/metrics.jsonl, and the weights to evaluate to
     OUT/step_N."""
     import datasets
@@ -147,7 +155,7 @@ def train_with_trl(cfg: train.Config) -> None:
     order = question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
     asked = [columns.messages_of(questions[i], cfg.system) for i in order]
     prompts = [tokenizer.render(messages) for messages in asked]
-    scorer = Scorer(questions, tokenizer, stop_ids)
+    scorer = Scorer(questions, tokenizer, stop_ids, pool)
 
     theirs = transformers.AutoTokenizer.from_pretrained(cfg.model)
     encoded = theirs(text=prompts)["input_ids"]
@@ -203,7 +211,7 @@ def run_trl(cfg: train.Config, before: dict) -> list[dict]:
     before: the row of the checkpoint's evaluation, which comes first.
     """
     # A separate process keeps TRL's threads and memory away from this trainer's runs.
-    process = multiprocessing.get_context("spawn").Process(target=train_with_trl, args=(cfg,))
+    process = multiprocessing.get_context("spawn").Process(target=trl_process, args=(cfg,))
     process.start()
     process.join()
     if process.exitcode:

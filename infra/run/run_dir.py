@@ -4,6 +4,7 @@ config.json      the run's flags, with commit and versions
 metrics.jsonl    one row for each step, and one for each evaluation
 samples.jsonl    some prompts of each step, with answers and rewards
 evals.jsonl      all answers of evaluations
+rewards.log      what reward functions print
 step_NNNNNN/     a checkpoint
 compiled/        programs that JAX has compiled, so that a resumed run need not compile again
 profile/         the trace of the step that --profile names
@@ -49,11 +50,13 @@ FREE_ON_RESUME = FREE_PER_PROCESS | {
     "keep",
     "resume",
     "wandb",
+    "reward_workers",
+    "reward_timeout",
     "require_processes",
     "profile",
 }
 # This matches names that any run writes in its directory.
-WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl|report\.html"
+WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl|report\.html|rewards\.log"
 
 
 def comparable(flags: dict) -> dict:

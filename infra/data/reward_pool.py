@@ -1,0 +1,448 @@
+"""Score answers in worker processes, side by side.
+
+    run  <-- pipe -->  supervisor  <-- a socket each -->  workers, which call the reward functions
+
+The run forks the supervisor before JAX looks for devices, and the supervisor forks the workers. So
+a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
+it. A reward function that hangs, exits or crashes the interpreter scores 0 on that answer and costs
+one worker, which is replaced. What a function does to its process does not reach the run, unless
+the function signals other processes.
+"""
+
+import asyncio
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import inspect
+import itertools
+import json
+import math
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from infra.data import rewards
+from infra.data.rewards import RewardFunction
+from infra.host.console import exit_on, first_line, open_streams, streams_are_open
+
+# A call of a function: (number of the function, number of the answer).
+Call = tuple[int, int]
+
+# Scores must lie between -MOST_REWARD and MOST_REWARD, so that their squares fit in float32.
+MOST_REWARD = 1e6
+# A worker has this many answers at once in an `async def` function.
+AT_ONCE = 64
+# A function that costs this many workers in succession is not called again in this step: otherwise
+# each remaining answer might take as long.
+MOST_LOST = 16
+# Seconds between reads of what workers report: fast functions report in quick succession.
+SECONDS_BETWEEN_READS = 0.001
+# Seconds after which the supervisor looks for workers that are late or have ended.
+SECONDS_BETWEEN_LOOKS = 0.1
+# The file for what functions print starts again beyond this size.
+LOG_BYTES = 10 * 2**20
+# Columns that infra/data/questions.py adds to the rows of the data. Functions do not get them.
+TOKEN_COLUMNS = {"prompt", "demonstration_ids"}
+
+FORK = multiprocessing.get_context("fork")
+
+
+# ---------------------------------------------------------------- the run
+class RewardPool:
+    """Processes that score answers, to be used in a `with` statement, which ends them.
+
+    Make it before JAX looks for devices: a process that is forked later may hang.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction], workers: int, seconds: float, log: str):
+        """workers: their number, or 0 for `default_workers`. The others as in Supervisor."""
+        self.channel, theirs = FORK.Pipe()
+        supervisor = Supervisor(theirs, functions, workers or default_workers(), seconds, log)
+        self.process = FORK.Process(target=supervisor.main, args=[self.channel])
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(OSError):
+            self.channel.send(None)
+        self.channel.close()
+        self.process.join(10)
+        self.process.kill()
+
+    @exit_on((EOFError, OSError), "the process that starts reward workers has ended")
+    def score_answers(
+        self, rows: Sequence[dict], answers: Sequence[str], truncated: Sequence[bool]
+    ) -> tuple[np.ndarray, dict[str, dict[int, str]]]:
+        """Score every answer with every function.
+
+        rows[i] is the row of the data that answers[i] belongs to. Returns (scores, faults): float64
+        [answers, functions], and {function name: {i: why it failed on answers[i]}}. A truncated
+        answer scores 0 with all functions. An answer on which a function fails scores 0 with that
+        function. A function that was too slow MOST_LOST times in succession, or ended its process,
+        is not called again, and counts as failed on the remaining answers.
+        """
+        # The rows of a group are one object, which is pickled once.
+        distinct = {id(row): row for row in rows}
+        row_bytes = {key: pickle.dumps(documented(row)) for key, row in distinct.items()}
+        arguments = [(row_bytes[id(row)], text) for row, text in zip(rows, answers, strict=True)]
+        self.channel.send((arguments, np.asarray(truncated)))
+        scores, faults, worked = self.channel.recv()
+        rewards.HAVE_WORKED.update(worked)
+        return scores, faults
+
+
+def default_workers() -> int:
+    """Half the cores that this process may use, from 1 to 8."""
+    # macOS has no affinity.
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(8, max(1, cores // 2))
+
+
+def documented(row: dict) -> dict:
+    """The columns of a row that functions get: those of the data."""
+    return {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
+
+
+# ---------------------------------------------------------------- the supervisor
+@dataclasses.dataclass
+class Scoring:
+    """The calls of one `score_answers`, and how they ended."""
+
+    names: list[str]  # of the functions
+    queue: list[Call]  # calls that no worker has
+    scores: np.ndarray  # [answers, functions]
+    # {function name: {i: why it failed on answer i}}
+    faults: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)
+    # Names of the functions that have returned a score.
+    worked: set[str] = dataclasses.field(default_factory=set)
+    # {number of a function: how many workers in succession it has cost}
+    lost: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    def take(self, share: float) -> list[Call]:
+        """Take this share of the queue, but only calls of one function."""
+        j, _ = self.queue[0]
+        first = self.queue[: math.ceil(share * len(self.queue))]
+        calls = list(itertools.takewhile(lambda call: call[0] == j, first))
+        del self.queue[: len(calls)]
+        return calls
+
+    def note(self, call: Call, outcome: float | str) -> None:
+        """Note the score of a call that a worker has reported, or why it failed."""
+        j, i = call
+        self.lost[j] = 0
+        if isinstance(outcome, str):
+            self.fail(call, outcome)
+        else:
+            self.scores[i, j] = outcome
+            self.worked.add(self.names[j])
+
+    def fail(self, call: Call, reason: str) -> None:
+        j, i = call
+        self.faults.setdefault(self.names[j], {})[i] = reason
+
+    def lose(self, calls: list[Call], at_once: int, reason: str) -> None:
+        """Note that a worker was lost. calls: those of its task that it has not reported. The first
+        `at_once` of them had begun: they fail, and the others are made later."""
+        for call in calls[:at_once]:
+            self.fail(call, reason)
+        self.queue[:0] = calls[at_once:]
+        j, _ = calls[0]
+        self.lost[j] += 1
+        if self.lost[j] >= MOST_LOST:
+            how = "was too slow" if reason.startswith("TooSlow") else "ended its process"
+            for call in self.queue:
+                if call[0] == j:
+                    self.fail(call, f"not called, as it {how} {MOST_LOST} times in succession")
+            self.queue = [call for call in self.queue if call[0] != j]
+
+
+@dataclasses.dataclass
+class Supervisor:
+    """The process between the run and its workers: it forks workers, gives them calls, and replaces
+    workers that are lost. It runs no code of the user."""
+
+    run: multiprocessing.connection.Connection
+    functions: Sequence[RewardFunction]
+    size: int  # number of workers
+    seconds: float  # that a function has for one answer
+    log: str  # file for what functions print
+    workers: list = dataclasses.field(default_factory=list)
+
+    def main(self, end_of_run) -> None:
+        """Score answers as the run asks, until the run ends."""
+        # With no copy of the run's end here, the run's death can be read at this end.
+        end_of_run.close()
+        # Ctrl-C in the terminal signals a session. Slurm signals all processes of a task. A
+        # handler, unlike SIG_IGN, is not inherited by programs that functions start.
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+        # JAX in a function must not take the devices of the run.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
+        # Workers share the memory of all that is imported, as long as they do not collect it.
+        gc.freeze()
+        try:
+            while asked := self.receive():
+                if not self.workers:
+                    self.open_log()
+                    self.workers = [self.new_worker() for _ in range(self.size)]
+                self.score(*asked)
+        finally:
+            for worker in self.workers:
+                worker.kill()
+
+    def receive(self):
+        """The next (arguments, truncated) from the run, or None if the run ends."""
+        try:
+            return self.run.recv()
+        except (EOFError, OSError):
+            return None
+
+    def open_log(self) -> None:
+        """Print to the file `log` from now on, in workers too."""
+        log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        open_streams()
+
+    def new_worker(self):
+        return Worker(self.functions, self.seconds, self.run)
+
+    def score(self, arguments, truncated) -> None:
+        """Score answers, and send the run what RewardPool.score_answers returns."""
+        asked = np.flatnonzero(~truncated).tolist()
+        scoring = Scoring(
+            names=[rewards.name_of(function) for function in self.functions],
+            queue=[(j, i) for j in range(len(self.functions)) for i in asked],
+            scores=np.zeros((len(arguments), len(self.functions))),
+        )
+        while scoring.queue or any(worker.calls for worker in self.workers):
+            for worker in self.workers:
+                if scoring.queue and not worker.calls and worker.process.is_alive():
+                    # The first shares are large, to save messages; the last ones are small, so that
+                    # all workers end together. A single worker gets all.
+                    calls = scoring.take(1 / (2 * self.size - 1))
+                    worker.give(calls, [arguments[i] for _, i in calls])
+            time.sleep(SECONDS_BETWEEN_READS)
+            channels = [worker.channel for worker in self.workers]
+            heard = multiprocessing.connection.wait([self.run, *channels], SECONDS_BETWEEN_LOOKS)
+            if self.run in heard:
+                # The run ends, and wants no scores. `receive` says so again.
+                return
+            for place, worker in enumerate(self.workers):
+                if worker.channel in heard:
+                    for call, outcome in worker.read():
+                        scoring.note(call, outcome)
+                # What a worker has sent is read before the worker is replaced.
+                if worker.channel not in heard or worker.is_closed:
+                    self.replace_if_lost(place, scoring)
+            if os.fstat(1).st_size > LOG_BYTES:
+                os.ftruncate(1, 0)
+        self.run.send((scoring.scores, scoring.faults, scoring.worked))
+
+    def replace_if_lost(self, place: int, scoring: Scoring) -> None:
+        """If a worker hangs or has ended, put another one in its place."""
+        worker = self.workers[place]
+        fault = worker.fault()
+        if fault:
+            worker.kill()
+            self.workers[place] = self.new_worker()
+            if worker.calls:
+                scoring.lose([*worker.calls.values()], worker.at_once, fault)
+
+
+class Worker:
+    """A worker as the supervisor sees it.
+
+    calls: those of its task that it has not reported, by their place in the task. at_once: how many
+    of these run at the same time. limit: seconds within which it must report the next one.
+    """
+
+    def __init__(self, functions, seconds: float, run):
+        self.functions = functions
+        self.seconds = seconds
+        self.is_closed = False
+        self.calls = {}
+        self.at_once = 1
+        self.unread = b""
+        self.channel, end_of_worker = socket.socketpair()
+        self.process = FORK.Process(target=work, args=(end_of_worker, functions, seconds, run))
+        self.process.start()
+        end_of_worker.close()
+
+    def give(self, calls: list[Call], arguments: list[tuple[bytes, str]]) -> None:
+        """Let the worker make some calls of one function."""
+        j, _ = calls[0]
+        self.calls = dict(enumerate(calls))
+        self.at_once = calls_at_once(self.functions[j])
+        # The worker itself cancels an async call when its time is up, and needs a moment for that.
+        self.limit = self.seconds + (1 if self.at_once > 1 else 0)
+        self.last_heard = time.monotonic()
+        # If the process has ended or does not read, `fault` says so later.
+        self.channel.settimeout(self.limit)
+        with contextlib.suppress(OSError):
+            self.channel.sendall(pickle.dumps((j, arguments)))
+
+    def read(self) -> list[tuple[Call, float | str]]:
+        """The calls that it has reported since the last `read`, with a score or why they failed."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self.channel.recv(2**16)
+        self.is_closed = not data
+        self.last_heard = time.monotonic()
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        reports = [json.loads(line) for line in lines]
+        return [(self.calls.pop(place), outcome) for place, outcome in reports]
+
+    def fault(self) -> str:
+        """Why this worker has to be replaced, or ""."""
+        if self.is_closed:
+            # A process that ends closes its socket a moment before.
+            self.process.join(1)
+        code = self.process.exitcode
+        if code is not None:
+            ended = f"exited with code {code}"
+            if code < 0:
+                ended = f"was ended: {signal.strsignal(-code)}"
+            return f"its process {ended}"
+        if self.is_closed:
+            return "it closed the descriptors of its process"
+        is_late = self.calls and time.monotonic() - self.last_heard > self.limit
+        return too_slow(self.seconds) if is_late else ""
+
+    def kill(self) -> None:
+        """End the process, and what functions have forked there."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.channel.close()
+        self.process.join(1)
+
+
+# ---------------------------------------------------------------- the worker
+def work(channel: socket.socket, functions, seconds: float, run) -> None:
+    """Make the calls that the supervisor asks for: pickles of (number of the function, [(pickled
+    row, answer), ...]). Report each call as soon as it ends, as a line of JSON: [its place in the
+    task, its score or why it failed]."""
+    try:
+        protect_the_run()
+        run.close()
+        report = reporter(channel)
+        tasks = channel.makefile("rb")
+        # One event loop for all tasks, so that a function may keep its connections.
+        runner = asyncio.Runner()
+        while True:
+            number, calls = pickle.load(tasks)
+            function = functions[number]
+            if calls_at_once(function) > 1:
+                runner.run(score_together(function, calls, seconds, report))
+            else:
+                for place, call in enumerate(calls):
+                    report(place, score(function, *call))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # An orderly exit would wait for threads that a function started.
+        os._exit(1)
+
+
+def protect_the_run() -> None:
+    """Let this process neither outlive the run nor take the memory that the run needs."""
+    # `kill` reaches what functions have forked, as it is in the same session.
+    os.setsid()
+    # If a function crashes the interpreter, print where.
+    faulthandler.enable()
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG: a function that hangs would not notice that the supervisor was killed.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        # If memory runs out, the kernel kills this process first.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+            f.write("1000")
+
+
+def reporter(channel: socket.socket) -> Callable[[int, float | str], None]:
+    """Returns a function that reports how a call ended: its place in the task, and its outcome."""
+    process = os.getpid()
+    directory = os.open(".", os.O_RDONLY)
+
+    def report(place, outcome):
+        # End a child that the function forked and that returned from the function.
+        if os.getpid() != process:
+            os._exit(0)
+        # If the function closed a standard stream, end this process: otherwise, what other
+        # functions print would fail, or go into the next file to be opened.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        assert streams_are_open()
+        os.fchdir(directory)
+        channel.sendall(json.dumps([place, outcome]).encode() + b"\n")
+
+    return report
+
+
+def calls_at_once(function: Callable) -> int:
+    """How many calls of a function run at the same time in a worker."""
+    return AT_ONCE if inspect.iscoroutinefunction(function) else 1
+
+
+def score(function: Callable, row: bytes, answer: str) -> float | str:
+    """The function's score of an answer, or why it failed. row: pickled, so that each call has its
+    own copy."""
+    try:
+        return checked(function(pickle.loads(row), answer))
+    # This includes SystemExit and KeyboardInterrupt.
+    except BaseException as e:
+        return fault(e)
+
+
+async def score_together(function, calls, seconds, report) -> None:
+    """Score many answers at once with an `async def` function. A call is cancelled after
+    `seconds`."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def score_one(place, row, answer):
+        limit = asyncio.timeout(seconds)
+        async with places:
+            try:
+                async with limit:
+                    outcome = checked(await function(pickle.loads(row), answer))
+            except BaseException as e:
+                outcome = too_slow(seconds) if limit.expired() else fault(e)
+            report(place, outcome)
+
+    await asyncio.gather(*[score_one(place, *call) for place, call in enumerate(calls)])
+
+
+def checked(returned) -> float:
+    """A score as a float. Raises ValueError if it is NaN or out of range."""
+    number = float(returned)
+    # This form also refuses NaN, for which every comparison is false.
+    if not -MOST_REWARD <= number <= MOST_REWARD:
+        raise ValueError(f"{number} is not from {-MOST_REWARD:.0f} to {MOST_REWARD:.0f}")
+    return number
+
+
+def fault(error: BaseException) -> str:
+    """Why a call failed. The error's text may be long."""
+    return first_line(error)[:500]
+
+
+def too_slow(seconds: float) -> str:
+    return f"TooSlow: no score within {seconds:g} s"
