@@ -116,7 +116,7 @@ def test_a_reward_that_is_lost_again_and_again_is_not_called_any_more(monkeypatc
     monkeypatch.setattr(reward_pool, "MOST_LOST", 2)
     answers = ["bad", "5", "bad", "bad", "5"]
     for function, how, seconds in (
-        (hostile.loops, "was too slow", 0.5),
+        (hostile.loops, "was too slow", 1),
         (hostile.exits_at_once, "ended its process", 5),
     ):
         with pool_of([function, hostile.half], tmp_path, seconds=seconds) as pool:
@@ -200,14 +200,13 @@ def test_an_async_reward_scores_many_answers_at_once(tmp_path):
     # A function that waits costs no worker, so its other answers are scored at the same time. A
     # function that blocks its worker costs the answers that have begun there.
     functions = [hostile.awaits_too_long, hostile.process, hostile.blocks]
-    with pool_of(functions, tmp_path, seconds=0.5) as pool:
+    with pool_of(functions, tmp_path, seconds=SECONDS) as pool:
         scores, faults = score(pool, ["5", "bad", "6", "bad"])
     assert_array_equal(scores[:, 0], [1, 0, 1, 0])
     assert len({*scores[:, 1]}) == 1
     assert scores[:, 2].sum() <= 2
-    late = "TooSlow: no score within 0.5 s"
-    assert faults["awaits_too_long"] == {1: late, 3: late}
-    assert faults["blocks"][1] == late
+    assert faults["awaits_too_long"] == {1: TOO_SLOW, 3: TOO_SLOW}
+    assert faults["blocks"][1] == TOO_SLOW
 
 
 def test_what_a_reward_prints_goes_to_a_file_that_stays_small(monkeypatch, tmp_path, capfd):
