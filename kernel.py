@@ -9,9 +9,10 @@ For token i with hidden state h, target y, LM head W [V, D], temperature T and a
                                                  PPO (arXiv 1707.06347, eq. 7); DAPO (2503.14476)
     kl     = exp(ref_logprobs - logp) - (ref_logprobs - logp) - 1
                                                  KL to a frozen reference (GRPO, 2402.03300, eq. 4)
-    cap    = min(exp(old_logprobs - sampler_logprobs), is_cap)
-                                                 truncated importance weight, without gradient
-    loss   = sum_i weight_i (beta kl - cap policy - entropy_bonus H)
+    importance = min(exp(old_logprobs - sampler_logprobs), is_cap)
+                                                 truncated importance weight, without gradient;
+                                                 1 if is_cap is 0
+    loss   = sum_i weight_i (beta kl - importance policy - entropy_bonus H)
 
 With d_logp = dloss/dlogp and d_entropy = dloss/dH, the gradients are:
 
@@ -72,7 +73,7 @@ def grpo_terms(
                          vectors are not finite there.
       advantage          A
       old_logprobs       optional: without it, the ratio is 1
-      sampler_logprobs   optional: without it, the cap is 1
+      sampler_logprobs   optional: without it, the importance weight is 1
       ref_logprobs       optional: without it, there is no KL
     """
     # Mask before any algebra: 0 times infinity or NaN is NaN, in the gradient too.
@@ -174,12 +175,12 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
 # sublanes, and per-token values lie along lanes. The forward saves z - max in bfloat16, where max
 # is the maximum of `step_rows` rows. Rounding is least for logits near the maximum, which matter
 # most. The backward computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2,
-# because the hardware computes these.
+# because the hardware computes powers of 2.
 @dataclass(frozen=True)
 class Blocks:
     """The sizes of a chunk, and of the tiles that the kernels split it into."""
 
-    chunk_tokens: int  # tokens of a chunk, of all devices along HEAD_AXES
+    chunk_tokens: int  # tokens of a chunk, added up over the devices along HEAD_AXES
     # Plain JAX does not use the other fields.
     tile_tokens: int = 0  # tokens of a tile in the forward; the backward takes all of the chunk
     tile_vocab: int = 0  # rows of the head in a tile
@@ -219,7 +220,10 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: in
             if needed < vmem_bytes * 7 // 8:
                 return Blocks(C, tile_tokens, V, d, vmem_bytes * 15 // 16)
     chips = ", ".join(VMEM_MIB)
-    raise ValueError(f"pallas is for {chips} and D up to 8192, not for {device_kind} and D = {D}")
+    raise ValueError(
+        f"pallas is for {chips}, and for D whose tiles fit into VMEM, not for {device_kind} and "
+        f"D = {D}"
+    )
 
 
 def compiler_params(blocks):
@@ -305,8 +309,8 @@ def step_gradient(shifted, max_1C, row_1C, per_token, uses_entropy):
     """Returns dz of one step's rows of the head, float32 [step_rows, C].
 
     shifted: z - max of these rows, in base 2. row_1C: each target's row, counted from the first of
-    these rows. per_token: d_logp, offset, slope and logsumexp in base 2, [1, C] each;
-    `pallas_backward` computes them.
+    these rows. per_token: d_logp, offset, slope and logsumexp, [1, C] each, from
+    `pallas_backward`; the logsumexp is in base 2, and the slope multiplies log2(p).
     """
     d_logp, offset, slope, log2_sum_exp = per_token
     log2_p = shifted.astype(f32) + (max_1C - log2_sum_exp)
@@ -330,7 +334,8 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
     def _():
         dh_CD[...] = jnp.zeros_like(dh_CD)
 
-    # A GEMM takes the rows of two steps, if their number is even, so that h is read less often.
+    # If a tile has an even number of steps, a GEMM takes the rows of two, so that h is read less
+    # often.
     has_odd_steps = tile_rows // step_rows % 2
     gemm_rows = step_rows if has_odd_steps else 2 * step_rows
 
@@ -367,7 +372,8 @@ def backward_grid(blocks, h_CD, tile_max):
     d = blocks.tile_hidden
     columns_of_h = BlockSpec((C, d), lambda i, j, _: (0, i))
     tile_of_head = BlockSpec((V, d), lambda i, j, _: (j, i))
-    # The first chunk does not read dW: its index stays at tile 0, so that no other tile is fetched.
+    # The first chunk does not read dW. For it, the index of dW's tile stays 0 along V, so that no
+    # other tile along V is fetched.
     tile_of_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -399,12 +405,13 @@ def pallas_backward(
     )
     # Write these rows of dW before the kernel runs: writing them afterwards would copy all of dW.
     dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))
-    # In dz, p has the factor d_logp + d_entropy (log p + H) = offset + slope log2(p).
+    # dz = d_logp onehot(y) - p (d_logp + d_entropy (log p + H)), with d_logp and d_entropy already
+    # divided by T. The bracket is offset + slope log2(p).
     d_logp, d_entropy, logsumexp, entropy = per_token
     offset = d_logp + d_entropy * entropy
     slope = d_entropy / LOG2E
     per_token_4C = jnp.stack([d_logp, offset, slope, logsumexp * LOG2E])
-    # Input 7, dW, becomes output 1. The interpreter would return an aliased output with padding.
+    # Input 7, dW, becomes output 1. Do not alias in the interpreter: it would return dW padded.
     aliases = {} if blocks.interpret else {7: 1}
     dh_CD, dW_VD = pallas_call(
         partial(backward_kernel, blocks.step_rows, uses_entropy),
@@ -524,7 +531,7 @@ def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, input
     # Count each target's row from the first row of this device's shard of the head.
     row_C = gather(targets_c) - rank * len(head_VD)
 
-    # Compute the logits and their logprobs.
+    # Compute the logits, and from them the logprobs of the targets.
     temperature = settings.temperature
     saved, reductions = forward(head_VD, valid_rows, temperature, h_CD)
     logp_C, logsumexp_C, entropy_C = chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions)
@@ -655,9 +662,9 @@ def loss_and_gradients(
 
 
 # ---------------------------------------------------------------- a differentiable loss
-# The forward pass computes both gradients of the loss, so the backward pass only scales them. An
-# exception is a caller that builds a loss of its own from logp or entropy: these then have
-# cotangents, for which the backward pass computes all chunks again.
+# The forward pass computes both gradients of the loss, so the backward pass only scales them. If
+# a caller builds a loss of its own from logp or entropy, then these have cotangents, with which the
+# backward pass computes all chunks again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_loss(settings, h_ND, head_VD, targets_N, vectors):
     """Returns (loss, logp [N], entropy [N]). This body runs only if JAX needs no gradients."""
@@ -686,7 +693,7 @@ def fused_loss_backward(settings, saved, cotangents):
     extra = {"d_logp": d_logp_N, "d_entropy": d_entropy_N}
     extra = {name: d for name, d in extra.items() if not isinstance(d, SymbolicZero)}
     if extra:
-        # The derivatives of this loss by logp and entropy are the cotangents.
+        # The derivatives of this loss with respect to logp and entropy are the cotangents.
         def linear_terms(logp, entropy, v):
             loss = v.get("d_logp", 0) * logp + v.get("d_entropy", 0) * entropy
             return loss, {}
@@ -714,10 +721,10 @@ def grpo_loss(
     blocks: Blocks | None = None,  # None: chosen by block_sizes
     **options,  # see `grpo_terms`
 ) -> tuple[Array, dict]:
-    """Returns (loss, tokens), differentiable in hidden_ND and head_VD.
+    """Returns (loss, stats), differentiable in hidden_ND and head_VD.
 
-    loss: float32 scalar. tokens: {name: float32 [N]}, 0 where masked: logp and entropy, which have
-    gradients, so that a caller can build other terms from them; and, without gradients,
+    loss: float32 scalar. stats: {name: float32 [N], 0 where masked}. logp and entropy have
+    gradients, so that a caller can build other terms from them. The others have no gradients:
     clip_fraction, ratio and, where defined, logprob_gap and kl.
     """
     with jax.named_scope("grpo_loss"):
@@ -726,9 +733,9 @@ def grpo_loss(
         settings = Settings(mesh, terms, uses_entropy, temperature, impl, blocks)
         loss, logp_N, entropy_N = fused_loss(settings, hidden_ND, head_VD, targets_N, vectors)
         _, stats = terms(logp_N, entropy_N, vectors)
-        tokens = stats | {"logp": logp_N, "entropy": entropy_N}
+        stats |= {"logp": logp_N, "entropy": entropy_N}
         mask = vectors["weight"] > 0
-        return loss, {name: jnp.where(mask, a_N, 0.0) for name, a_N in tokens.items()}
+        return loss, {name: jnp.where(mask, a_N, 0.0) for name, a_N in stats.items()}
 
 
 def score(

@@ -26,8 +26,8 @@
 #   bash launch.sh setup                        only make .venv
 # With --dry-run anywhere in the call, the commands are printed, and nothing is run.
 # All other flags are train.py's. By default, gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K.
-# --out gs://bucket/run keeps checkpoints in the bucket. bash reads .env beside this file, for WANDB_API_KEY=.. and
-# HF_TOKEN=.. PYTHON=.. names the Python for .venv, 3.11 or newer; without it: python3.12, python3.11, python3, or uv's.
+# --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside this file:
+# bash reads it. PYTHON names the Python for .venv, 3.11 or newer; by default: python3.12, python3.11, python3, or uv's.
 # Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
 # Exit code: 0, 2 for a mistake in the call, otherwise that of the command that failed.
 set -euo pipefail
@@ -58,7 +58,7 @@ setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") $extra"
   if ! grep -qxF "$mark" "$venv/installed" 2>/dev/null; then
-    # There is no .venv, or its installation was cut short.
+    # Without pip, .venv is missing, or making it was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
     drop_other_cuda "$extra"
     [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'
@@ -163,7 +163,7 @@ cmd_plan() {
       [ "$(uname -sm)" = 'Linux x86_64' ] || die "libtpu, which compiles for $1, is for x86-64 Linux only"
       setup
       if ! "$venv/bin/python" -c 'import libtpu' 2>/dev/null; then
-        say "installing libtpu, which compiles for $1, into .venv: from then on .venv/bin/python wants JAX_PLATFORMS=cpu on a CPU"
+        say "installing libtpu, to compile for $1; from then on, set JAX_PLATFORMS=cpu to run .venv/bin/python on a CPU"
         pip_install 'jax[tpu]' || exit
       fi
       # Run on the CPU: otherwise JAX would find libtpu, and look for a TPU.
@@ -202,7 +202,7 @@ cmd_test() {
     pip_install -r "$here/tests/requirements.txt" || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
   fi
-  # If the compiler for absent GPUs cannot be installed, their tests are skipped by name.
+  # If the compiler for absent GPUs cannot be installed, go on: pytest skips the tests that need it.
   case "$*" in *'not aot'*) ;; *aot*) (setup_absent_gpus 'the tests of GPUs') || say 'going on without' ;; esac
   cd "$here" # pytest reads pyproject.toml there
   # Use two processes: most of a test's time is compilation, which uses one core.
@@ -280,7 +280,7 @@ cmd_slurm() {
   wait "$sbatch" || code=$?
   sleep 2 # until tail has printed the last lines
   kill "$lines" 2>/dev/null || :
-  [ "$code" = 0 ] || say "job $id ended with $code; how: sacct -j $id, and $out"
+  [ "$code" = 0 ] || say "job $id ended with exit code $code; to see why: sacct -j $id, and $out"
   exit "$code"
 }
 

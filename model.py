@@ -34,8 +34,8 @@ class Llama3Rope(NamedTuple):
     """Llama 3's scaling of the rotary embedding. Fields are named as in config.json."""
 
     factor: float  # divides low frequencies
-    low_freq_factor: float  # a low frequency makes fewer turns over the original context
-    high_freq_factor: float  # a high frequency makes more turns over the original context
+    low_freq_factor: float  # a frequency is low below this number of turns in the original context
+    high_freq_factor: float  # a frequency is high above this number of turns in the same context
     original_max_position_embeddings: float  # the original context, in tokens
 
 
@@ -95,7 +95,7 @@ FAMILIES = {
 def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     """The ModelConfig for a Hugging Face config.json.
 
-    generation: the content of generation_config.json, which may name more stop ids, or {}.
+    generation: the content of generation_config.json, or {} without one. It may name more stop ids.
     Raises NotImplementedError for a model that this file does not support, and ValueError,
     TypeError or other exceptions for malformed values.
     """
@@ -347,7 +347,8 @@ def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
 def rotate(x, rope: tuple) -> jax.Array:
     """Rotate the pairs (i, i + H/2) of x, float32 [B, heads, T, H]."""
     cos, sin = rope
-    # The paper pairs (2i, 2i + 1), but weights on the Hugging Face hub are ordered for these pairs.
+    # Weights on the Hugging Face hub are ordered for the pairs (i, i + H/2). The paper pairs
+    # (2i, 2i + 1).
     return x * cos + jnp.roll(x, x.shape[-1] // 2, -1) * sin
 
 
@@ -394,7 +395,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
         k = k + w["bk_LKH"][:, None]
         v = v + w["bv_LKH"][:, None]
     if cfg.qk_norm:
-        # The backward pass of these norms reads the products, so it may keep them as well.
+        # The backward pass of these norms reads q and k from before the norms, so save these too.
         q = rms_norm(save(q), w["q_norm_LH"], cfg.rms_eps)
         k = rms_norm(save(k), w["k_norm_LH"], cfg.rms_eps)
     q = q * cfg.H**-0.5
@@ -489,7 +490,8 @@ def look_up(embed_Vd, tokens_BT, dtype):
 def rows_at_once(B, T):
     """Number of rows per chunk, given B rows of T tokens.
 
-    A chunk has at most B / 8 rows, because a chunk with a single token is computed in full.
+    A chunk is skipped only if it has no token at all. So a chunk has at most B / 8 rows, but at
+    least one: then little padding is computed.
     """
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
@@ -573,8 +575,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     skipped.
 
     The layers are passed twice, because --offload params keeps them in host memory:
-      at_rest            the layers where they are stored, or None if that is on the devices. The
-                         forward reads their values, and fetches them one by one.
+      at_rest            the layers where they are stored. The forward reads their values, and
+                         fetches one layer at a time. It may be None if the layers are stored on the
+                         devices: then the forward reads params["layers"].
       params["layers"]   the masters: the same layers on the devices. They only receive gradients,
                          because JAX puts a gradient where the differentiated argument is. Nothing
                          reads their values, so XLA never copies them from the host.
@@ -584,8 +587,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     specs.pop("head_VD", None)
     # A parameter that is replicated over some axes gets a part of its gradient on each device. The
     # transpose of shard_map sums these parts over the axes that the parameter's spec omits: dp for
-    # matrices, all axes for norms. check_vma is off, because Pallas kernels do not pass it; then
-    # the transpose of a psum is a psum, which sums such parts too.
+    # matrices, all axes for norms. check_vma is off, because Pallas kernels do not pass it. With
+    # it off, the transpose of a psum is a psum, which sums the parts that devices have of an
+    # activation's gradient.
     by_row = P(ROWS)
     run = jax.shard_map(
         partial(forward_on_device, cfg=cfg, options=options),

@@ -60,7 +60,7 @@ from model import DEVICE, REMAT
 
 # Start reading at the bottom: `train` is the algorithm.
 # Array names end in their shapes: B answers of a host, T tokens of an answer, G groups of Q
-# answers, M minibatches, N tokens of all packed rows, flattened; D and V are as in model.py.
+# answers, M minibatches, N tokens of a micro-batch's rows, flattened; D and V are as in model.py.
 
 # ---------------------------------------------------------------- Config: every flag
 SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
@@ -70,10 +70,10 @@ SYSTEM = "Think step by step, then give the final number as <answer>number</answ
 class Config:
     # The comment beside a flag is its help text. The type of a numeric flag gives its range.
     # what to train, on what
-    model: str = "tiny"  # tiny (in code) | Hugging Face directory | hub id; a Qwen2, Qwen3 or Llama
+    model: str = "tiny"  # tiny (built in) | Hugging Face directory | hub id; a Qwen2, Qwen3, Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
     columns: str = ""  # columns of all data sets, as question=...,answer=...; "" = the usual names
-    eval_data: str = ""  # held-out sets, as [name=]data,... | none; "" = held-out part of data
+    eval_data: str = ""  # held-out sets, as [name=]data,... | none; "" = those of data, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
@@ -132,7 +132,7 @@ class Config:
     top_p: Probability = 1.0  # sampled evaluation: only the top tokens of this total probability
     save_every: Natural = 50  # steps between checkpoints; 0 = save only at the end
     keep: Positive = 2  # number of newest checkpoints to keep
-    resume: Literal["auto", "force"] = "auto"  # force = resume despite changed flags, or start over
+    resume: Literal["auto", "force"] = "auto"  # force = allow changed flags, unusable checkpoints
     wandb: str = ""  # project on wandb.ai; "" = none
     profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
 
@@ -164,7 +164,7 @@ def eval_sets(cfg: Config) -> dict[str, str]:
 
 # ---------------------------------------------------------------- rewards: made to be edited
 def correct(row: dict, answer: str) -> float:
-    """1 if the answer has the final number of the reference, row["answer"]; otherwise 0."""
+    """1 if the answer's final number equals the final number of row["answer"]; otherwise 0."""
     number = final_number(answer)
     return float(number is not None and number == final_number(row["answer"]))
 
@@ -176,7 +176,7 @@ def formatted(row: dict, answer: str) -> float:
 
 
 # A reward function takes a row of the data, with all its columns, and the text of an answer. It may
-# be `async def`. Worker processes call it, each with global variables of its own.
+# be `async def`. Worker processes call it, and each process has its own global variables.
 # An answer's reward is the weighted sum of these functions.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
@@ -244,7 +244,7 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
 
 
 def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer_size: int) -> None:
-    """Check all sizes against each other in one place, before weights load. Exits with code 2."""
+    """Exit with code 2 unless all sizes fit each other. Called before weights load."""
     processes = host_count(mesh)
     local_devices = mesh.size // processes
     dp, fsdp, tp = mesh.devices.shape
@@ -265,19 +265,20 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
         f"mesh dp*fsdp = {dp}*{fsdp} does not divide over {processes} processes; tp = {tp} must "
         f"divide a host's {local_devices} devices",
     )
-    rows = sequences * processes // (dp * fsdp)
+    answers = sequences * processes // (dp * fsdp)
     check(
-        rows % cfg.minibatches == 0,
-        f"{rows} rows per device do not divide into minibatches = {cfg.minibatches}; try "
-        f"--minibatches {math.gcd(rows, cfg.minibatches)}",
+        answers % cfg.minibatches == 0,
+        f"{answers} answers per device do not divide into minibatches = {cfg.minibatches}; try "
+        f"--minibatches {math.gcd(answers, cfg.minibatches)}",
     )
+    # A row holds at least one answer, so there are at most as many rows as answers.
     check(
-        cfg.micro_batch * cfg.minibatches <= rows,
-        f"micro_batch = {cfg.micro_batch} is more than a minibatch's {rows // cfg.minibatches} "
-        "rows per device; try --micro_batch 0, the largest that fits",
+        cfg.micro_batch * cfg.minibatches <= answers,
+        f"micro_batch = {cfg.micro_batch} is more than a minibatch's {answers // cfg.minibatches} "
+        "answers per device; try --micro_batch 0, the largest that fits",
     )
 
-    # Weights are sharded by hidden size over fsdp and tp, and by heads and feed-forward over tp.
+    # The embedding and the head shard D over fsdp and tp. Layers shard D over fsdp only.
     largest_fsdp = math.gcd(model_cfg.D, mesh.size)
     check(
         model_cfg.D % (fsdp * tp) == 0,
@@ -294,8 +295,8 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
         check(n % tp == 0, f"{what} = {n} do not divide over tp = {tp}; {fix}")
     check(
         tokenizer_size <= model_cfg.V,
-        f"the tokenizer has token ids below {tokenizer_size}: more than the model's vocabulary of "
-        f"{model_cfg.V}; take both from one model",
+        f"the tokenizer's largest token id is {tokenizer_size - 1}, but the model's vocabulary has "
+        f"only {model_cfg.V} tokens; take both from one model",
     )
     check(
         cfg.max_prompt + cfg.max_answer <= model_cfg.max_positions,
@@ -304,9 +305,16 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
     )
 
 
+def check_loss_impl(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh) -> None:
+    """Exit with code 2 if the loss's kernels do not fit into a chip's VMEM."""
+    if cfg.loss_impl == "pallas":
+        with exit_on(ValueError, "pallas cannot compute this loss; try --loss_impl jax"):
+            kernel.block_sizes(mesh.devices.flat[0].device_kind, model_cfg.D)
+
+
 def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None:
-    """Check that a step needs no more questions than the data has, and that supervised steps have
-    answers to imitate. Exits with code 2."""
+    """Exit with code 2 unless the data has the questions that a step needs, and answers that
+    supervised steps can imitate."""
     processes = jax.process_count()
     asked = cfg.batch * processes
     most = len(questions) // processes
@@ -318,7 +326,8 @@ def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None
     )
     check(
         examples or cfg.sft_steps == 0,
-        f"all answers of {cfg.data} exceed max_answer = {cfg.max_answer}",
+        f"supervised steps have nothing to imitate: in {cfg.data}, each demonstration (or answer) "
+        f"is longer than max_answer = {cfg.max_answer} tokens",
     )
 
 
@@ -344,8 +353,8 @@ class Setup:
 def rows_of_step(pool: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
     """This host's batch * npq rows of a step: `per_host` rows of the pool, each repeated.
 
-    number: the step's number from 0, among the supervised steps or among the GRPO steps. Repeats of
-    a row are consecutive: the answers to one question form its group.
+    number: the step's number in its phase (supervised or GRPO), counted from 0. Repeats of a row
+    are consecutive: the answers to one question form its group.
     """
     first = (number * jax.process_count() + jax.process_index()) * per_host
     order = question_order(cfg.seed, first, per_host, len(pool))
@@ -357,7 +366,7 @@ def sample_answers(rows, group, key, sampling, setup, run):
     """Sample an answer to each of this host's rows; a question has `group` consecutive rows.
     Returns (the output of Engine.generate, the answers' texts)."""
     # Prompts are token ids: they were encoded when the data was loaded.
-    prompts = [row["prompt"] for row in rows]
+    prompts = [row["prompt_ids"] for row in rows]
     out = setup.engine.generate(prompts, key, sampling, group, run.between_stages)
     return out, setup.engine.texts(out)
 
@@ -399,8 +408,8 @@ def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- packed rows
-# The fields that a packed row has for each token. A token's target is the next token, if that token
-# belongs to an answer.
+# The fields that a packed row has for each token. A token's target is the next token of its
+# sequence. It has a target only if the next token belongs to an answer.
 TOKEN_FIELDS = {
     "tokens": np.int32,  # token ids
     "positions": np.int32,  # position in the token's sequence
@@ -458,14 +467,16 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
 def make_batches(
     prompts, answers, advantages, cfg, setup, sampler_logprobs=None, truncated_B=False
 ):
-    """Pack this host's sequences. Returns (a list of micro-batches per minibatch, counts over all
-    hosts). A micro-batch is {field: global array [dp * fsdp * micro_batch, width]}."""
+    """Pack this host's sequences. Returns (batches, counts over all hosts). batches has one list of
+    micro-batches for each minibatch. A micro-batch is {field: global array
+    [dp * fsdp * micro_batch, width]}."""
     is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
     # Answers without a gradient are not packed, so that nothing is computed for them.
     is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked
     plan = packing.pack_minibatches(prompts, answers, is_packed, ~is_masked, cfg.minibatches, setup)
-    # Normalise the weights once, here, over all sequences of all hosts. Then the gradient depends
-    # neither on the split into rows and micro-batches nor on which sequences are left out.
+    # Normalise the weights once, here, over all answers of all hosts that are not masked, packed or
+    # not. Then the gradient depends neither on the split into rows and micro-batches nor on whether
+    # answers without a gradient are packed.
     normaliser_M = plan.answer_tokens_M if cfg.loss_agg == "token" else plan.answers_M
 
     batches = []
@@ -486,8 +497,9 @@ def make_batches(
 
 
 def answer_sum(values, rows):
-    """The sum of `values` over each answer, at every token of its sequence: for losses that need
-    the whole answer (assets/loss.md). values, result: [rows, width]."""
+    """Sum `values` over the tokens of each answer. Returns the sum at every token of the answer's
+    sequence. This is for losses that you add and that need the whole answer (assets/loss.md).
+    values, result: [rows, width]."""
 
     def of_row(values, segments):
         return jax.ops.segment_sum(values, segments, num_segments=len(segments) + 1)[segments]
@@ -563,7 +575,7 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     `update_metrics` divides the sums by the number of trained tokens of a step.
     """
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
-    # The float32 fields of the rows are what the loss knows about each token.
+    # The float32 fields of the rows are the `vectors` of kernel.grpo_loss.
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
     # Supervised steps have no entropy bonus: demonstrations are to be imitated, not varied.
     entropy_bonus = cfg.entropy_bonus if "sampler_logprobs" in rows else 0.0
@@ -592,8 +604,8 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics)."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # XLA drops this copy for layers in host memory, because nothing reads it: the forward fetches
-    # layers one by one.
+    # XLA drops the copies of offloaded layers, because nothing reads their values: the forward
+    # fetches each layer from `params`, its argument `at_rest`.
     on_device = jax.device_put(params, DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
@@ -641,8 +653,8 @@ def optimizer_step(param, state, grad, factor, lr, *, name, cfg, mesh):
 def update(state, batch, lr, *, cfg, model_cfg, mesh):
     """Take an optimizer step on one minibatch.
 
-    Returns (state, metrics of each micro-batch, gradient norm). The norm is NaN if the step was
-    skipped, because the norm or a loss was not finite.
+    Returns (state, metrics of each micro-batch, gradient norm). If the gradients' norm or a loss is
+    not finite, the step is skipped, and the norm that is returned is NaN.
     """
     total = None
     parts = []
@@ -729,7 +741,8 @@ UPDATE = UpdatePrograms(gradients, optimizer_step, optimizer, token_fields)
 
 # ---------------------------------------------------------------- evaluation
 def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
-    """Whether to evaluate after a step: before GRPO, every `eval_every` GRPO steps, at the end."""
+    """Whether to evaluate when `step` steps are done: at the start of GRPO, after every
+    `eval_every` GRPO steps, and at the end."""
     grpo_step = step - cfg.sft_steps
     is_due = cfg.eval_every and grpo_step > 0 and grpo_step % cfg.eval_every == 0
     return bool(setup.held_out and (is_due or grpo_step in (0, cfg.steps)))
@@ -759,7 +772,8 @@ def evaluate(params, step, cfg, setup, run) -> None:
         run.show("evaluating", step, start, len(asked), samples)
         out, texts = sample_answers(rows, samples, key, sampling, setup, run)
         scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
-        # REWARDS may need columns that only the training data has, but SOLVED must work.
+        # Report only the faults of SOLVED: functions of REWARDS may need columns that only the
+        # training data has.
         solved_name = rewards.name_of(SOLVED)
         rewards.report({name: which for name, which in faults.items() if name == solved_name})
         found = scores[:, 0], rewards_of(scores)
@@ -823,8 +837,8 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm of each
     update. seconds: time of the updates."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
-    # Means leave out answers without a gradient, because the update does not compute them. If no
-    # answer has a gradient, the means are NaN.
+    # Answers without a gradient are not packed, so they do not count in the means. If no answer has
+    # a gradient, the means are NaN.
     trained = counts["trained"] or math.nan
     metrics = {
         "kl": 0.0,  # replaced below if the loss has a KL
@@ -872,12 +886,12 @@ def reward_pool(cfg: Config) -> RewardPool:
 
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
-    """Find every mistake of the user, before weights load. The caller has claimed cfg.out. Returns
-    (Config after `resolve`, Setup, Run)."""
+    """Prepare the run, and report the user's mistakes before weights load. The caller has claimed
+    cfg.out. Returns (Config after `resolve`, Setup, Run)."""
     # The devices, and the checkpoint that the run resumes from.
     mesh = make_mesh(cfg.mesh, jax.devices())
-    # Record the number of processes in config.json: a resume compares the questions per step, which
-    # are batch * processes.
+    # Store the number of processes in `require_processes`, and so in config.json: a resume compares
+    # the questions per step, batch * require_processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
     run = Run(cfg, dataclasses.asdict(cfg))
@@ -887,6 +901,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     model_cfg = hf.read_config(model_dir)
     tokenizer = load_tokenizer(model_dir)
     check_sizes(cfg, model_cfg, mesh, tokenizer.size)
+    check_loss_impl(cfg, model_cfg, mesh)
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
     # The data: questions to ask, examples to imitate, held-out questions.
@@ -900,7 +915,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
 
     # What fits on the disk and in memory, given the longest prompt.
     asked = itertools.chain(questions, *held_out.values())
-    longest_prompt = max(len(row["prompt"]) for row in asked)
+    longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
@@ -931,7 +946,8 @@ def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
     if state is None:
         state = initial_state(setup.weights, shapes, cfg, setup.mesh, optimizer)
     run.begin(state)
-    # Evaluate before the first step, and repeat an evaluation in which the run was cut short.
+    # Without supervised steps, evaluate before the first step. After a resume, repeat an evaluation
+    # that was cut short.
     if is_evaluated_after(run.step, cfg, setup) and not run.has_evaluation():
         evaluate(state["params"], run.step, cfg, setup, run)
     return state
@@ -948,7 +964,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
         run.begin_step(step)
         t_start = time.time()
         rows = rows_of_step(setup.examples, step - 1, sequences, cfg)
-        prompts = [row["prompt"] for row in rows]
+        prompts = [row["prompt_ids"] for row in rows]
         answers = [row["demonstration_ids"] for row in rows]
         batches, counts = make_batches(prompts, answers, np.ones(sequences), cfg, setup)
         run.show("update", step)
@@ -988,7 +1004,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         # ------------------------------------------------ questions: each host has its own
         grpo_steps_done = step - 1 - cfg.sft_steps
         rows = rows_of_step(setup.questions, grpo_steps_done, cfg.batch, cfg)
-        prompts = [row["prompt"] for row in rows]
+        prompts = [row["prompt_ids"] for row in rows]
 
         # ------------------------------------------------ rollout: npq answers to each question
         run.show("rollout", step)
@@ -1004,7 +1020,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
 
-        # ------------------------------------------------ update: one for each minibatch of rows
+        # ------------------------------------------------ update: ppo_epochs for each minibatch
         answers = answer_tokens(out)
         batches, counts = make_batches(
             prompts, answers, advantages, cfg, setup, out["logprobs_BT"], out["truncated_B"]

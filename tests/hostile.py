@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import functools
+import multiprocessing
 import os
 import re
 import signal
@@ -137,6 +138,15 @@ def leaves_a_thread(row):
     return 1
 
 
+@on_bad
+def ends_what_it_forked(row):
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=[999])
+    process.start()
+    process.terminate()
+    process.join()
+    return 1
+
+
 def changes_directory(row, answer):
     is_elsewhere = os.getcwd() == "/"
     os.chdir("/")
@@ -234,6 +244,11 @@ async def awaits_too_long(row, answer):
     return 1
 
 
+async def takes_most_of_its_time(row, answer):
+    await asyncio.sleep(0.8)
+    return 1
+
+
 async def blocks(row, answer):
     await asyncio.sleep(0)
     if answer == "bad":
@@ -262,7 +277,7 @@ def waits_for_another(row, answer):
 
 
 def columns(row, answer):
-    return sorted(row) == ["answer", "question", "words"]
+    return sorted(row) == ["answer", "prompt", "question", "words"]
 
 
 def process(row, answer):

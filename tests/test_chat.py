@@ -249,7 +249,7 @@ def prompts_of(directory, system, tmp_path):
     path.write_text('{"question": "1 + 1?", "answer": 2}')
     tokenizer = load_tokenizer(directory)
     (row,) = load_questions(str(path), False, tokenizer, train.Config(system=system))
-    return tokenizer.bpe.decode(row["prompt"], skip_special_tokens=False)
+    return tokenizer.bpe.decode(row["prompt_ids"], skip_special_tokens=False)
 
 
 def test_an_empty_system_prompt_sends_no_system_message(model_with, tmp_path):
@@ -315,7 +315,7 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
         _, setup, run = train.set_up(cfg, None)
     tokenizer = setup.engine.tokenizer
     rows = setup.questions[:1] * 8
-    prompt = tokenizer.bpe.decode(rows[0]["prompt"], skip_special_tokens=False)
+    prompt = tokenizer.bpe.decode(rows[0]["prompt_ids"], skip_special_tokens=False)
     assert prompt.endswith("?<｜Assistant｜><think>\n")
     # Supervised steps imitate a text that goes on where the prompt ends.
     assert tokenizer.encode(["Hm.<｜end｜>"])[0] == rows[0]["demonstration_ids"]

@@ -105,7 +105,7 @@ ODD_WORDS = [
     (["--data", "\udce9.jsonl"], "half a character"),
     (["--system", "\udce9"], "system = "),
     (["--system", "Be<|im_end|>"], "holds '<|im_end|>', a special token"),
-    (["--model", " "], "--model is given nothing"),
+    (["--model", " "], "--model is empty"),
     (["--mesh", "1\n2\n3"], "mesh = "),
     (["--batch", "4\n5\n6\n7"], "invalid int"),
     (["--a\nb\nc", "1"], "--a b c"),
@@ -145,6 +145,20 @@ def test_a_chip_that_the_losss_kernels_do_not_know_gets_plain_jax(capsys):
         train.resolve(train.Config(loss_impl="pallas"), mesh)
     assert refusal.value.code == 2
     assert "not bfloat16 on TPU v99; try --loss_impl jax" in capsys.readouterr().err
+
+
+def test_a_model_too_wide_for_the_losss_kernels_is_refused(capsys):
+    """The kernels' tiles for the hidden size of Qwen2.5-72B do not fit into v4's VMEM."""
+    v4 = mock.Mock(platform="tpu", device_kind="TPU v4")
+    mesh = mock.Mock(devices=np.array([v4], dtype=object))
+    cfg = train.resolve(train.Config(), mesh)
+    assert cfg.loss_impl == "pallas"
+    train.check_loss_impl(cfg, mock.Mock(D=5120), mesh)
+    with pytest.raises(SystemExit) as refusal:
+        train.check_loss_impl(cfg, mock.Mock(D=8192), mesh)
+    assert refusal.value.code == 2
+    text = capsys.readouterr().err
+    assert "try --loss_impl jax" in text and "not for TPU v4 and D = 8192" in text
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directo
         cfg = train.parse(arguments(flags))
         with restored_signals(), claimed_out(cfg.out):
             _, setup, _ = train.set_up(cfg, None)
-        return [row["prompt"] for rows in setup.held_out.values() for row in rows]
+        return [row["prompt_ids"] for rows in setup.held_out.values() for row in rows]
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_directory / "tokenizer.json"))
     tokenizer.enable_truncation(20)
@@ -160,7 +160,7 @@ def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directo
     path.write_text(json.dumps(written))
     tokenizer = load_tokenizer(tiny_directory)
     (row,) = load_questions(str(path), False, tokenizer, train.Config(system=""))
-    ids = {"prompt": chatml("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
+    ids = {"prompt_ids": chatml("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
     ids = {name: tokenizer.encode([text])[0] for name, text in ids.items()}
     assert row == written | {"answer": "2"} | ids
     # Functions get the columns of the data.

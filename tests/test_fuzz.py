@@ -161,7 +161,7 @@ def read_tokenizer(source):
     tokenizer = load_tokenizer(source.directory)
     path = str(source.directory / "rows.jsonl")
     for row in load_questions(path, False, tokenizer, train.Config(system="")):
-        assert max(row["prompt"] + row["demonstration_ids"]) < tokenizer.size
+        assert max(row["prompt_ids"] + row["demonstration_ids"]) < tokenizer.size
 
 
 def read_weights(source):

@@ -58,7 +58,7 @@ def test_a_driver_that_is_too_old_is_told_with_what_is_needed(cloud, tmp_path):
     path = with_driver(tmp_path, "520.61.05")
     for command in "gpu", "slurm", "plan":
         text = cloud.launch(command, code=2, PATH=path, JAX_PLATFORMS="")
-        wanted = "the NVIDIA driver here is 520, CUDA 12 takes 525 or newer, CUDA 13 580"
+        wanted = "NVIDIA driver 520 is too old: CUDA 12 needs 525 or newer, and CUDA 13 needs 580"
         assert wanted in text and text.count("\n") == 1, text
     # nvidia-smi answers this if it finds no GPU.
     path = with_driver(tmp_path, "No devices were found")
@@ -78,7 +78,7 @@ def test_plan_installs_what_compiles_for_absent_gpus(cloud):
     there. Stand-ins replace .venv's python and its packages."""
     for name in ("a100-1", "h100-8", "h100-16", "h200-4"):
         text = cloud.launch("--dry-run plan", name, "--lr 1")
-        assert "0.7 GB to load, 1.3 GB there" in text, text
+        assert "0.7 GB to download, 1.3 GB in .venv" in text, text
         plugin_at = text.index(" jax\\[cuda13-local\\]")
         cudnn_at = text.index(" --no-deps nvidia-cudnn-cu13")
         plan_at = text.index(f"env JAX_PLATFORMS=cpu {cloud.clone}/.venv/bin/python -u ")
@@ -211,7 +211,10 @@ def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
         assert found.local_gpu == local_gpu, (tasks, visible)
         assert found.hosts == ["n1"] * tasks + ["n2"] * tasks
     text = told(capsys, lambda: of_task(monkeypatch, 2, "0,1,2,3"))
-    assert "2 tasks share the 4 GPUs of a node; give --ntasks-per-node 4, one a GPU, or 1" in text
+    assert (
+        "2 tasks share the 4 GPUs of a node; give --ntasks-per-node 4, one task per GPU, or 1"
+        in text
+    )
     # Slurm does not set CUDA_VISIBLE_DEVICES on every site.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert slurm_processes().local_gpu == 1
@@ -222,7 +225,7 @@ def test_an_uneven_number_of_tasks_is_refused(monkeypatch, capsys):
     for tasks, layout in [(1.5, "2,1"), (2, "3,1")]:
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", layout)
         text = told(capsys, lambda tasks=tasks: of_task(monkeypatch, tasks, "0"))
-        wanted = f"{2 * tasks:.0f} tasks do not divide over 2 nodes, which got {layout}; give "
+        wanted = f"the 2 nodes got unequal numbers of the {2 * tasks:.0f} tasks, {layout}; give "
         assert wanted + "--ntasks-per-node" in text, text
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
     assert of_task(monkeypatch, 2, "0").hosts == ["n1", "n1", "n2", "n2"]

@@ -7,10 +7,13 @@ import importlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from unittest import mock
 
 import hostile
 import numpy as np
@@ -62,6 +65,7 @@ HOSTILE = {  # {function: (why it fails on "bad", or "" if it does not; whether 
     hostile.closes_all: ("its process exited with code 1", True),
     hostile.makes_a_session: ("PermissionError: [Errno 1] Operation not permitted", False),
     hostile.forks_and_returns: ("", False),
+    hostile.ends_what_it_forked: ("", False),
     hostile.leaves_a_thread: ("", False),
     hostile.changes_directory: ("", False),
     hostile.empties_the_row: ("", False),
@@ -187,7 +191,7 @@ def test_many_scores_are_exact_and_in_order(tmp_path):
 
 def test_a_reward_gets_the_columns_of_the_data(tmp_path):
     """Rows also hold token ids, which functions do not get."""
-    row = ROW | {"words": 20, "prompt": [1, 2], "demonstration_ids": [3]}
+    row = ROW | {"words": 20, "prompt": "Why?", "prompt_ids": [1, 2], "demonstration_ids": [3]}
     with pool_of([hostile.columns], tmp_path) as pool:
         scores, faults = score(pool, ["5"], row)
     assert scores.all() and not faults
@@ -207,6 +211,34 @@ def test_an_async_reward_scores_many_answers_at_once(tmp_path):
     assert scores[:, 2].sum() <= 2
     assert faults["awaits_too_long"] == {1: TOO_SLOW, 3: TOO_SLOW}
     assert faults["blocks"][1] == TOO_SLOW
+
+
+def test_the_time_of_an_async_call_begins_with_the_call(monkeypatch, tmp_path):
+    """All calls together take longer than one call may take."""
+    monkeypatch.setattr(reward_pool, "AT_ONCE", 2)
+    with pool_of([hostile.takes_most_of_its_time], tmp_path) as pool:
+        scores, faults = score(pool, ["5"] * 6)
+    assert scores.all() and not faults
+
+
+def test_a_score_that_came_just_in_time_counts(tmp_path):
+    """A worker that is late has reported since the supervisor last looked for reports."""
+    worker = object.__new__(reward_pool.Worker)
+    worker.channel, end_of_worker = socket.socketpair()
+    end_of_worker.sendall(b"[0, 0.5]\n")
+    worker.process = mock.Mock(exitcode=None)
+    worker.calls = {0: (0, 3)}
+    worker.is_closed = False
+    worker.unread = b""
+    worker.seconds = worker.limit = 60
+    worker.last_heard = time.monotonic() - 99
+    assert worker.fault() == "TooSlow: no score within 60 s"
+    supervisor = reward_pool.Supervisor(None, [hostile.fine], 1, 60, "", [worker])
+    scoring = reward_pool.Scoring(["fine"], [], np.zeros((4, 1)))
+    supervisor.replace_if_lost(0, scoring)
+    assert scoring.scores[3, 0] == 0.5 and not scoring.faults and supervisor.workers == [worker]
+    end_of_worker.close()
+    worker.channel.close()
 
 
 def test_what_a_reward_prints_goes_to_a_file_that_stays_small(monkeypatch, tmp_path, capfd):

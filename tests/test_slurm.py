@@ -92,7 +92,8 @@ def test_a_job_is_followed_wherever_its_log_is(site, banner, printed, log):
     assert "\nstep 1/1\n" in text, text
     assert text.count("launch.sh: job 7 is PENDING (Priority)\n") == 1, text
     assert "gcloud" not in text, text
-    assert f"launch.sh: job 7 ended with 3; how: sacct -j 7, and {path}\n" in text, text
+    ended = f"job 7 ended with exit code 3; to see why: sacct -j 7, and {path}"
+    assert f"launch.sh: {ended}\n" in text, text
 
 
 def test_a_job_is_followed_if_scontrol_fails(site):

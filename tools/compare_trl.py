@@ -159,7 +159,7 @@ def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
 
     theirs = transformers.AutoTokenizer.from_pretrained(cfg.model)
     encoded = theirs(text=prompts)["input_ids"]
-    assert encoded == [questions[i]["prompt"] for i in order]
+    assert encoded == [questions[i]["prompt_ids"] for i in order]
     policy = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
     policy.generation_config.eos_token_id = sorted(stop_ids)
 

@@ -24,7 +24,7 @@ cuda() {
   local driver
   driver="$(driver)"
   if [ -z "${CUDA:-}" ] && [ -n "$driver" ]; then
-    [ "$driver" -ge 525 ] || die "the NVIDIA driver here is $driver, CUDA 12 takes 525 or newer, CUDA 13 580: update it"
+    [ "$driver" -ge 525 ] || die "NVIDIA driver $driver is too old: CUDA 12 needs 525 or newer, and CUDA 13 needs 580"
     if [ "$driver" -lt 580 ] || has_old_gpu; then CUDA=12; fi
   fi
   case "${CUDA:-13}" in 12 | 13) ;; *) die "CUDA=$CUDA is neither 12 nor 13" ;; esac
@@ -51,8 +51,8 @@ check_gpus() {
     die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
 }
 
-# Install the compiler for $1, such as h100-8, which needs no driver: JAX's CUDA plugin, and cuDNN, whose version JAX
-# reads. If .venv has CUDA for training, use that. The extra of the jax package pins the plugin to jax's version.
+# Install what compiles for $1, such as h100-8: JAX's CUDA plugin, and cuDNN, whose version JAX reads. Compilation needs
+# no driver. If .venv has CUDA for training, use that. The extra of the jax package pins the plugin to jax's version.
 setup_absent_gpus() {
   local cuda=13
   case "$(uname -sm)" in
@@ -63,8 +63,8 @@ setup_absent_gpus() {
   local ready="from importlib.metadata import version as v; import nvidia.cudnn"
   ready="$ready; assert v('jax') == v('jax-cuda$cuda-plugin') == v('jax-cuda$cuda-pjrt')"
   if "$venv/bin/python" -c "$ready" 2>/dev/null; then return; fi
-  say "installing what compiles for $1, JAX's CUDA $cuda plugin and cuDNN, into .venv: 0.7 GB to load, 1.3 GB there"
-  say 'from then on .venv/bin/python wants JAX_PLATFORMS=cpu on a CPU'
+  say "installing what compiles for $1, JAX's CUDA $cuda plugin and cuDNN: 0.7 GB to download, 1.3 GB in .venv"
+  say 'from then on, set JAX_PLATFORMS=cpu whenever you run .venv/bin/python on a CPU'
   pip_install "jax[cuda$cuda-local]" || exit
   # --no-deps: cuDNN depends on cuBLAS, which compilation does not need.
   pip_install --no-deps "nvidia-cudnn-cu$cuda" || exit

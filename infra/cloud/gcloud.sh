@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A TPU slice in Google Cloud, and a run on it. launch.sh sources this file. Both set these variables:
+# A TPU slice in Google Cloud, and a run on it. launch.sh sources this file; the two set these variables:
 #
 #   $type $devices $hosts $image    the slice, from check_type
 #   $name $zones $options           its name, the zones where it may be, and the launcher's options as they were given
@@ -8,7 +8,7 @@
 #   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# cmd_tpu has local variables for the state of the slice, such as its zone, which the functions that it calls set.
+# The slice's state, such as its zone, is in local variables of cmd_tpu. The functions that it calls set these.
 # ---------------------------------------------------------------- Google Cloud: types, and errors of gcloud
 # Set $type, $devices, $hosts, $image and $all_zones, or say why there is no such slice.
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
@@ -34,7 +34,7 @@ check_type() {
   hosts=$((devices > one_host ? devices / 4 : 1))
 }
 
-# Print the user's command with action $1 instead.
+# Print a command for the user: this slice's type, action $1, and the launcher's options as the user gave them.
 again() {
   printf 'bash launch.sh %s' "$type $1"
   [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
@@ -60,10 +60,10 @@ reach() { # ssh|scp ARGUMENTS...
 }
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
-# Faults of gcloud, one per line: a word; a pattern; advice. The first pattern that matches counts. So `network` comes
-# before `login`, because gcloud offline advises "auth login", and `busy` before `quota`, because a 429 means too many
-# requests per minute. No pattern matches "... which is the active account specified by ...", the end of every 401, 403
-# and 404. The texts are from gcloud 528 and the services behind it.
+# Faults of gcloud, one per line: a word; a pattern; advice. The first pattern that matches counts. `network` precedes
+# `login`, because gcloud advises "auth login" when it is offline. `busy` precedes `quota`, because a 429, too many
+# requests per minute, may mention a quota. Every 401, 403 and 404 ends in "... which is the active account specified by
+# ...": only the last pattern may match that. The texts are from gcloud 528 and the services behind it.
 faults() {
   cat <<END
 network; Max retries exceeded; is this machine online?
@@ -161,7 +161,7 @@ is_missing() { [[ "$(fault)" = missing* ]]; }
 find_slice() {
   local now fault
   for zone in ${zones//,/ }; do
-    # Ask twice: if an existing VM were missed, a second one would be made, and paid for, too.
+    # If the fault may pass, ask again: if an existing VM were missed, a second one would be made, and paid for, too.
     if now="$(state_now || { may_pass "$(fault)" && sleep 10 && state_now; })"; then
       [ -z "$now$dry_run" ] || return 0
       continue
@@ -216,8 +216,8 @@ delete() {
 delete_vm() { vm delete >&2 || is_missing; }
 delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
 
-# Wait until the slice in $zone is READY. Otherwise delete what is left of it, and return 2 if its queued request has
-# FAILED, or 1 if it was preempted or is gone.
+# Wait until the slice in $zone is READY. If its queued request has FAILED, delete what is left, and return 2. If it was
+# preempted, delete what is left, and return 1. If it is gone, return 1. Otherwise, exit with a reason.
 wait_until_ready() {
   local now before='-' polls=0 error
   [ -z "$dry_run" ] || return 0
@@ -248,7 +248,7 @@ wait_until_ready() {
     esac
     polls=$((polls + 1))
     if [ "$polls" = 180 ]; then
-      die "$name is $now for half an hour; go on waiting: $(again up); or delete it: $(again down)" 1
+      die "$name has been $now for half an hour; go on waiting: $(again up); or delete it: $(again down)" 1
     fi
     sleep 10
   done
@@ -297,7 +297,7 @@ at_end() { # EXIT_CODE
   rm -rf "$scratch"
 }
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
-# Run a command in ~/podgrpo on worker $1, a number or `all`. It must be safe to repeat: gcloud does so if ssh breaks.
+# Run command $2 in ~/podgrpo on worker $1, or on `all`. It must be safe to repeat: gcloud runs it again if ssh breaks.
 workers() {
   reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
@@ -327,8 +327,8 @@ persistently() {
   return 1
 }
 
-# Pack the files of this tree that git does not ignore into $to_send, once: after a preemption, the same tree is sent
-# again. Check each command here, because `send` is called in conditions, where errexit is off.
+# Pack this tree into $to_send, without what git ignores. Pack it once: after a preemption, the same tree is sent again.
+# Check each command here, because `send` is called in conditions, where errexit is off.
 pack() {
   local packed="$to_send/tree.tgz" size
   if [ -z "$dry_run" ] && [ -f "$packed" ]; then return; fi
@@ -337,7 +337,7 @@ pack() {
   # shellcheck disable=SC2016 # another shell expands $f
   shell "$(printf 'cd %q && git ls-files -coz --exclude-standard | xargs -0 sh -c %q sh >%q' "$here" \
     'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
-    die "$here is no git checkout; what git knows is what is sent"
+    die "$here is no git checkout, so git cannot list the files to send"
   shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")" || exit
   run env COPYFILE_DISABLE=1 tar -C "$here" --null -T "$to_send/run.sent" -czf "$packed.unfinished" ||
     die 'this tree could not be packed, and nothing was sent; see the message of tar' 1
@@ -358,7 +358,7 @@ is_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
 send() { # FLAGS..., which may need more packages
   local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
   is_busy >"$scratch/busy" || return
-  [ ! -s "$scratch/busy" ] || die "a run is going on there: $(again logs), or stop"
+  [ ! -s "$scratch/busy" ] || die "$name has a run already; follow it: $(again logs); or end it: $(again stop)"
   pack
   if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'no .env is here'; fi
   say "sending this tree to $hosts workers"
@@ -386,7 +386,7 @@ start() { # FLAGS...
 # Print all workers' logs until all runs have ended. Returns the code of the first to fail, or 75 if the slice is gone.
 follow() { # LINE of worker 0's log to begin with
   local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
-  trap 'say "detached; the run goes on: $(again logs), or stop"; exit 130' INT
+  trap 'say "detached; the run goes on; follow it: $(again logs); or end it: $(again stop)"; exit 130' INT
   while :; do
     : >"$ended"
     echo 0 >"$seen"
@@ -433,7 +433,7 @@ stop_rest() {
   workers all "bash infra/cloud/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
-# Copy the results of a run from worker 0 to out/$name, unless worker 0 finds them in the run's bucket. Make their page.
+# Unless worker 0 finds the run's results in a bucket, copy them from worker 0 to out/$name, and make report.html there.
 fetch() {
   local out to="out/$name"
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
@@ -455,8 +455,8 @@ fetch() {
 
 RESUMES='The command that started the run resumes it from a bucket'
 WATCH_ENDS='the watch ends; the run may go on'
-# Run to the end. Start the run again after its VM was repaired or, with --spot, made again. A life is the part of a run
-# on one VM; $1 is the action that the first life begins with.
+# Run to the end. Start again after the VM was repaired or, with --spot, made again. A life of a run lasts until the run
+# ends or its VM fails; $1 is the action that the first life begins with.
 live_and_finish() { # up|start|follow LINE FLAGS...
   local code now life="$1" line="$2"
   shift 2

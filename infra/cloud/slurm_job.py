@@ -22,10 +22,10 @@ def say(text: str) -> None:
 
 
 def run_tasks(command: list[str]) -> tuple[int, bool]:
-    """Run the command as tasks. Returns (exit code of the first task that failed, or 0 if none did,
-    whether Slurm has warned of the time limit)."""
+    """Run the command as tasks. Returns (exit code, whether Slurm has warned of the time limit).
+    The exit code is that of the first task that failed, or 0 if none did."""
     env = os.environ.copy()
-    # Since Slurm 22.05, srun does not take this number over from sbatch.
+    # Since Slurm 22.05, srun does not take the number of CPUs per task from sbatch, so pass it on.
     if "SLURM_CPUS_PER_TASK" in env:
         env["SRUN_CPUS_PER_TASK"] = env["SLURM_CPUS_PER_TASK"]
     warnings = []

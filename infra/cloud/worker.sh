@@ -68,7 +68,7 @@ follow() {
 }
 
 status() {
-  if is_free; then echo "no run; the last: $(cat run.exit 2>&1)"; else echo running; fi
+  if is_free; then echo "no run; exit code and end time of the last: $(cat run.exit 2>&1)"; else echo running; fi
   tail -n 1 run.log 2>/dev/null || :
 }
 

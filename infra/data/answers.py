@@ -60,9 +60,9 @@ SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 def final_number(text: str) -> fractions.Fraction | None:
     r"""Returns the final answer in a text, or None if the answer is not a number.
 
-    The answer is the last <answer> that is not empty, even if it is nested or not closed. Without
-    these tags it is the last \boxed{}, else the last line after ####, else the last number of the
-    text, with the formula around it.
+    The answer is the last <answer>, even if it is nested or not closed; else the last \boxed{};
+    else the rest of the last line with ####. Empty ones do not count. Without any of these, the
+    answer is the last number of the text, unless that number is part of a formula.
     """
     marked = (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S)

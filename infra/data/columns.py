@@ -26,7 +26,7 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
         if ours not in NAMES or not theirs:
             raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
         chosen[ours] = theirs
-    # Look among the usual names for any column that --columns does not name.
+    # If --columns does not set the question or the answer, look among the usual names.
     for ours, names in NAMES.items():
         found = (name for name in names if value_of(row, name) is not None)
         chosen.setdefault(ours, next(found, ours))

@@ -15,7 +15,7 @@ def named_sets(eval_data: str) -> dict[str, str]:
     data: `math` for `math.jsonl`. Exits with code 2 if two sets have the same name."""
     sets = {}
     for entry in eval_data.split(","):
-        # A path may hold `=` too, but not before its first slash or dot.
+        # An `=` after a slash or a dot belongs to the path: a set's name has neither.
         found = re.fullmatch(r"([\w-]+)=(.+)", entry)
         if found:
             name, data = found.groups()
@@ -35,7 +35,7 @@ def named_sets(eval_data: str) -> dict[str, str]:
 def questions_at_once(sequences: int, samples: int, devices: int) -> int:
     """Number of questions that a host answers in one round, `samples` times each. The answers of a
     round are about as many as a rollout's `sequences`, and divide over the host's `devices`."""
-    # The answers of this many questions are the fewest that divide over the devices.
+    # The least number of questions whose answers divide over the devices.
     unit = devices // math.gcd(samples, devices)
     units = sequences // (samples * unit)
     return max(1, units) * unit
@@ -57,7 +57,8 @@ def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, dec
     # The answers to a question are consecutive.
     rows = [pair for pair in asked for _ in range(samples)]
     answers = []
-    # `rows` goes on into later rounds. In the last round, surplus answers are past its end.
+    # `rows` also holds later rounds. In the last round it is shorter than the answers: zip drops
+    # those that are surplus.
     for (name, row), text, values in zip(rows, texts, columns.tolist(), strict=False):
         solved, reward, truncated, tokens = values
         answers.append(

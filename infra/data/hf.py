@@ -114,7 +114,8 @@ def weight_files(directory: str) -> list[str]:
 
 
 def refuse_other_weights(directory: str) -> None:
-    """Raise CheckpointError, with the command to convert them, for weights in other formats."""
+    """Raise CheckpointError if the weights are in other formats only. The message has the command
+    that converts them."""
     others = [
         name
         for name in sorted(os.listdir(directory))
@@ -175,8 +176,8 @@ class ModelFiles:
         ]
         if extra:
             raise CheckpointError(
-                f"{directory} has the tensor {extra[0]} ({len(extra)} such) that its config.json "
-                "does not call for"
+                f"{directory} has {len(extra)} tensors that its config.json does not call for, such "
+                f"as {extra[0]}"
             )
 
     def read(self, parameter: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -23,7 +23,7 @@ from infra.host.processes import together
 
 # ---------------------------------------------------------------- rows of files and of the hub
 # {extension of a file of questions: name of its loader in `datasets`}. A .jsonl file is read here
-# instead, so that messages can name the line.
+# instead, so that an error message can name the line.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -157,7 +157,7 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
 
 
 def number_text(number: int | float) -> str:
-    """Write a number in digits: in 1e-05, the final number would be read as 05."""
+    """Write a number in digits, without an exponent: 0.00001 for 1e-05."""
     if isinstance(number, int):
         return str(number)
     return np.format_float_positional(number, trim="0")
@@ -192,7 +192,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     encoded = zip(rows, encoded_prompts, encoded_demonstrations, strict=True)
     for row, prompt, demonstration in encoded:
         if len(prompt) <= cfg.max_prompt:
-            questions.append(row | {"prompt": prompt, "demonstration_ids": demonstration})
+            questions.append(row | {"prompt_ids": prompt, "demonstration_ids": demonstration})
 
     # Check that there are questions left.
     shortest = min(map(len, encoded_prompts))

@@ -4,9 +4,10 @@
 
 The run forks the supervisor before JAX looks for devices, and the supervisor forks the workers. So
 a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
-it. A reward function that hangs, exits or crashes the interpreter scores 0 on that answer and costs
-one worker, which is replaced. What a function does to its process does not reach the run, unless
-the function signals other processes.
+it. A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
+which is replaced. An `async def` function then scores 0 on all answers that it has in that worker.
+What a function does to its process does not reach the run, unless the function signals other
+processes. Programs that a function starts in a session of their own are its own to end.
 """
 
 import asyncio
@@ -42,19 +43,19 @@ Call = tuple[int, int]
 
 # Scores must lie between -MOST_REWARD and MOST_REWARD, so that their squares fit in float32.
 MOST_REWARD = 1e6
-# A worker has this many answers at once in an `async def` function.
+# At most this many calls of an `async def` function run at the same time in a worker.
 AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
-# each remaining answer might take as long.
+# each remaining answer might take --reward_timeout, too.
 MOST_LOST = 16
-# Seconds between reads of what workers report: fast functions report in quick succession.
+# Seconds to wait before workers' reports are read, so that many are read at once.
 SECONDS_BETWEEN_READS = 0.001
 # Seconds after which the supervisor looks for workers that are late or have ended.
 SECONDS_BETWEEN_LOOKS = 0.1
-# The file for what functions print starts again beyond this size.
+# The file for what functions print is emptied when it is larger than this.
 LOG_BYTES = 10 * 2**20
 # Columns that infra/data/questions.py adds to the rows of the data. Functions do not get them.
-TOKEN_COLUMNS = {"prompt", "demonstration_ids"}
+TOKEN_COLUMNS = {"prompt_ids", "demonstration_ids"}
 
 FORK = multiprocessing.get_context("fork")
 
@@ -67,7 +68,7 @@ class RewardPool:
     """
 
     def __init__(self, functions: Sequence[RewardFunction], workers: int, seconds: float, log: str):
-        """workers: their number, or 0 for `default_workers`. The others as in Supervisor."""
+        """workers: number of workers, or 0 for `default_workers`. seconds, log: see Supervisor."""
         self.channel, theirs = FORK.Pipe()
         supervisor = Supervisor(theirs, functions, workers or default_workers(), seconds, log)
         self.process = FORK.Process(target=supervisor.main, args=[self.channel])
@@ -93,12 +94,12 @@ class RewardPool:
         rows[i] is the row of the data that answers[i] belongs to. Returns (scores, faults): float64
         [answers, functions], and {function name: {i: why it failed on answers[i]}}. A truncated
         answer scores 0 with all functions. An answer on which a function fails scores 0 with that
-        function. A function that was too slow MOST_LOST times in succession, or ended its process,
-        is not called again, and counts as failed on the remaining answers.
+        function. A function that cost MOST_LOST workers in succession, by being too slow or by
+        ending its process, is not called again, and counts as failed on the remaining answers.
         """
-        # The rows of a group are one object, which is pickled once.
+        # All answers to a question share one row object, which is pickled once.
         distinct = {id(row): row for row in rows}
-        row_bytes = {key: pickle.dumps(documented(row)) for key, row in distinct.items()}
+        row_bytes = {key: pickle.dumps(data_columns(row)) for key, row in distinct.items()}
         arguments = [(row_bytes[id(row)], text) for row, text in zip(rows, answers, strict=True)]
         self.channel.send((arguments, np.asarray(truncated)))
         scores, faults, worked = self.channel.recv()
@@ -114,8 +115,8 @@ def default_workers() -> int:
     return min(8, max(1, cores // 2))
 
 
-def documented(row: dict) -> dict:
-    """The columns of a row that functions get: those of the data."""
+def data_columns(row: dict) -> dict:
+    """The columns of a row that functions get: all but token ids."""
     return {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
 
 
@@ -158,7 +159,7 @@ class Scoring:
 
     def lose(self, calls: list[Call], at_once: int, reason: str) -> None:
         """Note that a worker was lost. calls: those of its task that it has not reported. The first
-        `at_once` of them had begun: they fail, and the others are made later."""
+        `at_once` of them may have begun, so they fail. The others return to the queue."""
         for call in calls[:at_once]:
             self.fail(call, reason)
         self.queue[:0] = calls[at_once:]
@@ -186,17 +187,19 @@ class Supervisor:
 
     def main(self, end_of_run) -> None:
         """Score answers as the run asks, until the run ends."""
-        # With no copy of the run's end here, the run's death can be read at this end.
+        # Close this process's copy of the run's end of the pipe: only then does `recv` meet the end
+        # of the file when the run dies.
         end_of_run.close()
-        # Ctrl-C in the terminal signals a session. Slurm signals all processes of a task. A
-        # handler, unlike SIG_IGN, is not inherited by programs that functions start.
+        # Signals are for the run, which then ends its workers. Ctrl-C in a terminal reaches one
+        # session, and Slurm signals all processes of a task. Programs that functions start would
+        # inherit SIG_IGN, but do not inherit a handler.
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
         # JAX in a function must not take the devices of the run.
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-        # Workers share the memory of all that is imported, as long as they do not collect it.
+        # Garbage collection would write to what is imported, and end its sharing among the workers.
         gc.freeze()
         try:
             while asked := self.receive():
@@ -244,13 +247,12 @@ class Supervisor:
             channels = [worker.channel for worker in self.workers]
             heard = multiprocessing.connection.wait([self.run, *channels], SECONDS_BETWEEN_LOOKS)
             if self.run in heard:
-                # The run ends, and wants no scores. `receive` says so again.
+                # The run ends, and wants no scores. `main` calls `receive` next, and gets None.
                 return
             for place, worker in enumerate(self.workers):
                 if worker.channel in heard:
                     for call, outcome in worker.read():
                         scoring.note(call, outcome)
-                # What a worker has sent is read before the worker is replaced.
                 if worker.channel not in heard or worker.is_closed:
                     self.replace_if_lost(place, scoring)
             if os.fstat(1).st_size > LOG_BYTES:
@@ -260,6 +262,10 @@ class Supervisor:
     def replace_if_lost(self, place: int, scoring: Scoring) -> None:
         """If a worker hangs or has ended, put another one in its place."""
         worker = self.workers[place]
+        if worker.fault():
+            # The worker may have reported since `heard` was found.
+            for call, outcome in worker.read_rest():
+                scoring.note(call, outcome)
         fault = worker.fault()
         if fault:
             worker.kill()
@@ -283,7 +289,9 @@ class Worker:
         self.at_once = 1
         self.unread = b""
         self.channel, end_of_worker = socket.socketpair()
-        self.process = FORK.Process(target=work, args=(end_of_worker, functions, seconds, run))
+        inherited = [run, self.channel]
+        task = (end_of_worker, functions, seconds, inherited)
+        self.process = FORK.Process(target=work, args=task)
         self.process.start()
         end_of_worker.close()
 
@@ -311,10 +319,17 @@ class Worker:
         reports = [json.loads(line) for line in lines]
         return [(self.calls.pop(place), outcome) for place, outcome in reports]
 
+    def read_rest(self) -> list[tuple[Call, float | str]]:
+        """As `read`, until there is nothing to read."""
+        reports = []
+        while not self.is_closed and multiprocessing.connection.wait([self.channel], 0):
+            reports += self.read()
+        return reports
+
     def fault(self) -> str:
         """Why this worker has to be replaced, or ""."""
         if self.is_closed:
-            # A process that ends closes its socket a moment before.
+            # A process that ends closes its socket a moment before its exit code is known.
             self.process.join(1)
         code = self.process.exitcode
         if code is not None:
@@ -328,7 +343,7 @@ class Worker:
         return too_slow(self.seconds) if is_late else ""
 
     def kill(self) -> None:
-        """End the process, and what functions have forked there."""
+        """End the process and its process group: what functions have started there."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -337,13 +352,14 @@ class Worker:
 
 
 # ---------------------------------------------------------------- the worker
-def work(channel: socket.socket, functions, seconds: float, run) -> None:
+def work(channel: socket.socket, functions, seconds: float, inherited) -> None:
     """Make the calls that the supervisor asks for: pickles of (number of the function, [(pickled
     row, answer), ...]). Report each call as soon as it ends, as a line of JSON: [its place in the
-    task, its score or why it failed]."""
+    task, its score or why it failed]. inherited: connections of the supervisor."""
     try:
         protect_the_run()
-        run.close()
+        for connection in inherited:
+            connection.close()
         report = reporter(channel)
         tasks = channel.makefile("rb")
         # One event loop for all tasks, so that a function may keep its connections.
@@ -365,8 +381,10 @@ def work(channel: socket.socket, functions, seconds: float, run) -> None:
 
 def protect_the_run() -> None:
     """Let this process neither outlive the run nor take the memory that the run needs."""
-    # `kill` reaches what functions have forked, as it is in the same session.
+    # Begin a process group: Worker.kill ends the group, and with it what functions have started.
     os.setsid()
+    # multiprocessing ends the processes that a function has forked by SIGTERM.
+    os.register_at_fork(after_in_child=restore_signals)
     # If a function crashes the interpreter, print where.
     faulthandler.enable()
     if sys.platform == "linux":
@@ -375,6 +393,13 @@ def protect_the_run() -> None:
         # If memory runs out, the kernel kills this process first.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
             f.write("1000")
+
+
+def restore_signals() -> None:
+    """Undo what Supervisor.main does to signals."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def reporter(channel: socket.socket) -> Callable[[int, float | str], None]:
@@ -390,7 +415,8 @@ def reporter(channel: socket.socket) -> Callable[[int, float | str], None]:
         # functions print would fail, or go into the next file to be opened.
         sys.stdout.flush()
         sys.stderr.flush()
-        assert streams_are_open()
+        if not streams_are_open():
+            raise OSError("a function closed a standard stream")
         os.fchdir(directory)
         channel.sendall(json.dumps([place, outcome]).encode() + b"\n")
 
@@ -413,13 +439,14 @@ def score(function: Callable, row: bytes, answer: str) -> float | str:
 
 
 async def score_together(function, calls, seconds, report) -> None:
-    """Score many answers at once with an `async def` function. A call is cancelled after
-    `seconds`."""
-    places = asyncio.Semaphore(AT_ONCE)
+    """Score many answers at once with an `async def` function. A call is cancelled `seconds` after
+    it began."""
+    free = asyncio.Semaphore(AT_ONCE)
 
     async def score_one(place, row, answer):
-        limit = asyncio.timeout(seconds)
-        async with places:
+        async with free:
+            # The time begins here, when the timeout is made.
+            limit = asyncio.timeout(seconds)
             try:
                 async with limit:
                     outcome = checked(await function(pickle.loads(row), answer))

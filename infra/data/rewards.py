@@ -1,4 +1,4 @@
-"""Reward functions: what they are called, what a run requires of them, and how it reports failures.
+"""Reward functions: their names, what a run requires of them, and how it reports their failures.
 
 A reward function takes (row, answer): the row of the data with all its columns, and the text of
 the completion. It returns a float. infra/data/reward_pool.py calls it.

@@ -25,12 +25,13 @@ class Chip:
     link: float = 0  # TPU only: bytes per second that a chip sends along one axis of the torus
 
 
-# The time for a message to reach a neighbouring TPU chip ("How to Scale Your Model", "Sharded
-# Matrices").
+# Seconds for a message to reach a neighbouring TPU chip, from the chapter "Sharded Matrices" of the
+# book "How to Scale Your Model".
 HOP_SECONDS = 1e-6
 
-# Keys are prefixes of JAX's device_kind; a longer key comes before its own prefix. The figures for
-# TPUs are from Google's documentation of Cloud TPUs, except clock and link, which are derived:
+# Keys are prefixes of JAX's device_kind. The first match counts, so longer keys come first. The
+# figures for TPUs are from Google's documentation of Cloud TPUs, except clock and link, which are
+# derived:
 # - The clock is the chip's peak divided by the operations that its matrix units do in a cycle, a
 #   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, v6e has 16.
 # - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Half of the
@@ -106,6 +107,7 @@ class PinnedHost(NamedSharding):
 
 
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
-    """Returns the same sharding in the hosts' pinned memory. The devices may be absent."""
+    """Returns the same sharding in the hosts' pinned memory. This machine need not have the
+    devices."""
     on_host = sharding.with_memory_kind("pinned_host")
     return on_host if on_host.memory_kind else PinnedHost(sharding.mesh, sharding.spec)

@@ -70,7 +70,7 @@ def exit_on(errors, message: str):
     try:
         yield
     except BaseException as e:
-        # A panic in tokenizers, a Rust library, is not an Exception.
+        # A panic in tokenizers, which is in Rust, is no Exception. It always counts as one of them.
         if not isinstance(e, errors) and type(e).__name__ != "PanicException":
             raise
         check(False, f"{message}: {first_line(e)}")

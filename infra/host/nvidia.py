@@ -129,7 +129,7 @@ def check_cudnn() -> None:
     check(
         same_major and loaded // 100 >= compiled_for // 100,
         f"cuDNN {dotted(loaded)} is loaded, but jax {jax.__version__} is compiled for "
-        f"{dotted(compiled_for)} and takes no older one; {advice}",
+        f"{dotted(compiled_for)}: it needs that version or a newer one of the same major; {advice}",
     )
 
 

@@ -65,7 +65,7 @@ def together(what: str):
 
 
 def host_count(mesh) -> int:
-    """Number of JAX processes that a mesh's devices belong to. The devices may be absent."""
+    """Number of JAX processes of a mesh's devices. This machine need not have these devices."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
@@ -134,8 +134,8 @@ def slurm_processes() -> Processes:
     # A comma means unequal nodes: 2(x3),1 is three nodes with two tasks and one node with one.
     check(
         "," not in env.get("SLURM_STEP_TASKS_PER_NODE", ""),
-        f"{tasks} tasks do not divide over {len(nodes)} nodes, which got "
-        f"{env.get('SLURM_STEP_TASKS_PER_NODE')}; give --ntasks-per-node, as many to each node",
+        f"the {len(nodes)} nodes got unequal numbers of the {tasks} tasks, "
+        f"{env.get('SLURM_STEP_TASKS_PER_NODE')}; give --ntasks-per-node, the same for each node",
     )
     tasks_per_node = tasks // len(nodes)
     # Two jobs on the same node must not choose the same port.
@@ -149,7 +149,7 @@ def slurm_processes() -> Processes:
     check(
         not gpus_are_shared or gpus in (tasks_per_node, None),
         f"{tasks_per_node} tasks share the {gpus} GPUs of a node; "
-        f"give --ntasks-per-node {gpus}, one a GPU, or 1, which takes all",
+        f"give --ntasks-per-node {gpus}, one task per GPU, or 1, one task with all GPUs",
     )
     return Processes(
         address=f"{nodes[0]}:{port}",
@@ -361,8 +361,8 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def warned(self, number, _frame=None):
-        """Handle a warning that SIGTERM will come. Unlike `note`, keep the handler: that SIGTERM
-        must not end a save."""
+        """Handle a warning that SIGTERM will come: note the signal, but keep its handler. Otherwise
+        the SIGTERM after the warning would end a save."""
         self.number = number
 
 
@@ -432,7 +432,8 @@ def run_process(main: Callable) -> None:
 
 
 def leave(error: BaseException) -> None:
-    """End this process with the error's exit code. A process that is alone raises the error again.
+    """End this process with the error's exit code. A process that is alone, or that ends
+    with code 0, raises the error again.
 
     In an orderly exit, JAX would wait for the other processes, which wait for this one.
     """

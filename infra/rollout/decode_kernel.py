@@ -26,11 +26,13 @@ BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
 # Score of a slot that is not attended to.
 LEAST = -1e30
-# Maximum rows of a block (the kernel reads their lengths one by one), and queries per row.
+# Maximum rows of a block, since the kernel reads their lengths one by one.
 MOST_ROWS = 16
+# Maximum queries per row of a block, if M has a suitable divisor; see `queries_of_block`.
 MOST_QUERIES = 1024
-# Slots per block: attention reads many at once, and a write changes one bfloat16 tile.
+# Slots that attention reads at once.
 BLOCK_SLOTS = 512
+# Slots of one tile of bfloat16, which a write reads, changes and writes back.
 TILE_SLOTS = 16
 # Largest array of keys or values, in bytes, that XLA may hold in VMEM while all layers run.
 SMALL_CACHE = 2**24
@@ -44,9 +46,10 @@ def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
 
 
 def queries_of_block(M: int) -> int:
-    """Queries per block: M, or if M is too large, its largest divisor that is a multiple of 8.
+    """Queries per block: M if it is at most MOST_QUERIES, else a divisor of M.
 
-    A float32 tile has 8 rows. If M has no such divisor, one block takes all queries.
+    The divisor is the largest one up to MOST_QUERIES that is a multiple of 8, the rows of a float32
+    tile. If M has no such divisor, one block takes all queries.
     """
     possible = [n for n in range(8, MOST_QUERIES + 1, 8) if M % n == 0]
     return M if M <= MOST_QUERIES else max(possible, default=M)
@@ -81,7 +84,8 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
             out_specs=[tile, tile],
         ),
         out_shape=[jax.typeof(keys), jax.typeof(values)],
-        # The inputs are layer, slot, two tokens, keys and values; the last two become the outputs.
+        # The inputs are layer, slot, the token's key and value, and the cache's keys and values.
+        # The last two become the outputs.
         input_output_aliases={4: 0, 5: 1},
         # Every row reads and writes one tile of keys and one tile of values.
         cost_estimate=CostEstimate(flops=0, bytes_accessed=4 * B * tile_bytes, transcendentals=0),
@@ -95,8 +99,8 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
 def in_hbm(a):
     """Constrain keys or values to HBM, unless they are small.
 
-    XLA may hold a small cache in VMEM while all layers run, which is faster. XLA would copy
-    all layers of a larger cache to VMEM, and would repeat that for each layer.
+    XLA may hold a small cache in VMEM while all layers run, which is faster. Without the
+    constraint, XLA would copy all layers of a larger cache to VMEM, and repeat that for each layer.
     """
     if a.nbytes <= SMALL_CACHE:
         return a
@@ -122,9 +126,9 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     """Attention to the first length_B slots of a layer, merged with attention to other slots.
 
     others_out, others_lse: the results for the other slots. Returns [out, log-sum-exp] for all
-    slots. Slots beyond the longest row of a block are not read. The softmax is computed as in flash
-    attention (arXiv 2205.14135): a score in the running sums has the weight exp(score - largest
-    score so far).
+    slots. Blocks of slots beyond the longest row of a block of rows are not read. The softmax is
+    computed as in flash attention (arXiv 2205.14135): a score in the running sums has the weight
+    exp(score - largest score so far).
     """
     _, B, K, S, H = keys.shape
     M = q_BKMH.shape[2]
@@ -196,7 +200,7 @@ def cost_of_attention(q_BKMH, keys) -> CostEstimate:
 
 
 def product(a, b, axis_of_b):
-    """Matmul for each row: contracts the last axis of a [rows, M, X] with axis_of_b of b."""
+    """Matmul for each row: contracts the last axis of `a` [rows, M, X] with `axis_of_b` of `b`."""
     batch_axes = (0,), (0,)
     contracted_axes = (2,), (axis_of_b,)
     dimensions = contracted_axes, batch_axes
@@ -218,8 +222,8 @@ def attend_to_block(
         slot = s * slots + lax.broadcasted_iota(jnp.int32, shape, axis)
         return slot < lengths_of_block(lengths, b, rows)
 
-    # If there are no other slots, out starts at 0, and the initial total of 1 is scaled to 0 by the
-    # first block, because others_lse is LEAST.
+    # Start as if the other slots were one slot, with score others_lse and value others_out. If
+    # there are no other slots, others_lse is LEAST, so the first block scales this start to 0.
     @when(s == 0)
     def begin():
         out[...] = others_out[...]

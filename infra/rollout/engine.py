@@ -54,11 +54,13 @@ class Engine:
     def of_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
         """The engine of a Hugging Face directory on all devices of this process, with its weights.
 
-        Exits with code 2 if the directory holds no such model.
+        Raises CheckpointError if the model cannot be used, and exits with code 2 if its tokenizer
+        cannot be used.
         """
         model_cfg = hf.read_config(directory)
         tokenizer = load_tokenizer(directory)
-        # The tokenizer's end of a turn ends an answer, even if the model's config does not name it.
+        # The tokenizer's end-of-turn token and its eos end an answer, even if the model's config
+        # does not name them.
         model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
         # The mesh shards the weights over all devices, as in training by default.
         devices = np.array(jax.local_devices())
@@ -103,8 +105,8 @@ class Engine:
         logprobs_BT float32, under the distribution that tokens were drawn from, after temperature,
         top_k and top_p.
         """
-        prompts_BP, length_B = pad_prompts(prompts)
-        B = len(prompts_BP)
+        prompts_BT, prompt_length_B = pad_prompts(prompts)
+        B = len(prompts_BT)
         answers = empty_answers(B, self.max_answer)
         steps = min(STAGE, self.max_answer)
         shared = dict(model_cfg=self.model_cfg, layout=self.layout)
@@ -113,10 +115,12 @@ class Engine:
         # Dropping rows pays off sooner if the weights, which every step reads, are quantised.
         quantised = isinstance(model.head(self.weights), model.Quantised)
         for row_ids in waves:
-            # Free the cache of the last wave before the next one is made.
+            # Free the cache of the previous wave before the cache of this one is made.
             wave = state = None
             slots = slots_for(steps, self.max_answer)
-            wave = prefill_wave(self.weights, prompts_BP, length_B, row_ids, group, slots, **shared)
+            wave = prefill_wave(
+                self.weights, prompts_BT, prompt_length_B, row_ids, group, slots, **shared
+            )
             progress(*totals(answers))
 
             for t in range(0, self.max_answer, STAGE):
@@ -125,7 +129,7 @@ class Engine:
                     # Grow the cache, and drop rows that have ended.
                     slots = slots_for(until, self.max_answer)
                     wave = resize_wave(wave, slots, self.model_cfg, self.layout, quantised)
-                rows = rows_of(wave, length_B, self.layout)
+                rows = rows_of(wave, prompt_length_B, self.layout)
                 static = dict(steps=steps, sampling=sampling, **shared)
                 state, new = decode(self.weights, wave.state, rows, key, t, until, **static)
                 new = jax.device_get(new)
@@ -174,7 +178,8 @@ def make_engine(
 
 def with_stop_ids(model_cfg: ModelConfig, stop_ids: set[int]) -> ModelConfig:
     """The config with more tokens that end an answer."""
-    # The config is a static argument of jitted functions: sort, so that equal sets are equal.
+    # The config is a static argument of jitted functions. Sort the ids, so that equal sets give
+    # equal configs.
     return replace(model_cfg, stop_ids=tuple(sorted({*model_cfg.stop_ids, *stop_ids})))
 
 
@@ -186,7 +191,7 @@ def answer_tokens(out: dict) -> list[list[int]]:
 
 # ---------------------------------------------------------------- prompts and answers
 def pad_prompts(prompts: list) -> tuple:
-    """Returns (prompts of all processes, padded on the right, int32 [B, P]; their lengths [B])."""
+    """Returns (prompts of all processes, padded on the right, int32 [B, T]; their lengths [B])."""
     longest = max(len(prompt) for prompt in prompts)
     width = padded_length(int(all_gather_processes(longest).max()))
     # Pad with token 0. Any token would do, since nothing that is used attends to pads.
@@ -194,20 +199,23 @@ def pad_prompts(prompts: list) -> tuple:
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens_BP = all_gather_processes(tokens).reshape(-1, width)
-    return tokens_BP, all_gather_processes(lengths).ravel()
+    tokens_BT = all_gather_processes(tokens).reshape(-1, width)
+    return tokens_BT, all_gather_processes(lengths).ravel()
 
 
 def size_of_step(cfg, hosts: int, longest_prompt: int) -> RolloutSize:
     """The RolloutSize of a step's rollout, if all answers have their full length."""
     sequences = cfg.batch * cfg.npq * hosts
-    quantised = cfg.rollout_dtype == "int8"
     prompt_slots = padded_length(longest_prompt)
-    return RolloutSize(sequences, cfg.npq, prompt_slots, cfg.max_answer, quantised)
+    dtype, quantised = quantise.dtypes(cfg)
+    return RolloutSize(sequences, cfg.npq, prompt_slots, cfg.max_answer, quantised, dtype)
 
 
 def padded_length(n: int) -> int:
-    """Round n up to a 2^k or 3 * 2^k. Each length is compiled, so there must be few lengths."""
+    """Round n up to 2^k or 3 * 2^k.
+
+    A program is compiled for each length, so there must be few lengths.
+    """
     power = 1 << (n - 1).bit_length()
     three_quarters = power * 3 // 4
     return three_quarters if n * 4 <= power * 3 else power
@@ -215,7 +223,8 @@ def padded_length(n: int) -> int:
 
 def slots_for(until: int, max_answer: int) -> int:
     """Number of KV cache slots for the first `until` tokens of answers."""
-    # Use few sizes, since each is compiled, but no more slots than an answer can fill.
+    # A program is compiled for each number of slots, so use few numbers. An answer fills at most
+    # max_answer slots.
     slots = min(padded_length(until), max_answer)
     # Round up to complete tiles, since the decode kernel writes tiles.
     return -(-slots // decode_kernel.TILE_SLOTS) * decode_kernel.TILE_SLOTS
@@ -251,8 +260,8 @@ def totals(answers: dict) -> tuple[int, int]:
 # ---------------------------------------------------------------- prefill
 def prefill_wave(
     weights,
-    prompts_BP,
-    length_B,
+    prompts_BT,
+    prompt_length_B,
     row_ids,
     group: int,
     slots: int,
@@ -264,18 +273,18 @@ def prefill_wave(
     # Take the prompt of the first row of each group.
     prompt_ids = row_ids[:, ::group]
     n_prompts = prompt_ids.shape[1]
-    width = prompts_BP.shape[1]
+    width = prompts_BT.shape[1]
     sizes = dict(B=row_ids.size, n_prompts=prompt_ids.size, width=width, slots=slots)
     dtype = weights["norm_D"].dtype
     state = layouts.empty_state(**sizes, dtype=dtype, cfg=model_cfg, layout=layout)
     # Run a device's prompts in equal parts, so that one compiled program serves them all.
     most = max(1, PREFILL_TOKENS // width)
-    parts = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
-    at_once = max(n for n in parts if n <= most)
+    part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
+    at_once = max(n for n in part_sizes if n <= most)
     for first in range(0, n_prompts, at_once):
         ids_B = prompt_ids[:, first : first + at_once].ravel()
-        prompts = layouts.shard_rows(prompts_BP[ids_B], layout)
-        lengths = layouts.shard_rows(length_B[ids_B], layout)
+        prompts = layouts.shard_rows(prompts_BT[ids_B], layout)
+        lengths = layouts.shard_rows(prompt_length_B[ids_B], layout)
         state = prefill(
             weights, state, prompts, lengths, first, group=group, model_cfg=model_cfg, layout=layout
         )
@@ -301,7 +310,8 @@ def prefill(
     On each device, keys and values go to the prompts' cache from row `first` on. The hidden state
     after each prompt goes to the prompt's `group` rows.
     """
-    # JAX traces once per shape, so an unexpected line here reveals an unintended shape.
+    # JAX traces once per shape, so an unexpected "tracing" line in the output reveals a shape that
+    # was not intended.
     n, width = prompts_PT.shape
     say(f"tracing prefill: {n} prompts of {width} tokens")
     # Pads come last, so all prompts begin at position 0.
@@ -311,7 +321,7 @@ def prefill(
         weights, model_cfg, layout, prompts_PT, positions, length_P - 1, attend, state.prompts
     )
 
-    # This needs a shard_map, because `first` counts rows within each device.
+    # This needs a shard_map, because `first` counts prompts within each device.
     def put_on_device(hidden_BD, new, first):
         copies = jnp.repeat(new, group, 0)
         return jax.lax.dynamic_update_slice(hidden_BD, copies, (first * group, 0))
@@ -344,7 +354,7 @@ def decode(
     steps: columns of the results, at least until - t.
 
     Returns (state, {tokens_BT int32 [B, steps], logprobs_BT float32 [B, steps], lengths_B: number
-    of tokens decoded, live_B: whether no stop token has come}).
+    of tokens decoded, live_B: as in `Rows`, after these tokens}).
     """
     B = len(rows.id_B)
     slots = state.answers[0].keys.shape[3]
@@ -405,7 +415,9 @@ def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, samplin
 
 def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) -> DecodeState:
     """Run token t of each answer, and write its keys and values to slot t of the answers' cache."""
-    attend = partial(kv_cache.decode_attention, slot=t, length_B=rows.length_B, layout=layout)
+    attend = partial(
+        kv_cache.decode_attention, slot=t, prompt_length_B=rows.length_B, layout=layout
+    )
     # The prompt comes before the answer.
     position_B = rows.length_B + t
     # Each row has one new token, so the index of its last token is 0.

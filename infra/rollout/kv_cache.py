@@ -2,8 +2,8 @@
 
 Keys and values are [L, B, K, S, H], where B counts answers or prompts: a prompt is cached once for
 all of its answers. On TPUs, kernels read and write the cache in place, because slicing a layer out
-of it would make a copy. Letters are as in model.py. M counts all queries that attend to the same
-keys: G per answer.
+of it would make a copy. Letters are as in model.py. M counts the queries that attend to the same
+keys: G for the keys of an answer, and G times the number of its answers for the keys of a prompt.
 """
 
 from typing import NamedTuple
@@ -44,25 +44,25 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
     return run(q_BNTH, k_BKTH, v_BKTH, layer, cache, first)
 
 
-def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layout) -> tuple:
+def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, prompt_length_B, layout) -> tuple:
     """Attention of one new token of each answer to its prompt, its earlier tokens and itself.
 
     cache: (prompts, answers). The new keys and values are written to `slot` of the answers' cache.
-    length_B: tokens of each row's prompt. Rows with the same prompt are consecutive, and each
-    prompt has equally many rows. Returns ([B, N, 1, H] float32, cache).
+    prompt_length_B: tokens of each row's prompt. Rows with the same prompt are consecutive, and
+    each prompt has equally many rows. Returns ([B, N, 1, H] float32, cache).
     """
     device = layout.mesh.devices.flat[0]
     is_tpu = device.platform == "tpu"
     attend = attend_pallas if is_tpu else attend_plain
 
-    def on_device(q, k, v, layer, cache, slot, length_B):
+    def on_device(q, k, v, layer, cache, slot, prompt_length_B):
         prompts, answers = cache
         if is_tpu:
             answers = Cache(*decode_kernel.write_token(*answers, k, v, layer, slot))
         else:
             answers = write_plain(answers, k, v, layer, slot=slot)
 
-        # Each group of G consecutive query heads shares one of the K key/value heads.
+        # Every G consecutive query heads share one of the K key/value heads.
         B, N, _, H = q.shape
         K = k.shape[1]
         q_BKGH = q.reshape(B, K, -1, H)
@@ -71,7 +71,7 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layou
         n_prompts = prompts.keys.shape[1]
         group = B // n_prompts
         q_joined = join_group(q_BKGH, group)
-        length_of_prompt = length_B[::group]
+        length_of_prompt = prompt_length_B[::group]
         joined = attend(q_joined, prompts, layer, length_of_prompt, no_slots(q_joined))
         of_prompts = split_group(joined, group)
 
@@ -80,8 +80,8 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B, layou
         out, _ = attend(q_BKGH, answers, layer, filled_B, of_prompts)
         return out.reshape(B, N, 1, H), (prompts, answers)
 
-    run = over_devices(on_device, layout, cache, slot, length_B)
-    return run(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, length_B)
+    run = over_devices(on_device, layout, cache, slot, prompt_length_B)
+    return run(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, prompt_length_B)
 
 
 def over_devices(run, layout, cache, *others):
@@ -130,7 +130,8 @@ def split_group(arrays, group):
 def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
     """Write keys and values of T tokens to a layer in place, from row `first` and `slot` on."""
     start = (layer, first, 0, slot, 0)
-    # Otherwise, with many rows, XLA would reorder the dimensions in memory, and so copy the cache.
+    # Fix the order of the dimensions in memory. With many rows, XLA would otherwise reorder
+    # them, and so copy the cache.
     order = tuple(range(5))
     in_order = DeviceLayout(order)
 
@@ -166,7 +167,7 @@ def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
     is_filled_BKMS = is_filled_BS[:, None, None]
     scores = jnp.where(is_filled_BKMS, scores, LEAST)
 
-    # The softmax covers the other slots, too: others_lse is the log of their part of its sum.
+    # The softmax covers the other slots, too: they add exp(others_lse) to its sum.
     others_out, others_lse = others
     own_lse = jax.nn.logsumexp(scores, -1, keepdims=True)
     lse = jnp.logaddexp(others_lse, own_lse)

@@ -22,8 +22,10 @@ from infra.rollout.kv_cache import Cache
 from model import ModelConfig
 
 # replicated: every device has all weights. tp: weights are split by heads, F and V within a host.
-# fsdp: weights are sharded as in training, and all-gathered layer by layer in each decode step.
-# maxtext: like fsdp, but rows are split over dp only.
+# fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
+# decode step all-gathers them layer by layer.
+# maxtext: weights are split as in fsdp, but XLA chooses how to combine them, and rows are split
+# over dp only.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 
 
@@ -57,11 +59,12 @@ class RolloutSize:
     prompt_slots: int  # KV cache slots per prompt: the padded length of the longest prompt
     answer_slots: int  # KV cache slots per answer: the maximum length of an answer
     quantised: bool = False  # whether the weight matrices are int8
+    dtype: str | None = None  # of weights that are not int8; None for the dtype of evaluations
 
     def of_device(self, layout: "Layout") -> tuple[int, int]:
         """Returns (answers per device, how many of these share a prompt)."""
         answers = self.answers // row_shards(layout)
-        # A device takes complete groups, or an equal part of one.
+        # A device takes complete groups, or equal parts of groups.
         return answers, math.gcd(self.group, answers)
 
 
@@ -116,9 +119,11 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
-    """Returns (the layout that fits and has the shortest estimated step, the reason as text).
+    """Returns (the layout for "auto", the reason as text).
 
-    If neither replicated weights nor tp fit, the layout is fsdp.
+    On known TPUs, this is the layout with the shortest estimated step. On other devices, where the
+    time of a collective is unknown, it is the first that fits. If neither replicated weights nor tp
+    fit, the layout is fsdp.
     """
     device_gib = chips.least_memory(mesh)
     candidates = [layout_of("replicated", 1, mesh)]
@@ -132,7 +137,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, size)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
-    # Of two equal estimates, `min` takes the first, which has fewer collectives.
+    # Of two equal estimates, `min` takes the first, which splits the weights over fewer devices.
     fastest = min(fitting, key=ms.get)
     return fastest, f"estimated step: {', '.join(estimates)}"
 
@@ -145,10 +150,10 @@ def name_of(layout: Layout) -> str:
 def rollout_layout(
     kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize
 ) -> tuple[Layout, str]:
-    """Returns (the Layout of this kind, or for "auto" the fastest that fits; the reason as text).
+    """Returns (the Layout, a line of text that describes it and gives the reason).
 
-    dtype: dtype of unquantised weights. They must fit even if rollouts are quantised, because
-    evaluations use unquantised weights.
+    kind: one of LAYOUTS, or "auto" for the fastest that fits. dtype: dtype of the weights in
+    evaluations. These must fit even if rollouts are quantised.
     """
     if kind == "auto":
         layout, why = fastest_layout(cfg, mesh, dtype, size)
@@ -156,11 +161,11 @@ def rollout_layout(
         tp = max(tp_sizes(cfg, mesh), default=1) if kind == "tp" else 1
         layout, why = layout_of(kind, tp, mesh), "as asked"
     shards = math.prod(layout.mesh.devices.shape[1:])
-    weights_dtype = jnp.dtype("int8" if size.quantised else dtype)
+    weights_dtype = jnp.dtype("int8" if size.quantised else size.dtype or dtype)
     weights_gib = cfg.n_params * weights_dtype.itemsize / 2**30
     text = (
-        f"{name_of(layout)} devices, {weights_gib / shards:.2g} of {weights_gib:.2g} GiB of "
-        f"{weights_dtype} weights each; {why}"
+        f"{name_of(layout)} devices, each with {weights_gib / shards:.2g} of {weights_gib:.2g} GiB "
+        f"of {weights_dtype} weights; {why}"
     )
     return layout, text
 
@@ -179,7 +184,7 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutS
 
 
 def rollout_spec(name: str, layout: Layout, quantised: bool = False):
-    """PartitionSpec of a parameter in a rollout; if quantised, one for the int8 and the scale."""
+    """PartitionSpec of a parameter in a rollout; if it is quantised, a Quantised of two specs."""
     if layout.kind in ("fsdp", "maxtext"):
         spec = model.spec(name)
     else:
@@ -214,7 +219,8 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
     the stack of `size` layers that begins with layer `first`.
     """
-    # Specs of each parameter: in the rollout, and after the cast, on the training mesh.
+    # specs: of each parameter in the rollout. cast_specs: of each parameter after the cast, while
+    # it is still on the training mesh.
     specs = {}
     cast_specs = {}
     for name in names:
@@ -291,9 +297,9 @@ def rows_that_fit(
 ) -> int:
     """Number of rows that a device decodes at once, next to the weights and `resting` bytes.
 
-    resting: see `make_engine`. group: rows that share a prompt. The KV cache of these rows takes
-    half of the free memory. The other half is for prompts, logits, and the smaller cache that this
-    one is copied from when it grows, which has up to 3/4 of its size.
+    resting: see `make_engine`. group: rows that share a prompt. The KV cache of these rows and of
+    their prompts takes half of the free memory. The other half is for the prefill, the logits, and
+    the smaller cache from which a growing cache is copied.
     """
     # Compute this from sizes, not from the memory in use, so that a resumed run decodes the same
     # rows together.

@@ -24,9 +24,10 @@ CONTRACTED = {
 
 
 def dtypes(cfg) -> tuple[str, bool]:
-    """Returns (dtype of a rollout, whether its matrices are quantised), from the flags.
+    """Returns (dtype of a rollout, whether its matrices are quantised).
 
-    The dtype is that of activations, the KV cache and weights that are not quantised.
+    cfg: a Config or an Engine; both have dtype and rollout_dtype. The returned dtype is that of
+    activations, the KV cache and weights that are not quantised.
     """
     quantised = cfg.rollout_dtype == "int8"
     dtype = cfg.dtype if quantised else cfg.rollout_dtype
@@ -49,13 +50,13 @@ def cast(name: str, a, dtype, quantised: bool):
     a = a.astype(jnp.float32)
     # The maximum is global: if these dimensions are sharded, XLA takes it over all devices.
     largest = jnp.max(jnp.abs(a), axes, keepdims=True)
-    # A channel of zeros gets scale 1. A NaN in a channel becomes its scale, since int8 has no NaN.
+    # A channel of zeros gets scale 1. A channel with a NaN gets scale NaN, since int8 has no NaN.
     scale = jnp.where(largest == 0, 1, largest / 127)
     return Quantised(jnp.round(a / scale).astype(jnp.int8), scale)
 
 
 def cast_spec(name: str, spec: P, quantised: bool):
-    """PartitionSpec of what `cast` returns. spec: of the parameter, of all layers or of one."""
+    """PartitionSpec of what `cast` returns. spec: PartitionSpec of the parameter that it takes."""
     axes = contracted_axes(name)
     if not quantised or not axes:
         return spec

@@ -88,13 +88,14 @@ def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
     """Draw a token per row. Returns (token_B int32, logprob_B float32).
 
     z_BV: float32 logits. u_B: uniforms in [0, 1), at which the CDF is inverted. The logprob is
-    under the distribution that the token was drawn from, or for greedy tokens at temperature 1.
+    under the distribution that the token was drawn from. For greedy tokens, it is under the
+    distribution of temperature 1.
     """
     # The temperature divides the logits, as it does in training.
     temperature = sampling.temperature or 1
     z_BV = truncate(z_BV / temperature, sampling)
     top_B = jax.lax.pmax(z_BV.max(-1), "tp")
-    # Probability mass of each column of the vocabulary, on each of the Z shards and in total.
+    # Mass, not normalised: of each column on each of the Z shards, and of the whole vocabulary.
     z_BYX, empty = in_columns(z_BV)
     below_top_BYX = z_BYX - top_B[:, None, None]
     mass_BX = jnp.exp(below_top_BYX).sum(1)

@@ -17,7 +17,7 @@ class Rows(NamedTuple):
 
     length_B: jax.Array  # tokens of the row's prompt
     id_B: jax.Array  # its index among the rows of all waves and processes; -1 if there is no row
-    live_B: jax.Array  # whether no stop token has come
+    live_B: jax.Array  # whether there is a row, and its stop token has not come
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class Wave:
     """Rows that decode together. The NumPy arrays are the same on every process."""
 
     row_ids: np.ndarray  # [shards, rows of a device]: index among all rows; -1 if there is no row
-    is_live: np.ndarray  # the same shape: whether no stop token has come
+    is_live: np.ndarray  # the same shape: whether there is a row, and its stop token has not come
     group: int  # number of consecutive rows that share a prompt
     slots: int  # slots of the answers' KV cache
     state: DecodeState
 
 
-def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
-    """The Rows of a wave. length_B: tokens of the prompt of each row of the rollout."""
+def rows_of(wave: Wave, prompt_length_B: np.ndarray, layout: Layout) -> Rows:
+    """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout."""
     # The last wave may have places without a row. Their id is -1, which indexes the last row's
     # length.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
     # Each device gets the entries of its own rows.
     return Rows(
-        layouts.shard_rows(length_B[id_B], layout),
+        layouts.shard_rows(prompt_length_B[id_B], layout),
         layouts.shard_rows(id_B, layout),
         layouts.shard_rows(live_B, layout),
     )
@@ -48,12 +48,12 @@ def rows_of(wave: Wave, length_B: np.ndarray, layout: Layout) -> Rows:
 def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int]:
     """Returns (row_ids of each wave, number of rows of a prompt that stay together in a wave).
 
-    B: number of all rows. shards: number of parts that the rows are split into, one per device.
-    group: consecutive rows that share a prompt. at_once: maximum rows per device in a wave.
+    B: number of all rows. shards: number of parts that the rows are split into; devices may share
+    a part. group: consecutive rows that share a prompt. at_once: maximum rows per part in a wave.
     """
     rows = B // shards
     at_once = min(at_once, rows)
-    # A device takes complete groups, or an equal part of one.
+    # A device takes complete groups, or equal parts of groups.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
     # Waves have equal sizes, so that one compiled program serves them all; the last one may have
@@ -69,7 +69,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
 def halved(count: int, needed: int) -> int:
     """Halve the count while it stays a whole number and at least `needed`."""
-    # Each size is compiled, and halving leads to few sizes.
+    # A program is compiled for each size, and halving leads to few sizes.
     while count % 2 == 0 and count // 2 >= needed:
         count //= 2
     return count
@@ -78,9 +78,10 @@ def halved(count: int, needed: int) -> int:
 def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
     """Returns (prompts per device, answers per prompt) that the next stage decodes.
 
-    These are just enough for the live answers of every device, if a decode step then reads at least
-    a tenth fewer bytes. Otherwise, nothing is dropped. is_live_RPG: of R devices, with P prompts of
-    G answers each. prompt_bytes, answer_bytes: KV cache of one prompt, and of one answer.
+    Both numbers are halved as often as the live answers of every device allow, if a decode step
+    then reads at least a tenth fewer bytes. Otherwise, nothing is dropped. is_live_RPG: P prompts
+    of G answers on each of R shards of the rows. prompt_bytes, answer_bytes: KV cache of one
+    prompt, and of one answer.
     """
     _, prompts, group = is_live_RPG.shape
 

@@ -29,7 +29,7 @@ def why_nothing_is_learned(steps: Sequence[dict]) -> str:
     equal = mean["group/zero_variance"]
     if equal <= 1 - FEW:
         return ""
-    fact = f"in {equal:.0%} of the last {STEPS} steps' groups all rewards are equal"
+    fact = f"in {equal:.0%} of the groups of the last {STEPS} steps, all rewards are equal"
     return f"nothing is learned: {fact}; {likeliest_cause(steps, mean)}"
 
 
@@ -59,5 +59,6 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
         is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
         values = [step.get(name) for step in steps]
         if is_function and min(values) == max(values):
-            return f"{name} is {values[0]:.2f} on average in each of these steps: fix it"
+            what = f"{name} is {values[0]:.2f} on average in each of the last {STEPS} steps"
+            return f"{what}: look at that reward function"
     return "the answers of a group are alike: raise --temperature or --npq; look at samples.jsonl"

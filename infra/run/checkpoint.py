@@ -57,7 +57,7 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
     about: strings to keep in the file's header, next to a checksum of the rest of the file. Shards
     are written one by one, since the host may not have enough memory for a copy of all of them.
     """
-    # The checksum is in the header, which it also covers; its own digits count as zeros.
+    # The checksum covers the header, too, with zeros in place of the checksum's own digits.
     header = {"__metadata__": {"crc32": NO_CHECKSUM.decode()} | about}
     # The data of each shard starts where the last one ends.
     end = 0
@@ -139,12 +139,12 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
     """Returns (files of a checkpoint, what their headers keep), and verifies this process's share.
 
     If the checkpoint has as many parts as there are processes, this process's own part is enough:
-    it may have its own disk. Otherwise, all parts must be here. Raises IncompleteCheckpoint if
-    files are missing, and CheckpointError if a file is damaged.
+    each process may have its own disk. Otherwise, all parts must be here. Raises
+    IncompleteCheckpoint if files are missing, and CheckpointError if a file is damaged.
     """
     index, count = jax.process_index(), jax.process_count()
     # There may also be files of another run, or of another number of processes. A key is (number of
-    # the run, parts of its checkpoint), a value is ({part: path}, a header).
+    # the run, number of parts of its checkpoint), a value is ({part: path}, one header).
     runs = {}
     faults = []
     for (part, of), path in sorted(shard_files(directory).items()):
@@ -216,8 +216,9 @@ class ShardFiles:
             filled += out[in_out].size
         if filled != out.size:
             raise CheckpointError(
-                f"{self.paths[0]} and others have {filled} of the {out.size} numbers needed of "
-                f"{name}; on another mesh, --out must be a directory that all processes share"
+                f"{self.paths[0]} and any other files have only {filled} of the {out.size} numbers "
+                f"of {name} that this process needs; on another mesh, --out must be a directory "
+                "that all processes share"
             )
         return out
 
@@ -259,17 +260,17 @@ class Saver:
         self.about = {"run": str(run), "commit": commit()}
         self.newest = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
-        self.latest = None  # (step, state, skipped) to save if the run ends now
+        self.remembered = None  # (step, state, skipped) to save if the run ends now
         self.thread = ThreadPoolExecutor(1)
 
     def remember(self, step: int, state, skipped: int) -> None:
         """Note the state after the last complete step. skipped: consecutive skipped updates."""
-        self.latest = (step, state, skipped)
+        self.remembered = (step, state, skipped)
 
     def begin(self) -> None:
         """Begin to save what `remember` noted last."""
         self.finish()
-        step, state, skipped = self.latest
+        step, state, skipped = self.remembered
         shards = shards_of(state)
         size = sum(array.nbytes for array in shards.values())
         has_room = all_gather_processes(available_memory() > 2 * size).all()
@@ -338,8 +339,8 @@ class Saver:
             if future.result():
                 self.newest = step
         # An update donates the arrays of its state, so they may be deleted.
-        if self.latest:
-            step, state, skipped = self.latest
+        if self.remembered:
+            step, state, skipped = self.remembered
             is_lost = any(array.is_deleted() for array in jax.tree.leaves(state))
             if step > self.newest and not is_lost and self.write(step, shards_of(state), skipped):
                 self.newest = step

@@ -22,7 +22,8 @@ from infra.run.bucket import AbsentError, BucketError, gcloud_retrying
 SECONDS_BETWEEN_SIGNS = 20
 # Long enough to see a late sign, or the next sign if one did not reach the bucket.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
-# Longer than a run takes from looking for a claim until its own claim is written, even to a bucket.
+# A run takes less time than this from reading another run's claim to having written its own, even
+# to a bucket.
 SECONDS_TO_ARBITRATE = 5
 
 # File descriptors of the directories that this process has locked.
@@ -30,7 +31,8 @@ LOCKED = set()
 
 
 def forget_locks():
-    """Close the locks in a forked child: it would hold them after this process has ended."""
+    """In a forked child, close its copies of the locks: otherwise the child would hold the locks
+    after its parent has ended."""
     while LOCKED:
         os.close(LOCKED.pop())
 
@@ -143,8 +145,8 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
 
 
 def new_claim() -> dict:
-    """Returns a claim of this process. A run that is refused names the host, process and time in
-    its message. The count of signs changes the claim, as a sign of life."""
+    """Returns a claim of this process. If another run is refused, its message names the host,
+    process and time. `signs` counts up, so that other runs see the claim change."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -23,8 +23,8 @@ Temperature = Annotated[float, 1e-30, 1e38]
 Fraction = Annotated[float, 0, 1]
 # This bound is above 1, so that 1 is allowed.
 Probability = Annotated[float, 1e-30, 1.0001]
-# This matches texts that cannot be names or paths: with control characters, such as NUL and line
-# breaks, with half characters (surrogates), or with 1000 characters or more.
+# This matches texts that cannot be names or paths: those with control characters, such as NUL and
+# line breaks, with half characters (surrogates), or with 1000 characters or more.
 NO_NAME = "[\0-\x1f\ud800-\udfff]|.{1000}"
 
 
@@ -38,7 +38,7 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     source = inspect.getsource(config_class)
     help_of = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     parser = argparse.ArgumentParser(
-        description=f"{description}\n--model tiny sets first: {tiny}",
+        description=f"{description}\n--model tiny has these defaults instead: {tiny}",
         usage="python train.py [--flag value ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -55,7 +55,7 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
             choices=choices_of(field),
             help=f"{help_of[field.name]} (default {field.default!r})",
         )
-    # Only the flags that were given, since the defaults differ for the tiny model.
+    # This has only the flags that were given, since the defaults differ for the tiny model.
     flags = vars(parser.parse_args(argv))
     is_tiny = flags.get("model", "tiny") == "tiny"
     cfg = config_class(**(tiny if is_tiny else {}) | flags)
@@ -76,7 +76,8 @@ def choices_of(field: dataclasses.Field) -> tuple | None:
 
 
 def near(message: str, names: list[str]) -> str:
-    """For a message about an unknown flag, the flag that may be meant: `is it --steps? `, or ""."""
+    """Returns the question `is it --steps? ` if the message is about an unknown flag that resembles
+    one of `names`; otherwise ""."""
     _, _, unknown = message.partition("unrecognized arguments: ")
     # argparse lists the flag with its value, so cut the value off.
     word = unknown.partition(" ")[0].partition("=")[0]
@@ -123,13 +124,13 @@ def check_texts(cfg) -> None:
         forbidden = HALF_CHARACTER if field.name == "system" else NO_NAME
         check(
             field.type is not str or not re.search(forbidden, value),
-            f"{field.name} = {str(value)[:50]!r} holds a line break or half a character, or is too "
-            "long",
+            f"{field.name} = {str(value)[:50]!r} holds a line break, another control "
+            "character or half a character, or is too long",
         )
     # For other flags, "" has a meaning: a default, or nothing, such as no system prompt.
     for name in ("model", "data"):
         is_empty = not getattr(cfg, name).strip()
-        check(not is_empty, f"--{name} is given nothing; name one, or drop the flag")
+        check(not is_empty, f"--{name} is empty; give it a value, or drop the flag")
 
 
 def check_together(cfg) -> None:
@@ -167,8 +168,8 @@ def check_together(cfg) -> None:
         port = re.fullmatch(r".+:([1-9]\d{0,4})", cfg.coordinator)
         check(
             port and int(port[1]) < 2**16,
-            f"coordinator = {cfg.coordinator!r} is not host:port of process 0, a port from 1 to "
-            "65535",
+            f"coordinator = {cfg.coordinator!r} is not host:port of process 0, with a port from 1 "
+            "to 65535",
         )
     else:
         check(

@@ -32,7 +32,7 @@ SFT_STEPS_PER_LINE = 10
 
 # ---------------------------------------------------------------- the terminal
 class Terminal:
-    """Prints a line for each step of a run, and below it, on a terminal, a status.
+    """Prints the lines of a run's steps, and below them, on a terminal, a status.
 
     The status shows the phase, the step, tokens per second and the time left, until the next status
     replaces it. Without a terminal, a status is printed as a line of its own, but only if nothing
@@ -64,8 +64,11 @@ class Terminal:
         self.advised = -math.inf
 
     def begin(self, phase: str, step: int, done: int = 0, total: int = 0, samples: int = 1) -> None:
-        """Begin a phase of a step, or its next round, after `done` of `total` questions with
-        `samples` answers each. total: 0 if the phase does not go by questions."""
+        """Begin a phase of a step. An evaluation asks its questions in rounds, and begins once for
+        each round: after `done` of `total` questions, with `samples` answers each.
+
+        total: 0 if the phase does not go by questions.
+        """
         # Use the same words as the lines of steps.
         is_supervised = self.sft_steps and step <= self.sft_steps
         kind = "sft" if is_supervised else "step"
@@ -79,7 +82,7 @@ class Terminal:
     def decoded(self, answers: int, tokens: int) -> None:
         """Show progress of the current rollout. answers: number of answers that have ended. tokens:
         tokens decoded so far, of all answers."""
-        # No token has been decoded right after prefill.
+        # Right after prefill, no token has been decoded yet.
         if tokens:
             self.rates[self.phase] = tokens / (time.time() - self.began)
         # An evaluation also decodes rows beyond the last question, which do not count.
@@ -213,10 +216,10 @@ def append_at_once(path: str, data: bytes) -> None:
 
 
 def read_jsonl(path: str) -> list[dict]:
-    """The rows of one of a run's .jsonl files, or [] if there is no file.
+    """Returns the rows of a .jsonl file of a run, or [] if there is no file.
 
     Lines that are not a row of a step are skipped with a warning. Half a line at the end, which a
-    killed run may leave, is skipped without one.
+    killed run may leave, is skipped without a warning.
     """
     rows = []
     # A run that has just begun has no file yet.
@@ -246,7 +249,7 @@ def start_wandb(project: str, out: str, flags: dict):
     if not project or jax.process_index() != 0:
         return None
     with exit_on(
-        Exception, f"--wandb {project} needs wandb and WANDB_API_KEY; set up both or drop it"
+        Exception, f"--wandb {project} needs wandb and WANDB_API_KEY; set up both, or drop the flag"
     ):
         # wandb is optional, and slow to import.
         import wandb
@@ -255,7 +258,7 @@ def start_wandb(project: str, out: str, flags: dict):
         return wandb.init(project=project, name=out, id=run_id, resume="allow", config=flags)
 
 
-# ---------------------------------------------------------------- the ends of a run
+# ---------------------------------------------------------------- the start and the end of a run
 def print_setup(cfg, setup) -> None:
     """Print the devices, the model, and the size of a step."""
     processes = jax.process_count()
@@ -311,8 +314,8 @@ def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
                 which = name.removeprefix("eval/").removesuffix("solved").removesuffix("/")
                 texts = " -> ".join(with_interval(row, name) for row in shown)
                 say(f"held-out questions{' of ' * bool(which)}{which} solved: {texts}")
-    checkpoint = f"checkpoint: {out}/final (Hugging Face format); " if sft_steps + steps else ""
-    say(f"{checkpoint}metrics: {out}/metrics.jsonl")
+    model = f"model: {out}/final (Hugging Face format); " if sft_steps + steps else ""
+    say(f"{model}metrics: {out}/metrics.jsonl")
 
 
 def with_interval(row: dict, name: str) -> str:
@@ -325,7 +328,7 @@ def with_interval(row: dict, name: str) -> str:
     return f"{text} at step {row['step']}"
 
 
-# Of each set of held-out questions, the report shows this many.
+# At its end, a run prints the answers to this many questions of each held-out set.
 SHOWN = 3
 
 

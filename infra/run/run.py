@@ -166,8 +166,8 @@ class Run:
 
     @contextlib.contextmanager
     def saved_if_cut_short(self, micro_batch: int) -> Iterator[None]:
-        """If the training in this context ends early, save the last complete step if possible, and
-        print why the training ended.
+        """If a signal, an OSError or a lack of device memory ends the training in this context,
+        save the last complete step if possible, and print why the training ended.
 
         micro_batch: rows per device. If a device is out of memory, the advice is half of this.
         """

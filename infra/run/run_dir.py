@@ -2,7 +2,7 @@
 
 config.json      the run's flags, with commit and versions
 metrics.jsonl    one row for each step, and one for each evaluation
-samples.jsonl    some prompts of each step, with answers and rewards
+samples.jsonl    two answers of each GRPO step, with their question and rewards
 evals.jsonl      all answers of evaluations
 rewards.log      what reward functions print
 step_NNNNNN/     a checkpoint
@@ -35,7 +35,7 @@ from infra.host.processes import FREE_PER_PROCESS, all_gather_processes, commit
 from infra.run import bucket, checkpoint, log
 from infra.run.claim import InUse, claimed
 
-# Flags that may change when a run resumes, because they do not change what is computed.
+# Flags that may change when a run resumes, since they are not meant to change what is trained.
 FREE_ON_RESUME = FREE_PER_PROCESS | {
     "out",
     "rollout_sharding",
@@ -55,7 +55,8 @@ FREE_ON_RESUME = FREE_PER_PROCESS | {
     "require_processes",
     "profile",
 }
-# This matches names that any run writes in its directory.
+# This matches the names that `put_aside` moves. config.json and compiled/ stay: the new run
+# replaces the first, and can use the second.
 WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl|report\.html|rewards\.log"
 
 
@@ -65,7 +66,8 @@ def comparable(flags: dict) -> dict:
     In place of `batch`, this has the questions per step, batch * processes: a run may resume on
     another number of processes. train.py sets `require_processes` to the number of processes.
     """
-    # Runs older than a flag did what is now its default; they sampled in `dtype`.
+    # An old run lacks the flags that were added later. It did what their defaults do now; for
+    # `rollout_dtype`, that was to sample in `dtype`.
     older = {"rollout_dtype": flags.get("dtype"), "eval_samples": 1, "truncated": "zero"}
     flags = older | flags
     kept = {name: v for name, v in flags.items() if name not in FREE_ON_RESUME | {"batch"}}
@@ -274,8 +276,8 @@ def fault_of(error, directory):
     count = jax.process_count()
     if any(of != count for _, of in checkpoint.shard_files(directory)):
         return (
-            f"{directory} is of another number of processes than {count}, and not all its files "
-            "are here; --out must be a directory that all processes share, or gs://"
+            f"{directory} was saved by another number of processes than {count}, and not all its "
+            "files are here; --out must be a directory that all processes share, or gs://"
         )
     return ""
 
@@ -347,7 +349,8 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     if bucket.bucket_of(out):
         # The only older checkpoint on the disk is the one that the run resumed from.
         at_once = 2 if done else 1
-    # Count the present checkpoints as free: at_once includes those that will still be there.
+    # Count the space of the present checkpoints as free: at_once includes those that will still be
+    # there.
     old = sum(files.directory_bytes(path) for path in present)
     free = shutil.disk_usage(out).free + old
     need_gib, free_gib = worst_disk(out, (at_once * size + final) / GIB, free / GIB)

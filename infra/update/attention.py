@@ -61,8 +61,9 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
     q = q_BNTH.transpose(0, 2, 1, 3)
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
-    # `is_causal` masks later keys; for segments, the kernel also reads a bfloat16 mask [T, T].
-    # Rows of one segment each, with `query_seq_lengths`, need no mask, but would move more bytes.
+    # `is_causal` masks later keys. For segments, JAX turns the mask into a bfloat16 bias [T, T] of
+    # each row, which the kernel reads. With one segment per row, `query_seq_lengths` could replace
+    # the mask, but attention would move more bytes.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)

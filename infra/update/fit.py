@@ -37,7 +37,7 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     The micro-batch is `--micro_batch`, or the largest that fits in memory. The engine decodes as
     many answers at once as fit. Exits with code 2 if the micro-batch, or a single row, does not.
 
-    longest_prompt: in tokens. programs: the trainer's UpdatePrograms, which are compiled.
+    longest_prompt: in tokens. programs: the trainer's UpdatePrograms.
     """
     width = row_width(longest_prompt + cfg.max_answer, mesh)
     # Parameters and optimizer state stay on the devices during the rollout.
@@ -89,7 +89,7 @@ def ignore(*_) -> None:
 
 
 def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
-    """Returns (GiB that a compiled program takes on a device, whether it fits). Nothing is run.
+    """Returns (GiB that a program takes on a device, whether it compiles). Nothing is run.
 
     use(compiled): called with the compiled program. The compiler gives up on a program that is too
     large for a TPU; `use` is then not called, and the GiB are the compiler's estimate.
@@ -116,7 +116,7 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class UpdatePrograms:
-    """The trainer's functions of an update. The first two are compiled, but not run."""
+    """The trainer's functions of an update. fit.py compiles the first two, but runs neither."""
 
     gradients: Callable  # (params, rows): gradients of a micro-batch
     # (param, its optimizer state, grad, factor, lr): the updated parameter and state
@@ -155,8 +155,8 @@ def update_gib(
     factor = jax.ShapeDtypeStruct((), jnp.float32)
     step = programs.optimizer_step.lower(*largest, factor, 0.0, name=name, **static)
 
-    # The compiler counts only a program's own arguments and results. Add the other arrays that are
-    # on the device at the same time.
+    # The compiler counts a program's arguments, results and temporary arrays. Add the other arrays
+    # that are on the device at the same time.
     gradient_gib, gradient_fits = compile(gradient, mesh)
     gradient_gib += device_bytes(others) / GIB
     if micro_batch < rows_to_fill(cfg, mesh):
@@ -191,7 +191,8 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     # in float32. This overestimates: both are sharded, except with --loss_impl full.
     embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + 4)
     rest_gib = (device_bytes((state, grads)) + embedding) / GIB
-    # For each row, memory holds the inputs of all layers, the last hidden states and two gradients.
+    # Each row adds the inputs of all layers, the last hidden states, and two gradients of the size
+    # of the last hidden states.
     row_gib = (model_cfg.L + 3) * width * model_cfg.D * bytes_of_a_value / GIB
     if (limit - rest_gib) / row_gib < rows_to_fill(cfg, mesh):
         # With several micro-batches, the sum of their gradients is on the device as well.
@@ -272,7 +273,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     over = f"{too_much:.2f} GiB of a device's {limit:.2f}, {too_much - limit:.2f} too much"
     check(
         chosen,
-        f"not one row of {width} tokens per device fits: {refused:.0f} take {over}; try {ADVICE}",
+        f"not one row of {width} tokens per device fits: an update with {refused:.0f} per device "
+        f"takes {over}; try {ADVICE}",
     )
     check(
         chosen == most or not asked,
@@ -304,7 +306,7 @@ def search_or_remember(search, limit, most, program):
         chosen, tried = search()
         # If nothing fits, `chosen` is 0, which the search has not tried.
         gib, _ = tried.get(chosen, (0, False))
-        # The search may not have tried `most`.
+        # Report the largest number that was tried and does not fit. It need not be `most`.
         refused = max((n for n, (_, fits) in tried.items() if not fits), default=0)
         too_much, _ = tried.get(refused, (0, False))
         cache[key] = [chosen, gib, refused, too_much]

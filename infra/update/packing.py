@@ -18,7 +18,7 @@ class Packing:
     # For each minibatch, its micro-batches, the same number on every host. A micro-batch is
     # {row of this host: [index of each sequence in the row]}.
     micro_batches: list[list[dict]]
-    answers_M: np.ndarray  # number of answers with a loss on all hosts, packed or not
+    answers_M: np.ndarray  # over all hosts, the number of answers with a loss, packed or not
     answer_tokens_M: np.ndarray  # number of tokens of these answers
     counts: dict  # the step's totals, from `count_tokens`
 
@@ -51,9 +51,11 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, se
     """Pack prompts with their answers into rows, a set of rows for each minibatch, and deal the
     rows out over this host's devices.
 
-    A minibatch takes every minibatches-th sequence, so that the same sequences go together on any
-    number of hosts. is_packed: whether to pack each sequence; the others are in no row. has_loss:
-    whether each sequence counts in the normaliser of the loss. setup: the trainer's Setup.
+    Minibatch m takes sequences m, m + minibatches, m + 2 * minibatches and so on. Each host has a
+    multiple of `minibatches` sequences, so the same ones go together on any number of hosts.
+
+    is_packed: whether to pack each sequence; the others are in no row. has_loss: whether each
+    sequence counts in the normaliser of the loss. setup: the trainer's Setup.
     """
     width = setup.row_width
     micro_batch = setup.micro_batch

@@ -21,7 +21,7 @@ from model import DEVICE, HOST
 
 
 def is_vector(name: str) -> bool:
-    """Whether a parameter is the scale of a norm or a bias, not a matrix."""
+    """Whether a parameter is a bias or the scale of a norm, not a matrix."""
     return model.letters(name) in ("D", "LD", "LH", "LNH", "LKH")
 
 
@@ -34,7 +34,7 @@ def memory_of(name: str, offload: str) -> tuple:
 
 
 def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
-    """Shapes, dtypes and shardings of the state; the devices may be absent."""
+    """Shapes, dtypes and shardings of the state. This machine need not have the mesh's devices."""
     params = {}
     opt = {}
     ref = {}
