@@ -325,6 +325,7 @@ def test_what_cannot_be_used_is_put_aside_in_the_bucket_too(machine):
     (old,) = bucket.glob("old-*")
     assert sorted(path.name for path in old.iterdir()) == [
         "metrics.jsonl",
+        "rewards.log",
         "samples.jsonl",
         "step_000001",
         "step_000002",

@@ -31,7 +31,7 @@ import train
 from infra.data import answers, hf
 from infra.data.chat import load_tokenizer
 from infra.data.questions import check_row, load_questions, load_rows, question_order
-from infra.data.reward_pool import documented
+from infra.data.reward_pool import data_columns
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
 from infra.host.console import first_line
 from infra.run import log
@@ -164,7 +164,7 @@ def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directo
     ids = {name: tokenizer.encode([text])[0] for name, text in ids.items()}
     assert row == written | {"answer": "2"} | ids
     # Functions get the columns of the data.
-    assert documented(row) == written | {"answer": "2"}
+    assert data_columns(row) == written | {"answer": "2"}
 
 
 def test_a_line_of_metrics_that_is_no_row_is_reported_and_left_out(tmp_path, capsys):

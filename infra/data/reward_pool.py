@@ -57,6 +57,9 @@ LOG_BYTES = 10 * 2**20
 # Columns that infra/data/questions.py adds to the rows of the data. Functions do not get them.
 TOKEN_COLUMNS = {"prompt_ids", "demonstration_ids"}
 
+# The signals that are for the run, and not for its workers.
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+
 FORK = multiprocessing.get_context("fork")
 
 
@@ -194,7 +197,7 @@ class Supervisor:
         # session, and Slurm signals all processes of a task. Programs that functions start would
         # inherit SIG_IGN, but do not inherit a handler.
         os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         # JAX in a function must not take the devices of the run.
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -383,8 +386,13 @@ def protect_the_run() -> None:
     """Let this process neither outlive the run nor take the memory that the run needs."""
     # Begin a process group: Worker.kill ends the group, and with it what functions have started.
     os.setsid()
-    # multiprocessing ends the processes that a function has forked by SIGTERM.
-    os.register_at_fork(after_in_child=restore_signals)
+    # What a function forks takes signals as usual: multiprocessing ends its processes by SIGTERM.
+    # Signals are blocked during a fork, so that none reaches the child before its handlers are set.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+        after_in_child=restore_signals,
+    )
     # If a function crashes the interpreter, print where.
     faulthandler.enable()
     if sys.platform == "linux":
@@ -400,6 +408,7 @@ def restore_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def reporter(channel: socket.socket) -> Callable[[int, float | str], None]:
