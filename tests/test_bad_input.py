@@ -124,7 +124,7 @@ BAD_MODELS = [  # (file, how to edit it, by conftest.edit, what the message must
     ("config.json", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
     ("config.json", QWEN3 | {"attention_bias": True}, "attention_bias = true"),
     ("config.json", QWEN3 | {"use_sliding_window": True}, "use_sliding_window = true"),
-    ("config.json", {"vocab_size": 64}, "more than the model's vocabulary of 64"),
+    ("config.json", {"vocab_size": 64}, "vocabulary has only 64 tokens"),
     ("config.json", {"hidden_size": 128.7}, "hidden_size = 128.7"),
     ("config.json", {"eos_token_id": -1}, "[-1]"),
     ("config.json", {"num_hidden_layers": 10**9}, "1000000000"),
@@ -155,7 +155,7 @@ def bad_tokenizers(tokenizer):
     vocab = tokenizer["model"]["vocab"] | {"zzz": 1000}
     return [
         ({"added_tokens": tokens}, "has no token '<|im_end|>' to end an answer"),
-        ({"model": tokenizer["model"] | {"vocab": vocab}}, "ids below 1001"),
+        ({"model": tokenizer["model"] | {"vocab": vocab}}, "largest token id is 1000"),
     ]
 
 

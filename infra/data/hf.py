@@ -176,8 +176,8 @@ class ModelFiles:
         ]
         if extra:
             raise CheckpointError(
-                f"{directory} has {len(extra)} tensors that its config.json does not call for, "
-                f"such as {extra[0]}"
+                f"{directory}: its config.json does not call for {len(extra)} of its tensors, such "
+                f"as {extra[0]}"
             )
 
     def read(self, parameter: str, index: tuple[slice, ...]) -> np.ndarray:
