@@ -307,7 +307,7 @@ esac
 # Take out this launcher's options. All other words are for train.py.
 flags=() options=() create_flags=() ssh_flags=() processes=1
 name='' zones='' spot='' queued='' yes='' delete_when_done=''
-# The options with a value, and those among them that go to sbatch as they are.
+# Options that go to sbatch as they are, and all options that take a value.
 sbatch_options='slurm --(nodes|[a-z]+-per-node|cpus-per-task|partition|time|account|qos)'
 valued="cpu --processes|tpu --(name|zone|create|ssh)|slurm --sbatch|$sbatch_options"
 while [ $# -gt 0 ]; do

@@ -508,7 +508,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
   case "$action/${1:--}" in
     train/* | run/*)
       check_words "$@"
-      # First checks of the slice's size, then the defaults, then the user's flags, which win.
+      # The flags that check the slice's size come first, then the defaults, then the user's flags, which win.
       set -- --require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
       ;;
     test/* | ssh/*) ;;
