@@ -1,5 +1,6 @@
 """The built-in default: a tiny model with random weights, made in code, and sums to train it on."""
 
+import functools
 import os
 import random
 
@@ -50,12 +51,9 @@ def worked_sum(a: int, b: int, carry: bool = True) -> str:
     return " ".join(steps) + f" <answer>{result}</answer>"
 
 
-def arith(held_out: bool) -> list[dict]:
-    """Three-digit sums: 20,000 rows for training, or 2,000 other rows for evaluation.
-
-    Three quarters of the demonstrations drop every carry. Only supervised steps see demonstrations:
-    they teach the format and a mostly wrong procedure, and leave the right one to GRPO.
-    """
+@functools.cache
+def pairs_to_add() -> list[list[int]]:
+    """At least 22,000 different pairs of three-digit numbers, in random order."""
     rng = random.Random(0)
     pairs = set()
     for _ in range(25000):
@@ -65,8 +63,16 @@ def arith(held_out: bool) -> list[dict]:
         pairs.add((min(a, b), max(a, b)))
     pairs = sorted(pairs)
     rng.shuffle(pairs)
-    pairs = [rng.sample(pair, 2) for pair in pairs]
-    part = pairs[:2000] if held_out else pairs[2000:22000]
+    return [rng.sample(pair, 2) for pair in pairs]
+
+
+def arith(held_out: bool) -> list[dict]:
+    """Three-digit sums: 20,000 rows for training, or 2,000 other rows for evaluation.
+
+    Three quarters of the demonstrations drop every carry. Only supervised steps see demonstrations:
+    they teach the format and a mostly wrong procedure, and leave the right one to GRPO.
+    """
+    part = slice(2000) if held_out else slice(2000, 22000)
     # One demonstration in four is right.
     return [
         {
@@ -74,7 +80,7 @@ def arith(held_out: bool) -> list[dict]:
             "answer": worked_sum(a, b),
             "demonstration": worked_sum(a, b, carry=i % 4 == 0),
         }
-        for i, (a, b) in enumerate(part)
+        for i, (a, b) in enumerate(pairs_to_add()[part])
     ]
 
 
