@@ -17,13 +17,15 @@ pytestmark = pytest.mark.aot
 
 
 # ---------------------------------------------------------------- the update
-ROW_TOKENS = 2048
+ROW_TOKENS = 1024
+# A narrow model with a real vocabulary, since the compiler takes minutes for a 0.5B.
+NARROW = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=4, head_dim=128)
 
 
-def update_gib(tmp_path, size, loss_impl, *micro_batches):
-    """Returns {micro_batch: GiB per device} of the update of a model of this size, with float32
-    weights and AdamW."""
-    write_config(tmp_path, size)
+def update_gib(tmp_path, loss_impl, *micro_batches):
+    """Returns {micro_batch: GiB per device} of the update of a narrow model, with float32 weights
+    and AdamW."""
+    write_config(tmp_path, "0.5B", **NARROW)
     sweep = ",".join(map(str, micro_batches))
     half = ROW_TOKENS // 2
     printed = compile_elsewhere(
@@ -57,11 +59,11 @@ def logits_gib(rows):
 
 
 def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_property):
-    gib = update_gib(tmp_path, "0.5B", "pallas", 8, 64)
-    gib_per_row = (gib[64] - gib[8]) / (64 - 8)
+    gib = update_gib(tmp_path, "pallas", 8, 32)
+    gib_per_row = (gib[32] - gib[8]) / (32 - 8)
     # Each row keeps its inputs of all layers, bfloat16 [layers, tokens, model].
-    _, D, _, _, _, _, L, *_ = SIZES["0.5B"]
-    layer_inputs = L * ROW_TOKENS * D * 2 / 2**30
+    *_, L, _ = SIZES["0.5B"]
+    layer_inputs = L * ROW_TOKENS * NARROW["hidden_size"] * 2 / 2**30
     assert layer_inputs < gib_per_row < 1.6 * layer_inputs, gib
     assert gib[8] < logits_gib(8) / 2, gib
     record_property("GiB a device", gib)
@@ -71,7 +73,7 @@ def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_pro
 def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
     """The full loss takes more memory than all logits. By the test above, that is more than twice
     what the update takes with the Pallas kernels, which never hold all logits."""
-    gib = update_gib(tmp_path, "0.5B", "full", 8)
+    gib = update_gib(tmp_path, "full", 8)
     assert gib[8] > logits_gib(8), gib
     record_property("GiB a device", gib)
 
@@ -85,13 +87,13 @@ def loss_temp(flags):
     return {impl: float(gb) for impl, gb in found}
 
 
-# These cases cover each chip, each width and each vocabulary size, though not all combinations. The
-# chip with the least VMEM has the smallest and the largest width. Width 2,048 on a v6e comes below.
+# These cases cover each chip and each width, though not all combinations. The chip with the least
+# VMEM has the smallest and the largest width. Width 2,048 on a v6e comes below. The vocabulary does
+# not change the VMEM, but on a v4 the compiler takes five times as long for a real one.
 # fmt: off
 @pytest.mark.parametrize("chip, hidden, vocab", [
-    ("v4-8",        3584, 151643),
-    ("v5p-8",       3584, 152064),
-    ("v4-8",         896, 151643),
+    ("v4-8",        3584,   8011),
+    ("v4-8",         896,   8011),
     ("v5p-8",       2048, 151936),
     ("v5litepod-8", 1536, 152064),
     ("v6e-8",        896, 151643),
@@ -107,9 +109,8 @@ def test_pallas_kernels_compile(chip, hidden, vocab, record_property):
 # fmt: off
 @pytest.mark.parametrize("flags, most", [
     ("--aot v6e-8 --time 8192 --impl jax,pallas", {"jax": 0.35, "pallas": 0.35}),
-    ("--aot v6e-1 --time 4096 --impl jax,pallas", {"jax": 0.65, "pallas": 0.65}),
     ("--aot v6e-1 --time 4096 --impl pallas --block_tokens 1024", {"pallas": 0.35}),
-], ids=["eight-devices", "one-device", "small-chunks"])
+], ids=["eight-devices", "small-chunks"])
 # fmt: on
 def test_loss_and_gradients_hold_the_logits_of_a_chunk(flags, most, record_property):
     temp = loss_temp(flags)
@@ -152,8 +153,8 @@ def test_kernels_take_little_longer_than_three_gemms(tmp_path, record_property):
     C = blocks.chunk_tokens
     # Counting cycles for the complete head would take much time and memory. Extrapolate from two
     # small heads instead: each additional tile takes the same number of cycles.
-    few = 4
-    more = 8
+    few = 2
+    more = 4
     cycles_of_few = kernel_cycles(tmp_path / "few", few)
     cycles_of_more = kernel_cycles(tmp_path / "more", more)
     # Both kernels move the head and the logits z in bfloat16. The backward kernel also reads and
