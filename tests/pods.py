@@ -126,6 +126,8 @@ def cloud(tmp_path):
     worker_python = (ROOT / "tests/worker_python.sh").read_text()
     write(cloud.stub / "bin/python3.12", worker_python, 0o755)
     write(cloud.stub / "bin/sleep", SLEEP, 0o755)
+    # The stand-in runs this Python, and not a version manager's script that looks for one.
+    (cloud.stub / "bin/python3").symlink_to(os.path.realpath(sys.executable))
     environment = {name: os.environ[name] for name in COMPILATION if name in os.environ}
     environment |= {
         "JAX_PLATFORMS": "cpu",

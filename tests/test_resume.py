@@ -512,7 +512,8 @@ def test_the_embedded_default_learns(tmp_path, record_property):
     """The embedded default, as committed, solves at most 45% after the supervised phase, and at
     least 90% at the end."""
     # This run computes much, so XLA's optimisation is worth its time here.
-    text = run_train("--out", tmp_path / "run", XLA_FLAGS="")
+    flags = "--eval_every 80 --out"
+    text = run_train(flags, tmp_path / "run", XLA_FLAGS="", NPROC="2")
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     scores = [row["eval/solved"] for row in rows if "eval/solved" in row]
     assert scores[0] <= 0.45 and scores[-1] >= 0.90, scores
