@@ -30,7 +30,7 @@ from infra.data.answers import final_number
 from infra.data.chat import load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
-from infra.data.questions import is_file, load_questions, question_order
+from infra.data.questions import examples_to_imitate, is_file, load_questions, question_order
 from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
@@ -350,16 +350,16 @@ class Setup:
 
 
 # ---------------------------------------------------------------- rollout and advantages
-def rows_of_step(pool: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
-    """This host's batch * npq rows of a step: `per_host` rows of the pool, each repeated.
+def rows_of_step(rows: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
+    """This host's batch * npq rows of a step: `per_host` of all rows, each repeated.
 
     number: the step's number in its phase (supervised or GRPO), counted from 0. Repeats of a row
     are consecutive: the answers to one question form its group.
     """
     first = (number * jax.process_count() + jax.process_index()) * per_host
-    order = question_order(cfg.seed, first, per_host, len(pool))
+    order = question_order(cfg.seed, first, per_host, len(rows))
     repeats = cfg.batch * cfg.npq // per_host
-    return [pool[i] for i in order for _ in range(repeats)]
+    return [rows[i] for i in order for _ in range(repeats)]
 
 
 def sample_answers(rows, group, key, sampling, setup, run):
@@ -906,7 +906,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
 
     # The data: questions to ask, examples to imitate, held-out questions.
     questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
-    examples = [row for row in questions if len(row["demonstration_ids"]) <= cfg.max_answer]
+    examples = examples_to_imitate(questions, tokenizer, cfg)
     held_out = {
         name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
         for name, data in eval_sets(cfg).items()

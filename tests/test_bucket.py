@@ -94,7 +94,7 @@ def waits(tmp_path, monkeypatch):
 def test_a_bucket_is_asked_again_with_growing_patience(tmp_path, waits, capfd):
     bucket = tmp_path / "gs/bucket/run"
     fail(bucket, "rsync", times=len(buckets.PATIENCE))
-    buckets.send_rest(RUN)
+    buckets.send_all_but_checkpoints(RUN)
     assert (bucket / "final/model.safetensors").read_text() == "weights"
     assert waits == sorted(buckets.PATIENCE) and 120 < sum(waits) < 900, waits
     said = capfd.readouterr().err
@@ -102,7 +102,7 @@ def test_a_bucket_is_asked_again_with_growing_patience(tmp_path, waits, capfd):
     # When patience runs out, the error names both ends and the cause.
     fail(bucket, "rsync", times=99)
     with pytest.raises(buckets.BucketError, match=f"{RUN} cannot be copied to gs://.*503"):
-        buckets.send_rest(RUN)
+        buckets.send_all_but_checkpoints(RUN)
     assert waits == 2 * list(buckets.PATIENCE)
 
 
@@ -118,7 +118,7 @@ def test_a_bucket_is_asked_again_with_growing_patience(tmp_path, waits, capfd):
 )
 def test_what_can_never_succeed_is_not_tried_again(stderr, tmp_path, waits):
     fail(tmp_path / "gs/bucket/run", "storage", stderr, times=99)
-    for ask in (buckets.send_rest, buckets.saved_steps, buckets.send_results):
+    for ask in (buckets.send_all_but_checkpoints, buckets.saved_steps, buckets.send_results):
         with pytest.raises(buckets.RefusedError):
             ask(RUN)
     assert waits == []
@@ -126,7 +126,7 @@ def test_what_can_never_succeed_is_not_tried_again(stderr, tmp_path, waits):
 
 def test_nothing_there_and_no_gcloud_are_answers_at_once(tmp_path, waits, monkeypatch):
     assert buckets.saved_steps("out/gs/bucket/none") == []
-    buckets.fetch_rest("out/gs/bucket/none", final=True)
+    buckets.fetch_all_but_checkpoints("out/gs/bucket/none", final=True)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(buckets.RefusedError, match="gcloud is not installed"):
         buckets.saved_steps(RUN)
@@ -249,11 +249,11 @@ def test_compiled_programs_are_sent_if_they_are_no_larger_than_a_checkpoint(tmp_
         path = tmp_path / RUN / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("#" * size)
-    buckets.send_rest(RUN)
+    buckets.send_all_but_checkpoints(RUN)
     assert (bucket / "final/model.safetensors").exists()
     assert not (bucket / "compiled").exists() and not steps(bucket)
     (tmp_path / RUN / "step_000001/y").write_text("#")
-    buckets.send_rest(RUN)
+    buckets.send_all_but_checkpoints(RUN)
     assert len(list((bucket / "compiled").iterdir())) == 2 and not steps(bucket)
 
 
@@ -263,10 +263,10 @@ def test_a_trace_is_sent_and_does_not_come_back(tmp_path, waits):
     (tmp_path / RUN / trace).parent.mkdir(parents=True)
     (tmp_path / RUN / trace).write_text("trace")
     (tmp_path / RUN / "metrics.jsonl").write_text("metrics")
-    buckets.send_rest(RUN)
+    buckets.send_all_but_checkpoints(RUN)
     assert (tmp_path / "gs/bucket/run" / trace).read_text() == "trace"
     shutil.rmtree(tmp_path / RUN)
-    buckets.fetch_rest(RUN, final=True)
+    buckets.fetch_all_but_checkpoints(RUN, final=True)
     assert sorted(path.name for path in (tmp_path / RUN).iterdir()) == ["final", "metrics.jsonl"]
 
 

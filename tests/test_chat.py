@@ -1,5 +1,6 @@
 """Chat templates and special tokens (infra/data/chat.py), against transformers."""
 
+import dataclasses
 import datetime
 import json
 import shutil
@@ -14,7 +15,7 @@ from conftest import arguments, chatml, edit, load, refused, restored_signals, s
 import train
 from infra.data import hf
 from infra.data.chat import load_tokenizer
-from infra.data.questions import load_questions
+from infra.data.questions import examples_to_imitate, load_questions
 from infra.rollout.engine import Engine
 from infra.run.run_dir import claimed_out
 from test_kernel import mesh
@@ -318,7 +319,9 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
     prompt = tokenizer.bpe.decode(rows[0]["prompt_ids"], skip_special_tokens=False)
     assert prompt.endswith("?<｜Assistant｜><think>\n")
     # Supervised steps imitate a text that goes on where the prompt ends.
-    assert tokenizer.encode(["Hm.<｜end｜>"])[0] == rows[0]["demonstration_ids"]
+    with_supervised = dataclasses.replace(cfg, sft_steps=1)
+    example, *_ = examples_to_imitate(setup.questions, tokenizer, with_supervised)
+    assert tokenizer.encode(["Hm.<｜end｜>"])[0] == example["demonstration_ids"]
 
     (answer,) = tokenizer.encode(["Hm.</think>4<｜end｜>"])
     written = {"tokens_BT": np.array([answer] * 8), "lengths_B": np.array([len(answer)] * 8)}

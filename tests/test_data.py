@@ -30,7 +30,13 @@ from safetensors.numpy import load_file
 import train
 from infra.data import answers, hf
 from infra.data.chat import load_tokenizer
-from infra.data.questions import check_row, load_questions, load_rows, question_order
+from infra.data.questions import (
+    check_row,
+    examples_to_imitate,
+    load_questions,
+    load_rows,
+    question_order,
+)
 from infra.data.reward_pool import data_columns
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
 from infra.host.console import first_line
@@ -159,7 +165,9 @@ def test_a_row_keeps_all_its_columns_for_reward_functions(tmp_path, tiny_directo
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(written))
     tokenizer = load_tokenizer(tiny_directory)
-    (row,) = load_questions(str(path), False, tokenizer, train.Config(system=""))
+    cfg = train.Config(system="", sft_steps=1)
+    questions = load_questions(str(path), False, tokenizer, cfg)
+    (row,) = examples_to_imitate(questions, tokenizer, cfg)
     ids = {"prompt_ids": chatml("", "1 + 1?"), "demonstration_ids": "2<|im_end|>"}
     ids = {name: tokenizer.encode([text])[0] for name, text in ids.items()}
     assert row == written | {"answer": "2"} | ids

@@ -19,7 +19,7 @@ import model
 import train
 from infra.data import hf
 from infra.data.chat import load_tokenizer
-from infra.data.questions import load_questions, load_rows
+from infra.data.questions import examples_to_imitate, load_questions, load_rows
 from infra.data.tiny import TINY_MODEL
 from infra.host import files
 
@@ -160,7 +160,9 @@ def read_config(source):
 def read_tokenizer(source):
     tokenizer = load_tokenizer(source.directory)
     path = str(source.directory / "rows.jsonl")
-    for row in load_questions(path, False, tokenizer, train.Config(system="")):
+    cfg = train.Config(system="", sft_steps=1)
+    questions = load_questions(path, False, tokenizer, cfg)
+    for row in examples_to_imitate(questions, tokenizer, cfg):
         assert max(row["prompt_ids"] + row["demonstration_ids"]) < tokenizer.size
 
 

@@ -72,7 +72,7 @@ def lower_decode(model_cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     by_rows = P(layout.rows)
     integers = abstract(jax.ShapeDtypeStruct((B,), jnp.int32), by_rows, layout)
     booleans = abstract(jax.ShapeDtypeStruct((B,), bool), by_rows, layout)
-    rows = Rows(length_B=integers, id_B=integers, live_B=booleans)
+    rows = Rows(prompt_length_B=integers, id_B=integers, live_B=booleans)
     key = jax.eval_shape(jax.random.key, 0)
     # Sample at temperature 1, as training does by default.
     return engine.decode.lower(

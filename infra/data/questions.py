@@ -165,10 +165,9 @@ def number_text(number: int | float) -> str:
 
 # ---------------------------------------------------------------- questions with their prompts
 def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) -> list[dict]:
-    """The rows of a data set whose prompts have at most max_prompt tokens, with two new columns.
+    """The rows of a data set whose prompts have at most max_prompt tokens. A new column,
+    `prompt_ids`, has the token ids of the chat template with the question.
 
-    `prompt` has the token ids of the chat template with the question. `demonstration_ids` has the
-    token ids of the text that supervised steps imitate: the demonstration, or else the answer.
     Exits with code 2 if no prompt is short enough, or if a text holds a special token.
     """
     what = f"held out ({name})" if held_out else name
@@ -182,20 +181,17 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     if held_out and cfg.eval_n:
         rows = rows[: cfg.eval_n]
 
-    # Encode as token ids. The text to imitate ends with the token that ends an answer.
     prompts = [tokenizer.render(columns.messages_of(row, cfg.system)) for row in rows]
-    demonstrations = [(row.get("demonstration") or row["answer"]) + tokenizer.end for row in rows]
     with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
-        encoded_prompts = tokenizer.encode(prompts)
-        encoded_demonstrations = tokenizer.encode(demonstrations)
-    questions = []
-    encoded = zip(rows, encoded_prompts, encoded_demonstrations, strict=True)
-    for row, prompt, demonstration in encoded:
-        if len(prompt) <= cfg.max_prompt:
-            questions.append(row | {"prompt_ids": prompt, "demonstration_ids": demonstration})
+        encoded = tokenizer.encode(prompts)
+    questions = [
+        row | {"prompt_ids": prompt}
+        for row, prompt in zip(rows, encoded, strict=True)
+        if len(prompt) <= cfg.max_prompt
+    ]
 
     # Check that there are questions left.
-    shortest = min(map(len, encoded_prompts))
+    shortest = min(map(len, encoded))
     empty = tokenizer.render(columns.messages_of({"question": ""}, cfg.system))
     fixed = len(tokenizer.encode([empty])[0])
     check(
@@ -222,6 +218,23 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
         )
     say(summary)
     return questions
+
+
+def examples_to_imitate(questions: list[dict], tokenizer: Tokenizer, cfg: Any) -> list[dict]:
+    """The questions that supervised steps can imitate: those whose demonstration, or else answer,
+    has at most max_answer tokens. A new column, `demonstration_ids`, has the token ids of that
+    text. Returns [] if there are no supervised steps."""
+    if cfg.sft_steps == 0:
+        return []
+    # The text to imitate ends with the token that ends an answer.
+    texts = [(row.get("demonstration") or row["answer"]) + tokenizer.end for row in questions]
+    with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {cfg.data}"):
+        encoded = tokenizer.encode(texts)
+    return [
+        row | {"demonstration_ids": demonstration}
+        for row, demonstration in zip(questions, encoded, strict=True)
+        if len(demonstration) <= cfg.max_answer
+    ]
 
 
 def question_order(seed: int, start: int, count: int, n_questions: int) -> list[int]:

@@ -416,10 +416,10 @@ def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, samplin
 def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) -> DecodeState:
     """Run token t of each answer, and write its keys and values to slot t of the answers' cache."""
     attend = partial(
-        kv_cache.decode_attention, slot=t, prompt_length_B=rows.length_B, layout=layout
+        kv_cache.decode_attention, slot=t, prompt_length_B=rows.prompt_length_B, layout=layout
     )
     # The prompt comes before the answer.
-    position_B = rows.length_B + t
+    position_B = rows.prompt_length_B + t
     # Each row has one new token, so the index of its last token is 0.
     last_B = jnp.zeros_like(token_B)
     new_tokens = token_B[:, None], position_B[:, None], last_B

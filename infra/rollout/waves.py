@@ -15,7 +15,7 @@ from model import ModelConfig
 class Rows(NamedTuple):
     """What decode needs to know about each row."""
 
-    length_B: jax.Array  # tokens of the row's prompt
+    prompt_length_B: jax.Array  # tokens of the row's prompt
     id_B: jax.Array  # its index among the rows of all waves and processes; -1 if there is no row
     live_B: jax.Array  # whether there is a row, and its stop token has not come
 

@@ -127,7 +127,7 @@ def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
     rsync(f"{bucket_of(out)}/{name}", f"{out}/{name}", excluded, flag)
 
 
-def send_rest(out: str) -> None:
+def send_all_but_checkpoints(out: str) -> None:
     """Send all files but checkpoints and the marker of final/. Compiled programs are sent only if
     they are no larger than a checkpoint. Raises BucketError."""
     excluded = [*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)]
@@ -149,7 +149,7 @@ def send_results(out: str) -> None:
     # If the run was given more steps, the bucket has an older model. Remove its marker first.
     if there and there != here:
         remove(marker)
-    send_rest(out)
+    send_all_but_checkpoints(out)
     if here and there != here:
         gcloud_retrying("cp", f"{out}/{MARKER}", marker)
 
@@ -173,7 +173,7 @@ def check_results(out: str) -> None:
         raise BucketError(f"{bucket_of(out)}/final is not the model of this run")
 
 
-def fetch_rest(out: str, final: bool) -> None:
+def fetch_all_but_checkpoints(out: str, final: bool) -> None:
     """Fetch all files but checkpoints and traces. final: whether to fetch final/, too. Raises
     BucketError."""
     excluded = [*STAYS_HERE, CHECKPOINTS, "profile/"]

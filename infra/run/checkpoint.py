@@ -290,7 +290,7 @@ class Saver:
             if bucket.bucket_of(self.out):
                 bucket.send_checkpoint(self.out, name, jax.process_index(), jax.process_count())
                 if jax.process_index() == 0:
-                    bucket.send_rest(self.out)
+                    bucket.send_all_but_checkpoints(self.out)
             return True
         except OSError as e:  # a BucketError is an OSError
             warn(

@@ -293,7 +293,7 @@ def print_setup(cfg, setup) -> None:
         )
 
 
-def print_report(out: str, sft_steps: int, steps: int, seconds: float) -> None:
+def print_summary(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     """Print the first and the last evaluation, and where the results are."""
     # Process 0 has the files.
     if jax.process_index() != 0:

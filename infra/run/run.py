@@ -161,7 +161,7 @@ class Run:
             # Users of the model will need its system prompt.
             about = {"step": self.total_steps, "commit": commit(), "system": cfg.system}
             hf.write_final(self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
-        log.print_report(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
+        log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
         run_dir.send_results(self.out)
 
     @contextlib.contextmanager

@@ -83,7 +83,7 @@ def write_config(out: str, flags: dict) -> None:
     files.write_json(f"{out}/config.json", content)
     if bucket.bucket_of(out) and jax.process_index() == 0:
         with exit_without_bucket():
-            bucket.send_rest(out)
+            bucket.send_all_but_checkpoints(out)
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
     """
     if bucket.bucket_of(out):
         with exit_without_bucket():
-            bucket.fetch_rest(out, final=jax.process_index() == 0)
+            bucket.fetch_all_but_checkpoints(out, final=jax.process_index() == 0)
     refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
     # The step that --profile names may be before the checkpoint.
