@@ -30,7 +30,8 @@ def update_gib(tmp_path, loss_impl, *micro_batches):
     half = ROW_TOKENS // 2
     printed = compile_elsewhere(
         ROOT / "tools/plan.py",
-        f"v6e-8 --max_prompt {half} --max_answer {half} --loss_impl {loss_impl}",
+        # With 64 questions, a step's update takes long enough to show in tenths of a second.
+        f"v6e-8 --max_prompt {half} --max_answer {half} --batch 64 --loss_impl {loss_impl}",
         f"--sweep micro_batch={sweep}",
         "--model",
         tmp_path,
@@ -59,8 +60,8 @@ def logits_gib(rows):
 
 
 def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_property):
-    gib = update_gib(tmp_path, "pallas", 8, 32)
-    gib_per_row = (gib[32] - gib[8]) / (32 - 8)
+    gib = update_gib(tmp_path, "pallas", 8, 16)
+    gib_per_row = (gib[16] - gib[8]) / (16 - 8)
     # Each row keeps its inputs of all layers, bfloat16 [layers, tokens, model].
     *_, L, _ = SIZES["0.5B"]
     layer_inputs = L * ROW_TOKENS * NARROW["hidden_size"] * 2 / 2**30
