@@ -94,6 +94,7 @@ def loss_temp(flags):
 # fmt: off
 @pytest.mark.parametrize("chip, hidden, vocab", [
     ("v4-8",        3584,   8011),
+    ("v5p-8",       3584,   8064),
     ("v4-8",         896,   8011),
     ("v5p-8",       2048, 151936),
     ("v5litepod-8", 1536, 152064),
@@ -110,8 +111,9 @@ def test_pallas_kernels_compile(chip, hidden, vocab, record_property):
 # fmt: off
 @pytest.mark.parametrize("flags, most", [
     ("--aot v6e-8 --time 8192 --impl jax,pallas", {"jax": 0.35, "pallas": 0.35}),
+    ("--aot v6e-1 --time 4096 --impl jax", {"jax": 0.65}),
     ("--aot v6e-1 --time 4096 --impl pallas --block_tokens 1024", {"pallas": 0.35}),
-], ids=["eight-devices", "small-chunks"])
+], ids=["eight-devices", "one-device", "small-chunks"])
 # fmt: on
 def test_loss_and_gradients_hold_the_logits_of_a_chunk(flags, most, record_property):
     temp = loss_temp(flags)

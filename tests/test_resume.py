@@ -512,7 +512,8 @@ def test_the_embedded_default_learns(tmp_path, record_property):
     """The embedded default, as committed, solves at most 45% after the supervised phase, and at
     least 90% at the end."""
     # This run computes much, so XLA's optimisation is worth its time here. Two evaluations say what
-    # nine would, and evaluations change no weights.
+    # nine would, and evaluations change no weights. Two threads serve one device better than the
+    # 32 of other tests.
     flags = "--eval_every 80 --out"
     text = run_train(flags, tmp_path / "run", XLA_FLAGS="", NPROC="2")
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")

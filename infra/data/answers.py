@@ -118,7 +118,7 @@ def fraction_text(match: re.Match) -> str:
 def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
     """Returns the only number of a marked answer, or the last number of an unmarked text. Returns
     None if there is no number, or it is part of a larger expression."""
-    # Most answers are an integer and nothing else, which needs no parsing.
+    # Most answers are a short integer and nothing else, which is quick to read.
     if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
         return fractions.Fraction(int(text))
     tokens = list(TOKEN.finditer(plain(text)))

@@ -63,6 +63,7 @@ def pairs_to_add() -> list[list[int]]:
         pairs.add((min(a, b), max(a, b)))
     pairs = sorted(pairs)
     rng.shuffle(pairs)
+    # Either number may come first.
     return [rng.sample(pair, 2) for pair in pairs]
 
 
