@@ -225,20 +225,31 @@ def test_a_score_that_came_just_in_time_counts(tmp_path):
     """A worker that is late has reported since the supervisor last looked for reports."""
     worker = object.__new__(reward_pool.Worker)
     worker.channel, end_of_worker = socket.socketpair()
-    end_of_worker.sendall(b"[0, 0.5]\n")
+    worker.channel.settimeout(0)
+    end_of_worker.sendall(b'[1, "KeyError: 5"]\n\n[2, "cut')
+    worker.scores = np.array([0.5, np.nan, np.nan])
     worker.process = mock.Mock(exitcode=None)
-    worker.calls = {0: (0, 3)}
+    worker.calls = {0: (0, 3), 1: (0, 1)}
     worker.is_closed = False
     worker.unread = b""
     worker.seconds = worker.limit = 60
     worker.last_heard = time.monotonic() - 99
-    assert worker.fault() == "TooSlow: no score within 60 s"
+    assert worker.why_late() == "TooSlow: no score within 60 s"
     supervisor = reward_pool.Supervisor(None, [hostile.fine], 1, 60, "", [worker])
     scoring = reward_pool.Scoring(["fine"], [], np.zeros((4, 1)))
-    supervisor.replace_if_lost(0, scoring)
-    assert scoring.scores[3, 0] == 0.5 and not scoring.faults and supervisor.workers == [worker]
+    supervisor.read(0, scoring)
+    assert scoring.scores[3, 0] == 0.5 and scoring.faults == {"fine": {1: "KeyError: 5"}}
+    assert supervisor.workers == [worker] and worker.unread == b'[2, "cut'
     end_of_worker.close()
     worker.channel.close()
+
+
+def test_a_worker_gets_no_more_calls_than_there_is_room_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(reward_pool, "MOST_CALLS", 5)
+    with pool_of([hostile.as_written], tmp_path) as pool:
+        scores, faults = score(pool, list(map(str, range(23))))
+    assert_array_equal(scores[:, 0], range(23))
+    assert not faults
 
 
 def test_what_a_reward_prints_goes_to_a_file_that_stays_small(monkeypatch, tmp_path, capfd):

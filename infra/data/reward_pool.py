@@ -1,6 +1,7 @@
 """Score answers in worker processes, side by side.
 
     run  <-- pipe -->  supervisor  <-- a socket each -->  workers, which call the reward functions
+                                   <-- scores in shared memory --
 
 The run forks the supervisor before JAX looks for devices, and the supervisor forks the workers. So
 a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
@@ -21,6 +22,7 @@ import inspect
 import itertools
 import json
 import math
+import mmap
 import multiprocessing.connection
 import os
 import pickle
@@ -48,9 +50,9 @@ AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
 # each remaining answer might take --reward_timeout, too.
 MOST_LOST = 16
-# Seconds to wait before workers' reports are read, so that many are read at once.
-SECONDS_BETWEEN_READS = 0.001
-# Seconds after which the supervisor looks for workers that are late or have ended.
+# A worker gets at most this many calls at a time: there is room for their scores in memory.
+MOST_CALLS = 4096
+# Seconds after which the supervisor looks for scores, and for workers that are late or have ended.
 SECONDS_BETWEEN_LOOKS = 0.1
 # The file for what functions print is emptied when it is larger than this.
 LOG_BYTES = 10 * 2**20
@@ -139,9 +141,9 @@ class Scoring:
     lost: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def take(self, share: float) -> list[Call]:
-        """Take this share of the queue, but only calls of one function."""
+        """Take this share of the queue, but at most MOST_CALLS, and only calls of one function."""
         j, _ = self.queue[0]
-        first = self.queue[: math.ceil(share * len(self.queue))]
+        first = self.queue[: min(MOST_CALLS, math.ceil(share * len(self.queue)))]
         calls = list(itertools.takewhile(lambda call: call[0] == j, first))
         del self.queue[: len(calls)]
         return calls
@@ -246,30 +248,25 @@ class Supervisor:
                     # all workers end together. A single worker gets all.
                     calls = scoring.take(1 / (2 * self.size - 1))
                     worker.give(calls, [arguments[i] for _, i in calls])
-            time.sleep(SECONDS_BETWEEN_READS)
             channels = [worker.channel for worker in self.workers]
             heard = multiprocessing.connection.wait([self.run, *channels], SECONDS_BETWEEN_LOOKS)
             if self.run in heard:
                 # The run ends, and wants no scores. `main` calls `receive` next, and gets None.
                 return
-            for place, worker in enumerate(self.workers):
-                if worker.channel in heard:
-                    for call, outcome in worker.read():
-                        scoring.note(call, outcome)
-                if worker.channel not in heard or worker.is_closed:
-                    self.replace_if_lost(place, scoring)
+            for place in range(self.size):
+                self.read(place, scoring)
             if os.fstat(1).st_size > LOG_BYTES:
                 os.ftruncate(1, 0)
         self.run.send((scoring.scores, scoring.faults, scoring.worked))
 
-    def replace_if_lost(self, place: int, scoring: Scoring) -> None:
-        """If a worker hangs or has ended, put another one in its place."""
+    def read(self, place: int, scoring: Scoring) -> None:
+        """Note what a worker has reported. If it hangs or has ended, put another in its place."""
         worker = self.workers[place]
-        if worker.fault():
-            # The worker may have reported since `heard` was found.
-            for call, outcome in worker.read_rest():
-                scoring.note(call, outcome)
-        fault = worker.fault()
+        # This comes before `worker.read`: what a worker reported before it ended counts.
+        fault = worker.why_ended()
+        for call, outcome in worker.read():
+            scoring.note(call, outcome)
+        fault = fault or worker.why_late()
         if fault:
             worker.kill()
             self.workers[place] = self.new_worker()
@@ -281,7 +278,8 @@ class Worker:
     """A worker as the supervisor sees it.
 
     calls: those of its task that it has not reported, by their place in the task. at_once: how many
-    of these run at the same time. limit: seconds within which it must report the next one.
+    of these run at the same time. limit: seconds within which it must report the next one. scores:
+    of the calls of its task, in memory that the worker writes; NaN: no score yet.
     """
 
     def __init__(self, functions, seconds: float, run):
@@ -291,9 +289,10 @@ class Worker:
         self.calls = {}
         self.at_once = 1
         self.unread = b""
+        self.scores = np.frombuffer(mmap.mmap(-1, 8 * MOST_CALLS))
         self.channel, end_of_worker = socket.socketpair()
         inherited = [run, self.channel]
-        task = (end_of_worker, functions, seconds, inherited)
+        task = (end_of_worker, self.scores, functions, seconds, inherited)
         self.process = FORK.Process(target=work, args=task)
         self.process.start()
         end_of_worker.close()
@@ -306,31 +305,39 @@ class Worker:
         # The worker itself cancels an async call when its time is up, and needs a moment for that.
         self.limit = self.seconds + (1 if self.at_once > 1 else 0)
         self.last_heard = time.monotonic()
-        # If the process has ended or does not read, `fault` says so later.
+        self.scores[:] = np.nan
+        # If the process has ended or does not read, `why_ended` and `why_late` say so later.
         self.channel.settimeout(self.limit)
         with contextlib.suppress(OSError):
             self.channel.sendall(pickle.dumps((j, arguments)))
+        self.channel.settimeout(0)
 
     def read(self) -> list[tuple[Call, float | str]]:
         """The calls that it has reported since the last `read`, with a score or why they failed."""
-        data = b""
-        with contextlib.suppress(OSError):
-            data = self.channel.recv(2**16)
-        self.is_closed = not data
-        self.last_heard = time.monotonic()
-        *lines, self.unread = (self.unread + data).split(b"\n")
-        reports = [json.loads(line) for line in lines]
+        *lines, self.unread = (self.unread + self.receive()).split(b"\n")
+        reports = [json.loads(line) for line in lines if line]
+        scored = np.flatnonzero(~np.isnan(self.scores)).tolist()
+        reports += [(place, float(self.scores[place])) for place in scored if place in self.calls]
+        if reports:
+            self.last_heard = time.monotonic()
         return [(self.calls.pop(place), outcome) for place, outcome in reports]
 
-    def read_rest(self) -> list[tuple[Call, float | str]]:
-        """As `read`, until there is nothing to read."""
-        reports = []
-        while not self.is_closed and multiprocessing.connection.wait([self.channel], 0):
-            reports += self.read()
-        return reports
+    def receive(self) -> bytes:
+        """All that the worker has sent."""
+        data = b""
+        try:
+            while more := self.channel.recv(2**16):
+                data += more
+            self.is_closed = True
+        except BlockingIOError:
+            # There is no more, but there may be later.
+            pass
+        except OSError:
+            self.is_closed = True
+        return data
 
-    def fault(self) -> str:
-        """Why this worker has to be replaced, or ""."""
+    def why_ended(self) -> str:
+        """Why this worker scores no more answers, or "" if it does."""
         if self.is_closed:
             # A process that ends closes its socket a moment before its exit code is known.
             self.process.join(1)
@@ -340,8 +347,10 @@ class Worker:
             if code < 0:
                 ended = f"was ended: {signal.strsignal(-code)}"
             return f"its process {ended}"
-        if self.is_closed:
-            return "it closed the descriptors of its process"
+        return "it closed the descriptors of its process" if self.is_closed else ""
+
+    def why_late(self) -> str:
+        """Why the next report of this worker is late, or "" if it is not."""
         is_late = self.calls and time.monotonic() - self.last_heard > self.limit
         return too_slow(self.seconds) if is_late else ""
 
@@ -355,15 +364,19 @@ class Worker:
 
 
 # ---------------------------------------------------------------- the worker
-def work(channel: socket.socket, functions, seconds: float, inherited) -> None:
+def work(channel: socket.socket, scores, functions, seconds: float, inherited) -> None:
     """Make the calls that the supervisor asks for: pickles of (number of the function, [(pickled
-    row, answer), ...]). Report each call as soon as it ends, as a line of JSON: [its place in the
-    task, its score or why it failed]. inherited: connections of the supervisor."""
+    row, answer), ...]).
+
+    Report each call as soon as it ends: write its score to `scores`, at its place in the task, or
+    send a line of JSON, [its place, why it failed]. Send an empty line at the end of a task.
+    inherited: connections of the supervisor.
+    """
     try:
         protect_the_run()
         for connection in inherited:
             connection.close()
-        report = reporter(channel)
+        report = reporter(channel, scores)
         tasks = channel.makefile("rb")
         # One event loop for all tasks, so that a function may keep its connections.
         runner = asyncio.Runner()
@@ -375,6 +388,7 @@ def work(channel: socket.socket, functions, seconds: float, inherited) -> None:
             else:
                 for place, call in enumerate(calls):
                     report(place, score(function, *call))
+            channel.sendall(b"\n")
     except BaseException:
         traceback.print_exc()
     finally:
@@ -411,7 +425,7 @@ def restore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def reporter(channel: socket.socket) -> Callable[[int, float | str], None]:
+def reporter(channel: socket.socket, scores: np.ndarray) -> Callable[[int, float | str], None]:
     """Returns a function that reports how a call ended: its place in the task, and its outcome."""
     process = os.getpid()
     directory = os.open(".", os.O_RDONLY)
@@ -427,7 +441,10 @@ def reporter(channel: socket.socket) -> Callable[[int, float | str], None]:
         if not streams_are_open():
             raise OSError("a function closed a standard stream")
         os.fchdir(directory)
-        channel.sendall(json.dumps([place, outcome]).encode() + b"\n")
+        if isinstance(outcome, str):
+            channel.sendall(json.dumps([place, outcome]).encode() + b"\n")
+        else:
+            scores[place] = outcome
 
     return report
 
