@@ -7,16 +7,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import arguments
+from conftest import arguments, read_jsonl
 from numpy.testing import assert_allclose
 
 import train
 from infra.data.answers import final_number
-from tools import ablations, compare_trl, runs, word_problems
+from tools import ablations, compare_trl, runs, sums, word_problems
 
-TOOLS = [word_problems, compare_trl, ablations]
+TOOLS = [sums, word_problems, compare_trl, ablations]
 # fmt: off
 MISTAKES = [  # (tool, flags, what the message must say)
+    (sums, "", "required: OUT"),
+    (sums, ".", ". exists; choose another"),
     (word_problems, "--out x", "required: --tokenizer"),
     (word_problems, "--tokenizer . --out x --seed one", "invalid int value: 'one'"),
     (word_problems, "--tokenizer . --out .", "out = . exists"),
@@ -53,6 +55,21 @@ def test_mistakes_are_one_line_and_help_is_help(capsys):
         code, _, message = ended(tool, flags, capsys)
         assert code == 2 and words in message, f"{flags}: {message!r} does not say {words!r}"
         assert message.count("\n") == 1, message
+
+
+# ---------------------------------------------------------------- sums
+def test_sums_are_right_and_none_is_in_both_files(tmp_path):
+    sums.main([f"{tmp_path}/sums"])
+    pairs = {}
+    for part in ("train", "test"):
+        rows = read_jsonl(tmp_path / f"sums/{part}.jsonl")
+        asked = [re.fullmatch(r"What is (\d\d) \+ (\d\d)\?", row["question"]) for row in rows]
+        numbers = [tuple(map(int, question.groups())) for question in asked]
+        assert [sum(pair) for pair in numbers] == [int(row["answer"]) for row in rows]
+        pairs[part] = {tuple(sorted(pair)) for pair in numbers}
+        assert len(pairs[part]) == len(rows)
+    assert len(pairs["train"]) == 3995 and len(pairs["test"]) == 100
+    assert not pairs["train"] & pairs["test"]
 
 
 # ---------------------------------------------------------------- word problems

@@ -1,0 +1,49 @@
+"""Make the two-digit sums that assets/learning.md trains SmolLM2 on.
+
+    python tools/sums.py OUT
+
+Writes OUT/train.jsonl with 3,995 questions and OUT/test.jsonl with 100 others.
+"""
+
+import itertools
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from infra.host.console import check, exit_on, say
+from tools.arguments import parser_of
+
+HELD_OUT = 100
+SEED = 1
+
+
+def sums() -> list[dict]:
+    """All pairs of two-digit numbers, in a random order. a + b and b + a are one question."""
+    rng = random.Random(SEED)
+    pairs = [*itertools.combinations_with_replacement(range(10, 100), 2)]
+    rng.shuffle(pairs)
+    # Either number may come first.
+    pairs = [rng.sample(pair, 2) for pair in pairs]
+    return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
+
+
+@exit_on(OSError, "a file cannot be written; fix that, or choose another OUT")
+def main(argv: list[str]) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("out", metavar="OUT", help="the directory to make")
+    args = parser.parse_args(argv)
+    check(not os.path.exists(args.out), f"{args.out} exists; choose another, or remove it")
+    os.makedirs(args.out)
+    all_rows = sums()
+    for part, rows in (("train", all_rows[HELD_OUT:]), ("test", all_rows[:HELD_OUT])):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        Path(args.out, f"{part}.jsonl").write_text("".join(lines))
+        say(f"{args.out}/{part}.jsonl: {len(rows)} sums")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
