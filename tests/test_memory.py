@@ -24,8 +24,10 @@ from numpy.testing import assert_allclose
 import train
 from infra.data import questions
 from infra.data.tiny import arith
-from infra.host import chips
+from infra.host import chips, memory
 from infra.rollout import layouts
+from infra.rollout.engine import Engine
+from infra.run import checkpoint
 from infra.update import fit
 from test_kernel import mesh
 from tools import absent_devices, plan
@@ -400,12 +402,82 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
         train_here(flags, "--out run")
     text = capsys.readouterr().err
     assert end.value.code == 1, text
-    assert "in step 3: " in text and "step 2 is saved" in text, text
+    assert "in step 3 (update): " in text and "step 2 is saved" in text, text
     assert "--micro_batch 4 or --remat full" in text and "Traceback" not in text, text
     assert os.listdir("run/step_000002")
     train_here(flags, "--out run")
     assert [row["step"] for row in read_jsonl("run/metrics.jsonl")] == [1, 2, 3]
     assert Path("run/final").is_dir()
+
+
+def test_run_whose_evaluation_runs_out_of_memory_is_not_told_of_micro_batches(
+    train_here, monkeypatch, capsys
+):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+
+    monkeypatch.setattr(Engine, "generate", full)
+    with pytest.raises(SystemExit) as end:
+        train_here("--sft_steps 0 --steps 0 --eval_n 4 --batch 4 --npq 4 --out run")
+    text = capsys.readouterr().err
+    assert end.value.code == 1, text
+    assert "in step 0 (evaluating): " in text and "try --offload" in text, text
+
+
+# ---------------------------------------------------------------- memory of the host
+GROUPS_V1 = "9:name=systemd:/\n4:cpu,memory:/slurm/job_5\n0::/\n"
+GROUPS_V2 = "0::/slurm/job_5\n"
+
+
+@pytest.mark.parametrize(
+    "listed, root, files",
+    [
+        (GROUPS_V2, "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            GROUPS_V1,
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_job_may_take_what_its_control_groups_allow(listed, root, files, tmp_path, monkeypatch):
+    limit, used, cached = files
+    job = tmp_path / root / "slurm/job_5"
+    job.mkdir(parents=True)
+    (tmp_path / "list").write_text(listed)
+    monkeypatch.setattr(memory, "LIST", f"{tmp_path}/list")
+    monkeypatch.setattr(memory, "MOUNT", str(tmp_path))
+    # Without files, as in a container, only the host is a limit.
+    host = memory.total_memory()
+    assert host == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for group, most, taken in ((job, 9000, 5000), (job.parent, 7000, 6500)):
+        (group / limit).write_text(f"{most}\n")
+        (group / used).write_text(f"{taken}\n")
+        # Cached files, here 1,000 bytes, are not in use.
+        (group / "memory.stat").write_text(f"anon 5\n{cached} 1000\n")
+    # The job above this one has the smaller limit.
+    assert memory.total_memory() == 7000
+    assert memory.available_memory() == 7000 - (6500 - 1000)
+    (job.parent / limit).write_text("max\n")
+    assert memory.total_memory() == 9000
+    assert memory.available_memory() == 9000 - (5000 - 1000)
+
+
+@pytest.mark.parametrize("processes, copies", [(1, True), (3, False)])
+def test_a_checkpoint_is_copied_if_all_processes_of_the_host_have_room(
+    processes, copies, tmp_path, monkeypatch
+):
+    """The copy lets training go on while the checkpoint is written."""
+    state = {"a": jax.device_put(np.arange(1000, dtype=np.float32))}
+    monkeypatch.setattr(checkpoint, "processes_of_this_host", lambda: processes)
+    monkeypatch.setattr(checkpoint, "available_memory", lambda: 5 * 4000)
+    saver = checkpoint.Saver(str(tmp_path), keep=1, newest=0)
+    saver.remember(1, state, 0)
+    saver.begin()
+    assert (saver.pending is not None) == copies
+    saver.finish()
+    assert saver.newest == 1
 
 
 def test_only_updates_skipped_in_a_row_end_a_run():

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from infra.host.memory import total_memory
 from infra.host.processes import all_gather_processes
 
 GIB = 2**30
@@ -61,16 +62,11 @@ def chip(device) -> Chip:
     return Chip()
 
 
-def host_memory() -> float:
-    """Memory of this host, in GiB."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-
-
 def device_memory(device) -> float:
     """The memory of a device that programs may use, in GiB; inf if unknown."""
     if device.platform == "cpu":
         # The CPU's devices share the host's memory.
-        return host_memory() / jax.local_device_count()
+        return total_memory() / GIB / jax.local_device_count()
     is_gpu = device.platform == "gpu"
     try:
         gib = (device.memory_stats() or {})["bytes_limit"] / GIB

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import urllib.request
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,6 +42,12 @@ def all_gather_processes(value) -> np.ndarray:
     """Stack the values of all processes: [processes, ...]. Every process must call this."""
     gathered = multihost_utils.process_allgather(np.asarray(value))
     return np.asarray(gathered).reshape(-1, *np.shape(value))
+
+
+def processes_of_this_host() -> int:
+    """How many of the run's processes share this host. Every process must call this."""
+    hosts = all_gather_processes(zlib.crc32(socket.gethostname().encode()))
+    return int((hosts == hosts[jax.process_index()]).sum())
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ the same run; a file's name says how many processes there were. A file gets its 
 that a process that is killed during a write leaves only a file that nobody reads.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -25,7 +24,8 @@ from infra.data import hf
 from infra.host import files
 from infra.host.console import first_line, show_status, warn
 from infra.host.files import CheckpointError
-from infra.host.processes import all_gather_processes, commit
+from infra.host.memory import available_memory
+from infra.host.processes import all_gather_processes, commit, processes_of_this_host
 from infra.run import bucket
 
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
@@ -258,6 +258,7 @@ class Saver:
         # All processes use the same number, to tell this run's files from another run's.
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()}
+        self.processes_here = processes_of_this_host()
         self.newest = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.remembered = None  # (step, state, skipped) to save if the run ends now
@@ -273,7 +274,9 @@ class Saver:
         step, state, skipped = self.remembered
         shards = shards_of(state)
         size = sum(array.nbytes for array in shards.values())
-        has_room = all_gather_processes(available_memory() > 2 * size).all()
+        # Other processes on this host copy their shards, too.
+        needed = 2 * size * self.processes_here
+        has_room = all_gather_processes(available_memory() > needed).all()
         if has_room:
             # Copy the shards to the host, since the next update donates the arrays on the devices.
             shards = {key: np.array(array, order="C") for key, array in shards.items()}
@@ -347,13 +350,6 @@ class Saver:
         if self.newest:
             return f"step {self.newest} is saved; start again, and it resumes"
         return "nothing is saved yet"
-
-
-def available_memory() -> int:
-    """Bytes of free memory on the host, or 0 if unknown."""
-    with contextlib.suppress(OSError), open("/proc/meminfo") as f:
-        return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", f.read())[1])
-    return 0
 
 
 def too_old(steps: list, newest: int, kept: int) -> list:

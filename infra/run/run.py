@@ -12,7 +12,7 @@ from infra.host.console import first_line, say, warn
 from infra.host.processes import Stop, check_for_stop, commit, watch_signals
 from infra.run import checkpoint, log, run_dir
 from infra.run.profiler import Profiler
-from infra.update.fit import ADVICE
+from infra.update.fit import ADVICE, ROLLOUT_ADVICE
 
 
 class Run:
@@ -169,7 +169,7 @@ class Run:
         """If a signal, an OSError or a lack of device memory ends the training in this context,
         save the last complete step if possible, and print why the training ended.
 
-        micro_batch: rows per device. If a device is out of memory, the advice is half of this.
+        micro_batch: rows per device. If an update runs out of memory, the advice is half of this.
         """
         saver = self.saver
         try:
@@ -189,9 +189,13 @@ class Run:
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
+            phase = self.terminal.phase
+            # An evaluation follows the last complete step; other phases belong to the next one.
+            step = self.step if phase == "evaluating" else self.step + 1
             half = max(1, micro_batch // 2)
+            advice = f"--micro_batch {half} or {ADVICE}" if phase == "update" else ROLLOUT_ADVICE
             warn(
-                f"a device ran out of memory in step {self.step + 1}: {first_line(e)[:300]}\n"
-                f"{saver.save_before_exit()}; try --micro_batch {half} or {ADVICE}"
+                f"a device ran out of memory in step {step} ({phase}): {first_line(e)[:300]}\n"
+                f"{saver.save_before_exit()}; try {advice}"
             )
             raise SystemExit(1) from None

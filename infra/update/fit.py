@@ -20,6 +20,7 @@ from infra.host import chips, files
 from infra.host.chips import GIB
 from infra.host.console import check, say
 from infra.host.files import CheckpointError
+from infra.host.memory import total_memory
 from infra.host.processes import all_gather_processes, code_hash, host_count
 from infra.rollout.engine import make_engine
 from infra.update.packing import row_width
@@ -27,8 +28,9 @@ from infra.update.state import abstract_gradients, abstract_rows, abstract_state
 
 # Bytes of host memory per token of a step: 4-byte numbers in NumPy, Python integers, and text.
 HOST_BYTES_OF_A_TOKEN = 100
-# Flags that make an update take less memory.
-ADVICE = "--remat full, --offload optimizer or params, a smaller --max_answer or more devices"
+# What leaves more memory to a rollout, and what else makes an update take less.
+ROLLOUT_ADVICE = "--offload optimizer or params, a smaller --max_answer or more devices"
+ADVICE = f"--remat full, {ROLLOUT_ADVICE}"
 
 
 def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple:
@@ -51,7 +53,7 @@ def check_host_memory(cfg, width: int) -> None:
     """Exit with code 2 if a step's rows would take more than a quarter of the host's memory."""
     sequences = cfg.batch * cfg.npq
     gib = sequences * width * HOST_BYTES_OF_A_TOKEN / GIB
-    most = chips.host_memory() / 4
+    most = total_memory() / GIB / 4
     check(
         gib <= most,
         f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host, in rows of {width} "
