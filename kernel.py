@@ -1,4 +1,4 @@
-"""The GRPO loss, computed from hidden states without ever holding [tokens, vocabulary] logits.
+"""The GRPO loss, computed from hidden states without ever holding the logits of all tokens.
 
 For token i with hidden state h, target y, LM head W [V, D], temperature T and advantage A:
 
@@ -20,6 +20,7 @@ With d_logp = dloss/dlogp and d_entropy = dloss/dH, the gradients are:
     dh, dW = dz W, dz' h
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -587,7 +588,8 @@ def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
     c = cdiv(n, most_chunks)
     forward = jax_forward
     backward = jax_backward
-    # Pallas computes the same number of tiles on each device. The last device has the fewest rows.
+    # Pallas computes the same number of tiles on each device. The last device has the fewest rows;
+    # if they do not fill a tile, plain JAX computes all rows of all devices.
     fewest_rows = max(0, V - (shards - 1) * rows_each)
     if settings.impl == "pallas" and fewest_rows >= blocks.tile_vocab:
         tiles = fewest_rows // blocks.tile_vocab
@@ -595,9 +597,12 @@ def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
         # Parts of dh that are summed over shards stay in float32.
         dh_dtype = h_nD.dtype if shards == 1 else f32
         backward = partial(pallas_backward, blocks, settings.uses_entropy, dh_dtype)
-        # Compiled kernels need a multiple of 128 tokens, the number of lanes.
-        while not blocks.interpret and c * shards % 128:
-            c += 1
+        # Compiled kernels need a multiple of 128 tokens, the number of lanes. Round up, or down if
+        # the chunk would be too large.
+        lanes = 1 if blocks.interpret else 128 // math.gcd(128, shards)
+        c = cdiv(c, lanes) * lanes
+        if c * shards > blocks.chunk_tokens:
+            c = max(lanes, c - lanes)
 
     order, chunks = order_in_chunks(vectors["weight"] > 0, c)
     inputs = (h_nD, targets_n, vectors)

@@ -587,9 +587,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     specs.pop("head_VD", None)
     # A parameter that is replicated over some axes gets a part of its gradient on each device. The
     # transpose of shard_map sums these parts over the axes that the parameter's spec omits: dp for
-    # matrices, all axes for norms. check_vma is off, because Pallas kernels do not pass it. With
-    # it off, the transpose of a psum is a psum, which sums the parts that devices have of an
-    # activation's gradient.
+    # matrices, dp and fsdp for biases, all axes for norms. check_vma is off, because Pallas kernels
+    # do not pass it. With it off, the transpose of a psum is a psum, which sums the devices' parts
+    # of an activation's gradient.
     by_row = P(ROWS)
     run = jax.shard_map(
         partial(forward_on_device, cfg=cfg, options=options),
@@ -611,7 +611,7 @@ def cached_forward(
 
     Returns (hidden states after the last norm, [B, D], of the token at index last_B in each row;
     new caches). layout: see infra/rollout/layouts.py. caches: one for each stack of layers in
-    weights["layers"].
+    weights["layers"]. All layers are one stack, but on GPUs, each layer is a stack of its own.
 
     attend(q, k, v, layer=, cache=) -> ([B, N, T, H], cache), from infra/rollout/kv_cache.py, also
     writes the keys and values of the new tokens to the cache.

@@ -30,7 +30,7 @@ from infra.data.answers import final_number
 from infra.data.chat import load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
-from infra.data.questions import examples_to_imitate, is_file, load_questions, question_order
+from infra.data.questions import examples_to_imitate, has_held_out, load_questions, question_order
 from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
@@ -73,7 +73,7 @@ class Config:
     model: str = "tiny"  # tiny (built in) | Hugging Face directory | hub id; a Qwen2, Qwen3, Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
     columns: str = ""  # columns of all data sets, as question=...,answer=...; "" = the usual names
-    eval_data: str = ""  # held-out sets, as [name=]data,... | none; "" = those of data, if any
+    eval_data: str = ""  # held-out sets, as [name=]data,... | none; "" = data's own, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
@@ -95,7 +95,7 @@ class Config:
     lr: NonNegative = 1e-6  # learning rate of GRPO
     sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
     warmup: Natural = 5  # steps of linear warm-up, in GRPO and in the supervised steps
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # how lr falls after warm-up
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # lr and sft_lr after warm-up
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
     b2: Fraction = 0.99  # second-moment decay of adamw, momentum decay of lion
     weight_decay: NonNegative = 0.0  # of matrices only; multiplied by the learning rate
@@ -105,7 +105,7 @@ class Config:
     beta: NonNegative = 0.0  # weight of the KL to the policy at the start of GRPO; 0 = no KL
     is_cap: NonNegative = 2.0  # cap of the importance weight p_trainer/p_sampler; 0 = no weight
     entropy_bonus: NonNegative = 0.0  # weight of the policy's entropy in the GRPO loss; 0 = none
-    advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-others' mean
+    advantage: Literal["grpo", "drgrpo", "rloo"] = "grpo"  # (r-mean)/std | r-mean | r-mean(others)
     loss_agg: Literal["token", "sequence", "constant"] = "token"  # weight 1 | 1/len | 1/max_answer
     ppo_epochs: Positive = 1  # passes over a step's answers
     minibatches: Positive = 1  # updates per pass
@@ -157,8 +157,7 @@ def parse(argv: list[str]) -> Config:
 
 def eval_sets(cfg: Config) -> dict[str, str]:
     """The sets of held-out questions, as {name in metrics: data}; empty if there are none."""
-    # A single file has no held-out part.
-    text = cfg.eval_data or ("none" if is_file(cfg.data) else cfg.data)
+    text = cfg.eval_data or (cfg.data if has_held_out(cfg.data) else "none")
     return {} if text == "none" else named_sets(text)
 
 
@@ -170,7 +169,7 @@ def correct(row: dict, answer: str) -> float:
 
 
 def formatted(row: dict, answer: str) -> float:
-    """1 if the answer has a single <answer>number</answer>, at its end; otherwise 0."""
+    """1 if the answer has a single <answer>, at its end, with a digit in it; otherwise 0."""
     one_tag = r"((?!<answer>).)*<answer>[^<]*\d[^<]*</answer>\s*"
     return float(bool(re.fullmatch(one_tag, answer, re.S)))
 
@@ -340,7 +339,7 @@ class Setup:
     model_cfg: model.ModelConfig
     mesh: Mesh
     weights: hf.ModelFiles  # the weights that the run starts from, unless it resumes
-    questions: list[dict]  # rows of the data; `prompt` is the prompt's token ids
+    questions: list[dict]  # rows of the data; `prompt_ids` are the prompt's token ids
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
     held_out: dict[str, list[dict]]  # rows of each set of the evaluation data
     row_width: int  # tokens per packed row
@@ -372,7 +371,7 @@ def sample_answers(rows, group, key, sampling, setup, run):
 
 
 def rewards_of(scores) -> np.ndarray:
-    """The rewards of answers, from their scores [..., 1 + reward functions]."""
+    """The rewards of answers, from scores [..., 1 + reward functions]; the first is SOLVED's."""
     return scores[..., 1:] @ [weight for _, weight in REWARDS]
 
 
@@ -474,9 +473,9 @@ def make_batches(
     # Answers without a gradient are not packed, so that nothing is computed for them.
     is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked
     plan = packing.pack_minibatches(prompts, answers, is_packed, ~is_masked, cfg.minibatches, setup)
-    # Normalise the weights once, here, over all answers of all hosts that are not masked, packed or
-    # not. Then the gradient depends neither on the split into rows and micro-batches nor on whether
-    # answers without a gradient are packed.
+    # Normalise the weights once, here, over the unmasked answers of all hosts, packed or not. Then
+    # the gradient depends neither on the split into rows and micro-batches nor on whether answers
+    # without a gradient are packed.
     normaliser_M = plan.answer_tokens_M if cfg.loss_agg == "token" else plan.answers_M
 
     batches = []
@@ -604,8 +603,8 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics)."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # XLA drops the copies of offloaded layers, because nothing reads their values: the forward
-    # fetches each layer from `params`, its argument `at_rest`.
+    # XLA drops the copies of offloaded layers, because nothing reads their values: the forward gets
+    # `params` as `at_rest`, and fetches each layer from there.
     on_device = jax.device_put(params, DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
@@ -689,7 +688,7 @@ def update_policy(state, batches, step, cfg, setup):
     fields = token_fields(cfg, supervised=step <= cfg.sft_steps)
     needed = sorted(policies.keys() & fields.keys())
     for rows in itertools.chain.from_iterable(batches):
-        # Compute both before adding either, so that both calls use the same compiled program.
+        # Compute both before adding either: in float32, both calls then use one compiled program.
         rows |= {name: target_logprobs(policies[name], rows, **static) for name in needed}
     parts = []
     norms = []
@@ -734,8 +733,8 @@ def end_if_diverged(run: Run) -> None:
     raise SystemExit(1)
 
 
-# infra/update/fit.py compiles these before anything runs, to find the largest micro-batch that fits
-# in memory.
+# infra/update/fit.py compiles the first two before anything runs, to find the largest micro-batch
+# that fits in memory.
 UPDATE = UpdatePrograms(gradients, optimizer_step, optimizer, token_fields)
 
 
@@ -812,7 +811,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
     }
     per_answer |= rewards.by_name(scores, REWARDS)
     if SOLVED is correct:
-        # A solved answer has a number, so do not parse it again.
+        # `correct` reads the final number, so a solved answer has one: do not parse it again.
         per_answer["no_number"] = [
             not solved and final_number(text) is None
             for solved, text in zip(scores[:, 0], texts, strict=True)
@@ -1020,7 +1019,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
 
-        # ------------------------------------------------ update: ppo_epochs for each minibatch
+        # ------------------------------------------------ update: ppo_epochs over all minibatches
         answers = answer_tokens(out)
         batches, counts = make_batches(
             prompts, answers, advantages, cfg, setup, out["logprobs_BT"], out["truncated_B"]

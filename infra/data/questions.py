@@ -28,8 +28,13 @@ FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "par
 
 
 def is_file(name: str) -> bool:
-    """Whether --data names a file, which has no held-out part."""
+    """Whether --data names a file."""
     return os.path.splitext(name)[1] in FILE_KINDS
+
+
+def has_held_out(name: str) -> bool:
+    """Whether --data names a set with held-out questions: neither a file nor one split of a set."""
+    return not is_file(name) and "@" not in name
 
 
 def set_name(data: str) -> str:
