@@ -13,7 +13,7 @@
 #     run       start train.py on all workers, and follow it
 #     logs      follow the run again
 #     status    state of the VM, workers' last lines  stop     SIGTERM to train.py on all workers
-#     fetch     bring final/, config.json, *.jsonl and profile/ into out/NAME/
+#     fetch     bring final/, config.json, *.jsonl and profile/ into out/NAME/, or name the bucket that has them
 #     ssh [WORKER|all] [COMMAND]   a shell on worker 0, or a command in ~/podgrpo
 #     down      delete the VM, or its queued request  test     test loss, model, rollout on worker 0
 #     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued (wait for capacity)
@@ -29,7 +29,7 @@
 # --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside this file:
 # bash reads it. PYTHON names the Python for .venv, 3.11 or newer; by default: python3.12, python3.11, python3, or uv's.
 # Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
-# Exit code: 0, 2 for a mistake in the call, otherwise that of the command that failed.
+# Exit code: 0; 2 for a mistake in the call; that of train.py, pip or the tests if they fail; 1 if gcloud or ssh fails.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to the caller's directory
 venv="$here/.venv"
@@ -87,7 +87,7 @@ make_venv() {
 # uv uses this machine's Python if only ensurepip is missing, or else downloads one. If uv is not installed, get it from
 # the package index, or else from its own installer.
 make_venv_with_uv() {
-  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv")
+  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # newer ones are untested
   if command -v uv >/dev/null; then
     run uv "${make[@]}"
   elif python3 -m pip --version >/dev/null 2>&1; then
@@ -125,7 +125,7 @@ cmd_cpu() { # PROCESSES FLAGS...
   case "$processes" in '' | *[!0-9]* | 0*) die "--processes $processes is not a number of 1 or more" ;; esac
   setup '' "$@"
   if [ "$processes" = 1 ]; then
-    rm -rf "$scratch"
+    rm -rf "$scratch" # `train` replaces this shell, whose EXIT trap then does not run
     train cpu "$@" && exit
   fi
   for ((i = 0; i < processes; i++)); do
@@ -144,7 +144,7 @@ cmd_gpu() {
   [ -n "$dry_run" ] || [ -n "$(driver)" ] || die 'nvidia-smi finds no NVIDIA GPU here; try cpu'
   extra="$(cuda)"
   setup "$extra" "$@"
-  rm -rf "$scratch"
+  rm -rf "$scratch" # see cmd_cpu
   train "$gpus" "${job[@]}" "$@"
 }
 
@@ -224,19 +224,21 @@ check_words() {
   local word flag is_value=''
   for word in "$@"; do
     flag="${word%%=*}"
-    case "$is_value$word" in
-      yes*) is_value='' && continue ;;
-      --*=*) ;;
-      --*) is_value=yes ;;
+    case "$is_value:$word" in
+      yes:*) is_value='' && continue ;;
+      :--*=*) ;;
+      :--*) is_value=yes ;;
       *) die "$word is no flag; up, logs and such stand right after $type" ;;
     esac
-    grep -q "^    ${flag#--}: " "$here/train.py" || die "$flag is no flag; see bash launch.sh cpu --help"
+    sed -n '/^class Config/,/^$/p' "$here/train.py" | grep -c "^    ${flag#--}: " >/dev/null ||
+      die "$flag is no flag; see bash launch.sh cpu --help"
   done
+  [ -z "$is_value" ] || die "$word needs a value"
 }
 
 cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
-# Submit a job and print its log. sbatch --wait exits with the job's code, but polls Slurm less and less often.
+# Submit a job and print its log. sbatch --wait exits with the job's code, but late: it asks Slurm less and less often.
 cmd_slurm() {
   local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   [ "$platforms" = cpu ] || extra="$(cuda)"
@@ -250,7 +252,7 @@ cmd_slurm() {
   : >"$scratch/job"
   "$@" >"$scratch/job" &
   sbatch=$!
-  # A site may print its own lines before the line ID or ID;CLUSTER.
+  # A site may print lines of its own before sbatch's line, which is ID or ID;CLUSTER.
   until id="$(grep -m 1 -xE '[0-9]+(;.*)?' "$scratch/job")"; do
     if ! kill -0 "$sbatch" 2>/dev/null; then
       cat "$scratch/job" >&2
@@ -301,7 +303,7 @@ case "$command" in
     command=tpu
     case "${1:-}" in up | setup | run | logs | status | stop | fetch | ssh | down | test) ;; *) set -- train "$@" ;; esac
     ;;
-  a100-* | h100-* | h200-*) die "$command is no place to train: plan $command plans for it, gpu and slurm train" ;;
+  a100-* | h100-* | h200-*) die "$command is only for plan: plan $command; to train on GPUs: gpu or slurm" ;;
 esac
 
 # Take out this launcher's options. All other words are for train.py.
@@ -331,6 +333,8 @@ while [ $# -gt 0 ]; do
     *) if [[ "$command $1" =~ ^($sbatch_options)= ]]; then options+=("$1"); else flags+=("$1"); fi ;;
   esac
   shift
+  # After ssh, a worker and the first word of a command, all words belong to that command.
+  if [ "${flags[0]-}" = ssh ] && [ ${#flags[@]} = 3 ]; then flags+=("$@") && break; fi
 done
 set -- ${flags[@]+"${flags[@]}"}
 

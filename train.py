@@ -756,6 +756,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
     per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count())
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
+    run.show("evaluating", step, 0, len(asked), samples)
     # All rounds use these weights. They are not quantised, because the saved model is not either.
     setup.engine.load(params, exact=True)
     # Rollouts fold in their step, counted from 1, so 0 gives evaluations a key of their own.

@@ -137,6 +137,8 @@ EQUAL = [
     ("5", "5cm"),
     ("5", r"\boxed{\text{5 apples}}"),
     ("5000000", "5 million"),
+    ("5000000", "5 Million"),
+    ("5000", "5 thousands"),
     ("2,500,000", "$2.5 million"),
     ("18", r"\boxed{18\text{ ways}}"),
     ("3", r"\boxed{x = 3}"),
@@ -154,6 +156,7 @@ OTHER_NUMBERS = [
     ("10^{-3}", "-3"),
     (r"\frac12", "12"),
     ("5 million", "5"),
+    ("51/4", "Step 12\n3/4"),
 ]
 # A formula contains numbers but is not a number, marked or not.
 FORMULAS = [

@@ -198,14 +198,16 @@ def test_a_claim_that_cannot_be_read_is_none(tmp_path, text):
         assert claim.read_claim(f"{out}/claim.json", "")["pid"] == os.getpid()
 
 
-def test_machines_that_share_a_bucket_see_each_other(tmp_path, monkeypatch, bucket, said):
+@pytest.mark.parametrize("host", ["there", "here"])
+def test_directories_that_share_a_bucket_see_each_other(host, tmp_path, monkeypatch, bucket, said):
+    """The other directory may be on another machine, or on this one."""
     monkeypatch.setattr(claim, "SECONDS_BETWEEN_SIGNS", 0.2)
     monkeypatch.setattr(claim, "SECONDS_TO_LOOK", 3)
     monkeypatch.setattr(claim, "SECONDS_TO_ARBITRATE", 0)
     here, there = directory(tmp_path, "here"), directory(tmp_path, "there")
     on_host(monkeypatch, "here")
     with claim.claimed(here, bucket):
-        on_host(monkeypatch, "there")
+        on_host(monkeypatch, host)
         with pytest.raises(claim.InUse, match="on here, running since"):
             claim.claimed(there, bucket, said.append).__enter__()
     # The first run has ended and removed its claim from the bucket, so the next one need not wait.

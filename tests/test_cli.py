@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from unittest import mock
 
 import numpy as np
@@ -90,7 +91,7 @@ MISTAKES = {  # {flags: what the message must say}
     "--max_prompt 20": "the shortest has 26; raise --max_prompt",
     "--max_prompt 9": "the chat template alone take 13 tokens of max_prompt = 9; raise",
     "--batch 1000000": "asks 1000000 questions a step; arith has 20000; try --batch 20000",
-    "--batch 20000 --npq 9999": "sequences per host, in rows of",
+    "--batch 20000 --npq 9999": "sequences, in rows of",
     "--max_answer 1 --eval_data none": "max_answer = 1",
     "--max_answer 1000": "exceed the model's 1024 positions",
     # what this machine does not have
@@ -383,6 +384,14 @@ def test_hosts_are_added_to_those_that_no_proxy_serves(monkeypatch):
         bypass_proxies({"c", "b"})
         for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
             assert os.environ[name] == "a,b,c"
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_PROXY", "*")
+    grpc = "no_grpc_proxy"
+    for _ in range(2):
+        bypass_proxies({"b"})
+        assert urllib.request.proxy_bypass_environment("huggingface.co")
+        assert os.environ[grpc] == "*,b"
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])

@@ -67,6 +67,15 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     assert columns.messages_of(row, "Think.") == [SYSTEM, *turns[1:]]
 
 
+def test_an_empty_column_that_was_chosen_is_not_replaced_by_another(tmp_path, capsys):
+    rows = [{"question": "2 + 3?", "answer": "see the solution", "final": 5}]
+    rows.append({"question": "3 + 3?", "answer": "see the solution", "final": None})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit):
+        load_rows(f"{tmp_path}/rows.jsonl", False, "answer=final")
+    assert "rows.jsonl line 2" in capsys.readouterr().err
+
+
 def test_columns_of_other_names_are_named(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"ask": ASK, "meta": {"value": 2}, "answer": "none"}))

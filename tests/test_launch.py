@@ -201,7 +201,7 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "plan a100-": "there is no a100-",
         "plan h200-016": "there is no h200-016",
         "plan b200-8": "plan knows no b200-8: a100-N, h100-N, h200-N, and TPU types such as",
-        "h100-8 --lr 1": "h100-8 is no place to train: plan h100-8 plans for it, gpu and slurm",
+        "h100-8 --lr 1": "h100-8 is only for plan: plan h100-8; to train on GPUs: gpu or slurm",
         "tpu": "unknown command tpu",
         "v6e-8 --zone": "needs a value",
         "v6e-8 --spot down": "down is no flag",
@@ -209,6 +209,9 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v6e-8 run all --steps 5": "all is no flag",
         "v6e-8 --learning_rate 1e-5": "--learning_rate is no flag",
         "v6e-8 --dryrun --batch=1": "--dryrun is no flag",
+        "v6e-8 --model_dir x": "--model_dir is no flag",
+        "v6e-8 --steps": "--steps needs a value",
+        "v6e-8 yes": "yes is no flag",
         "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
@@ -500,12 +503,16 @@ def test_workers_are_reached_as_the_site_wants(cloud):
     assert "podgrpo" in text, text
     (call,) = [argv for argv in cloud.calls()[before:] if "ssh" in argv]
     assert call[0] == "alpha" and "--tunnel-through-iap" in call, call
+    shown = cloud.launch("v6e-1 ssh --name vm --dry-run", tunnel)
+    assert "gcloud alpha compute tpus tpu-vm ssh vm" in shown, shown
 
 
 def test_a_command_runs_on_one_worker_or_on_all(cloud):
     cloud.launch("v4-16 up --name vm")
     assert cloud.launch("v4-16 ssh --name vm all echo it runs").count("it runs") == 2
     assert cloud.launch("v4-16 ssh --name vm 1 echo it runs").count("it runs") == 1
+    # All words after the command's first one are the command's.
+    assert cloud.launch("v4-16 ssh --name vm all echo -h --yes").count("-h --yes") == 2
     assert "needs a terminal" in cloud.launch("v4-16 ssh --name vm", code=2)
 
 

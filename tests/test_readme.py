@@ -18,6 +18,7 @@ import train
 from tools import absent_devices, bench_loss, bench_rollout, plan, what_fits
 
 FLAGS = train.Config.__annotations__
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 README = ROOT / "README.md"
 DOCS = [README, *sorted(ROOT.glob("assets/*.md"))]
 
@@ -57,7 +58,7 @@ KINDS = {
     r"bash launch\.sh test": "tests",
     r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh (cpu|report)": "run",
     r"bash launch\.sh (gpu|slurm|plan|v6e-16)": "dry run",
-    r"python (train|test_kernel|tools/plot|tools/samples)\.py": "run",
+    r"python (train|test_kernel|tools/plot|tools/samples|tools/sums)\.py": "run",
     r".*python tools/bench_\w+\.py .*--aot ": "flags",  # tests/test_aot*.py compile them
     r".*python tools/bench_\w+\.py ": "run",
     r"python tools/plan\.py --table": "flags",  # tests/test_aot_gpu.py compiles a part of the table
@@ -134,7 +135,8 @@ def test_the_model_of_final_is_asked_as_in_training(tmp_path, monkeypatch, capsy
 # {program: flags that make its commands short}. They come last on the command line, so they win.
 SHORT = {
     "train": f"{TINY_FLAGS} --steps 0 --eval_n 4",
-    "launch": f"{TINY_FLAGS} --steps 1 --batch 2 --minibatches 1 --max_answer 40 --eval_n 4",
+    "launch": f"{TINY_FLAGS} --steps 1 --batch 2 --minibatches 1 --eval_n 4 "
+    "--max_prompt 96 --max_answer 40",
     "bench_rollout": "--model tiny --batch 8 --prompt 8 --answer 4",
     "bench_loss": "--time 64 --vocab 512 --iters 1",
     "test_kernel": "-k masked",
@@ -151,8 +153,9 @@ def checkout(tmp_path_factory, tiny_directory):
     marks = 'echo "$(cksum <requirements.txt) " >.venv/installed; '
     marks += "cksum <tests/requirements.txt >.venv/installed-tests"
     run("bash", "-c", marks, cwd=tree)
-    (tree / "path/to").mkdir(parents=True)
-    (tree / "path/to/Qwen2.5-0.5B-Instruct").symlink_to(tiny_directory)
+    # A directory of this name comes before the model on the hub.
+    (tree / "HuggingFaceTB").mkdir()
+    (tree / SMOLLM2).symlink_to(tiny_directory)
     # The questions have the columns of the row that README shows.
     (shown,) = re.findall(r'`(\{"question".*?\})`', text_of(README))
     row = json.loads(shown)
@@ -189,7 +192,7 @@ def test_commands_of_this_machine_work_one_after_another(checkout):
         if all(importlib.util.find_spec(package) for package in needed):
             type_in(checkout, command, short(command))
     outs = {path.parent.name for path in checkout.glob("out/*/final")}
-    assert {"arith-tiny", "seed2", "mesh", "four", "train-Qwen2.5-0.5B-Instruct"} <= outs
+    assert {"arith-tiny", "seed2", "mesh", "four", "train-SmolLM2-135M-Instruct"} <= outs
     for command in of_kind("viewer", all_commands()):
         directory = checkout / shlex.split(command)[-1]
         assert list(directory.rglob("*.xplane.pb")), command
@@ -210,7 +213,7 @@ def test_the_reward_of_readme_trains(checkout):
     program = text_of(ROOT / "train.py")
     assert program.count(f"\n{removed}\n") == 1, removed
     write(checkout / "train.py", program.replace(f"\n{removed}\n", f"\n{added}\n"))
-    (command,) = [line for line in commands_of(README) if "--data train.jsonl" in line]
+    command = f"bash launch.sh cpu --model {SMOLLM2} --data train.jsonl --eval_data test.jsonl"
     # Truncated answers score 0 without being seen, so give answers of random weights room to end.
     type_in(checkout, command, short(command), "--sft_steps 0 --max_answer 256 --out out/brief")
     rows = [row for row in read_jsonl(checkout / "out/brief/metrics.jsonl") if "solved" in row]

@@ -426,7 +426,7 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
         with pytest.raises(Stop):
             check_for_stop(stop_signal)
     path = "/computeMetadata/v1/instance/preempted"
-    asked_for = [path, path, f"{path}?wait_for_change=true"]
+    asked_for = [path, path, f"{path}?wait_for_change=true&timeout_sec=10"]
     assert asked == [(path, "Google") for path in asked_for]
 
 

@@ -394,6 +394,20 @@ def test_rows_that_fit_fill_half_of_the_free_memory(monkeypatch):
                 assert found == rows, (kind, group, gib)
 
 
+def test_rows_that_fit_count_the_prompts_of_groups_that_are_split(monkeypatch):
+    """If fewer rows fit than share a prompt, each part of the group caches the prompt."""
+    cfg = sizes("3B")
+    size = dataclasses.replace(SIZE, answers=17 * 8, group=17, prompt_slots=2048, answer_slots=128)
+    layout, _ = layouts.rollout_layout("replicated", cfg, mesh(1, 8, 1), "bfloat16", size)
+    bytes_of_slot = 36 * 2 * 2 * 128 * 2
+    free = 2 * 16 * (2048 / 17 + 128) * bytes_of_slot
+    set_memory(monkeypatch, (2 * cfg.n_params + free) / GIB)
+    rows = layouts.rows_that_fit(cfg, layout, "bfloat16", size, 0, 17)
+    _, group = waves.plan_waves(size.answers, 8, 17, rows)
+    assert group == 1
+    assert rows == free // 2 // ((2048 + 128) * bytes_of_slot) == 1
+
+
 def live(*devices):
     """Returns which answers are live, bool [devices, prompts, group]. A text such as "110 000"
     gives the answers of a device."""

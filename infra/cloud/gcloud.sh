@@ -2,7 +2,7 @@
 # A TPU slice in Google Cloud, and a run on it. launch.sh sources this file; the two set these variables:
 #
 #   $type $devices $hosts $image    the slice, from check_type
-#   $name $zones $options           its name, the zones where it may be, and the launcher's options as they were given
+#   $name $zones $options           its name, the zones where it may be, and the launcher's options but --down and --yes
 #   $spot $queued $create_flags     how to make it
 #   $ssh_flags                      how to reach its workers, from --ssh
 #   $delete_when_done $yes          --down, --yes
@@ -34,7 +34,7 @@ check_type() {
   hosts=$((devices > one_host ? devices / 4 : 1))
 }
 
-# Print a command for the user: this slice's type, action $1, and the launcher's options as the user gave them.
+# Print a command for the user: this slice's type, action $1, and the options that the user gave but --down and --yes.
 again() {
   printf 'bash launch.sh %s' "$type $1"
   [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
@@ -54,9 +54,7 @@ cloud() {
 vm() { cloud compute tpus tpu-vm "$1" "$name" --zone="$zone" "${@:2}"; }
 # Run ssh or scp with the flags of --ssh. Only `gcloud alpha` can go through the Identity-Aware Proxy.
 reach() { # ssh|scp ARGUMENTS...
-  local alpha=''
-  case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=1 ;; esac
-  cloud ${alpha:+alpha} compute tpus tpu-vm "$@" --zone="$zone" ${ssh_flags[@]+"${ssh_flags[@]}"}
+  cloud ${alpha:+"$alpha"} compute tpus tpu-vm "$@" --zone="$zone" ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
@@ -123,13 +121,9 @@ short_form() { # TEXT
   printf '%s%s\n' "$ssh" "${text% }"
 }
 # Print a fault and the advice for it.
-why() { # FAULT
-  say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"
-}
-# Succeed if the fault may be temporary.
-may_pass() { # FAULT
-  case "${1%% *}" in missing | network | busy | refused | other | command) ;; *) return 1 ;; esac
-}
+why() { say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"; }
+# Succeed if the fault may be temporary. Even `missing` may be: ssh may not find a VM that `describe` finds.
+may_pass() { [[ "${1%% *}" =~ ^(missing|network|busy|refused|other|command)$ ]]; }
 
 DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds between tries, an hour in all
 # Call gcloud, and retry after a delay if the fault may be temporary. If all tries fail, print why and return 1.
@@ -216,8 +210,8 @@ delete() {
 delete_vm() { vm delete >&2 || is_missing; }
 delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
 
-# Wait until the slice in $zone is READY. If its queued request has FAILED, delete what is left, and return 2. If it was
-# preempted, delete what is left, and return 1. If it is gone, return 1. Otherwise, exit with a reason.
+# Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
+# 1. If its queued request has FAILED, delete what is left, and return 2. Exit with a reason if waiting cannot help.
 wait_until_ready() {
   local now before='-' polls=0 error
   [ -z "$dry_run" ] || return 0
@@ -352,12 +346,12 @@ pack() {
 }
 
 # Print `busy` for each worker where a run is going on.
-is_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
+print_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
 
 # Send this tree and .env to all workers, and install there.
 send() { # FLAGS..., which may need more packages
   local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
-  is_busy >"$scratch/busy" || return
+  print_busy >"$scratch/busy" || return
   [ ! -s "$scratch/busy" ] || die "$name has a run already; follow it: $(again logs); or end it: $(again stop)"
   pack
   if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'no .env is here'; fi
@@ -453,7 +447,7 @@ fetch() {
   fi
 }
 
-RESUMES='The command that started the run resumes it from a bucket'
+RESUMES='With --out gs://..., the command that started the run resumes it'
 WATCH_ENDS='the watch ends; the run may go on'
 # Run to the end. Start again after the VM was repaired or, with --spot, made again. A life of a run lasts until the run
 # ends or its VM fails; $1 is the action that the first life begins with.
@@ -487,7 +481,7 @@ one_life() { # up|again|start|follow LINE FLAGS...
   case "$life" in up | again) up ;; esac
   if [ "$life" = again ]; then
     # The run may have survived a repair.
-    is_busy >"$scratch/busy" || return
+    print_busy >"$scratch/busy" || return
     if [ -s "$scratch/busy" ]; then life=follow; else life=up; fi
   fi
   if [ "$life" = up ]; then
@@ -502,16 +496,17 @@ one_life() { # up|again|start|follow LINE FLAGS...
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
   # The zone of the slice, once it is known; the zones where something may cost money; the ID of the followed run; the
-  # directory of the packed tree; the log of all calls of gcloud.
-  local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log=''
+  # directory of the packed tree; the log of all calls of gcloud; `alpha` where ssh needs gcloud's alpha commands.
+  local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
+  case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
-  case "$action/${1:--}" in
-    train/* | run/*)
+  case "$action" in
+    train | run)
       check_words "$@"
       # The flags that check the slice's size come first, then the defaults, then the user's flags, which win.
       set -- --require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
       ;;
-    test/* | ssh/*) ;;
+    test | ssh) ;;
     *) [ $# = 0 ] || die "$action does not take $1" ;;
   esac
   if [ -n "$dry_run" ]; then
@@ -575,7 +570,8 @@ cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
     return
   fi
   [ -t 0 ] || [ -n "$dry_run" ] || die 'ssh without a command needs a terminal'
-  run gcloud compute tpus tpu-vm ssh "$name" --worker="$worker" --zone="$zone" ${ssh_flags[@]+"${ssh_flags[@]}"}
+  run gcloud ${alpha:+"$alpha"} compute tpus tpu-vm ssh "$name" --worker="$worker" --zone="$zone" \
+    ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
 cmd_tpu_stop() {
@@ -609,7 +605,7 @@ cmd_tpu_down() {
   done
   if [ -n "$found" ]; then
     [ -n "$yes$dry_run" ] || read -r -p "delete it? [y/N] " yes || :
-    [ "$yes$dry_run" = y ] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes does it without asking'
+    [ "$yes" = y ] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes does it without asking'
     maybe_paid="$found"
     for zone in $found; do delete || :; done
     [ -z "$maybe_paid" ] || exit 1

@@ -16,7 +16,7 @@ TOKEN = re.compile(
         # Exponents of powers of ten are short: 10^999999999 would fill the memory.
         (?P<sign>(?<![\w)\]}}%])[-+])?
         (?:
-            (?P<whole>\d+)\s+(?P<part>\d+)\s?/\s?(?P<parts>\d+)
+            (?P<whole>\d+)[^\S\n]+(?P<part>\d+)\s?/\s?(?P<parts>\d+)
             | (?P<bare>10)\^(?P<power>[-+]?\d{{1,3}})(?!\d)
             | (?P<decimal>{DECIMAL})
               (?:
@@ -40,7 +40,8 @@ EQUALS = set("=\u2248")
 JOINING = {"and", "or", "to", "by", "over", "through", "x", "vs"}
 MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
 # After a number, a short string of letters is a product of variables, as in 2 xy, unless it is one
-# of these units or words. Only units may follow without a space, as in 5cm.
+# of these units or words. Only UNITS and TIMES may follow without a space, as in 5cm: 5m may be a
+# product.
 UNITS = set(
     "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
     "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
@@ -61,8 +62,9 @@ def final_number(text: str) -> fractions.Fraction | None:
     r"""Returns the final answer in a text, or None if the answer is not a number.
 
     The answer is the last <answer>, even if it is nested or not closed; else the last \boxed{};
-    else the rest of the last line with ####. Empty ones do not count. Without any of these, the
-    answer is the last number of the text, unless that number is part of a formula.
+    else the rest of the last line with ####. Of several, empty ones are skipped; if all are empty,
+    there is no answer. Without any of these marks, the answer is the last number of the text,
+    unless that number is part of a formula.
     """
     marked = (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S)
@@ -94,7 +96,7 @@ def plain(text: str) -> str:
     # Fractions of numbers, as in \frac{1}{2}, \frac1{2} and \frac12.
     argument = rf"\s?(?:\{{\s?(-?{DECIMAL})\s?\}}|(\d))"
     text = re.sub(rf"(\d\s?)?\\[dt]?frac{argument}{argument}", fraction_text, text)
-    # Powers: 10^{-3}, 10**3, 10\u207b\u00b3. Other pairs of stars are Markdown's bold type.
+    # Powers: 10^{-3}, 10**3, 10⁻³. Other pairs of stars are Markdown's bold type.
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
     text = re.sub(r"(?<=\w)\*\*(?=[-\w])", "^", text).replace("**", "")
     text = re.sub(r"\^\{\s?([-+]?\d+)\s?\}", r"^\1", text)
@@ -116,8 +118,8 @@ def fraction_text(match: re.Match) -> str:
 
 
 def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
-    """Returns the only number of a marked answer, or the last number of an unmarked text. Returns
-    None if there is no number, or it is part of a larger expression."""
+    """Returns the number of a marked answer, as 5 in `2 + 3 = 5`, or the last number of an unmarked
+    text. Returns None if there is no number, or it is part of a larger expression."""
     # Most answers are a short integer and nothing else, which is quick to read.
     if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
         return fractions.Fraction(int(text))
@@ -203,8 +205,9 @@ def scale_after(
 def word_scale(word: str, is_attached: bool) -> int | None:
     """Returns the factor that the word after a number multiplies it by; None for a variable, as in
     2x or 2 xy."""
-    if word in TIMES:
-        return 10 ** TIMES[word]
+    times = TIMES.get(word.lower().removesuffix("s"))
+    if times:
+        return 10**times
     parts = re.split("[/-]", word)
     if is_attached and parts[0] not in UNITS:
         return None

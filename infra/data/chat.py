@@ -73,8 +73,8 @@ class Tokenizer:
 
     @property
     def refused(self) -> str:
-        """A regular expression that no question may match. A special token would end the question
-        early."""
+        """A regular expression that no text of a prompt or a row may match. A special token would
+        end a message early."""
         return f"{self.special}|{HALF_CHARACTER}"
 
     @cached_property
@@ -167,7 +167,8 @@ def template_of(directory: str) -> str | None:
     found = read_config(directory).get("chat_template")
     # There may be several templates, with names.
     if isinstance(found, list):
-        with exit_on(Exception, f"{directory}/tokenizer_config.json has no list of templates"):
+        path = f"{directory}/tokenizer_config.json"
+        with exit_on(Exception, f"chat_template in {path} is not a list of named templates"):
             found = {named["name"]: named["template"] for named in found}
     if isinstance(found, dict):
         names = ", ".join(map(str, found))

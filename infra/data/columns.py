@@ -48,14 +48,17 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     messages.
 
     The question is the user's last message. If an assistant's message follows, it is the answer,
-    unless the row already has one. Raises ValueError for messages of any other form.
+    unless the row already has one. Raises an error for messages of any other form.
     """
     # Copy the row, with its other columns: reward functions may read them.
     row = {**row}
     for ours, theirs in chosen.items():
         value = value_of(row, theirs)
-        if theirs != ours and value is not None:
-            row[ours] = value
+        if theirs != ours:
+            # A column that was not chosen must not take the place of an empty one.
+            row.pop(ours, None)
+            if value is not None:
+                row[ours] = value
     asked = row["question"]
     if not isinstance(asked, list) or not asked:
         return row

@@ -141,7 +141,7 @@ class ModelFiles:
 
     def __init__(self, directory: str, cfg: model.ModelConfig):
         self.cfg = cfg
-        # {tensor's name: (its slice object, the path of its file)}
+        # {tensor's name: (safetensors' object that reads parts of it, the path of its file)}
         self.tensors = open_tensors(directory)
         self.check_tensors(directory)
 
@@ -220,7 +220,7 @@ class ModelFiles:
 
 
 def open_tensors(directory):
-    """Returns {name: (slice object, path of its file)} for all tensors in a model's safetensors."""
+    """Returns {tensor's name: (object that reads parts of it, path of its file)} for a model."""
     tensors = {}
     for path in weight_files(directory):
         try:
@@ -352,8 +352,9 @@ def write_final(
     """Write OUT/final. Every process must call this; process 0 writes. The directory appears under
     its name once it is complete.
 
-    It has the parameters, in the dtype of the model that training began from, and this model's
-    other files. If the model had no chat template, the one that was used is added. `about` goes
+    It has the parameters, in the dtype that the model's config.json names, else float32, and the
+    model's *.json, *.txt and *.jinja. If it had no chat template, the one that was used is added.
+    `about` goes
     into podgrpo.json: the step, commit and system prompt of the training.
     """
     final = f"{out}/final"
@@ -384,9 +385,11 @@ def write_final(
         # The files must be on the disk before the name that says that they are complete.
         for name in os.listdir(unfinished):
             files.flush_to_disk(f"{unfinished}/{name}")
+        files.flush_to_disk(unfinished)
         # Rename an older final/ instead of deleting it in place, so that it is never incomplete.
         shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
         if os.path.isdir(final):
             os.rename(final, f"{final}.old.tmp")
         os.rename(unfinished, final)
+        files.flush_to_disk(out)
         shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)

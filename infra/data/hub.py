@@ -137,8 +137,8 @@ def first_on_this_disk(what: str) -> Iterator[None]:
     """Let only the first of the processes that share a disk request `what`. The others wait until
     it has finished or failed, and then go on together: they find the local copy.
 
-    This uses the kernel's file lock, which needs no number of processes, and also works on disks
-    that hosts share. The lock ends with its holder: nobody waits for a dead process.
+    This uses the kernel's file lock: it works for any number of processes, and also on disks that
+    hosts share. The lock ends with its holder: nobody waits for a dead process.
     """
     from huggingface_hub import constants
 
@@ -166,8 +166,8 @@ def is_offline() -> bool:
 
 @functools.cache
 def reach() -> str:
-    """Connect to the hub, once per process, unless it is set offline. Returns "", or why the hub
-    cannot be reached.
+    """Connect to the hub, once per process, unless its libraries are set offline. Returns "", or
+    why the hub cannot be reached.
 
     If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
     would try for half a minute. They read the setting at import, so call this before their import.
@@ -220,7 +220,7 @@ def model_directory(cfg: Any, *patterns: str) -> str:
 
         return snapshot_download(cfg.model, allow_patterns=patterns)
 
-    missing = f"model {cfg.model} is not a directory here (a plan needs only its config.json)"
+    missing = f"model {cfg.model} is not a directory here (for a plan, config.json is enough)"
     # Some hosts may have such a directory, and others not.
     with together(f"model {cfg.model}"):
         if os.path.isdir(cfg.model):

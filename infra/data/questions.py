@@ -41,7 +41,8 @@ def set_name(data: str) -> str:
     """A short name for a data set: its last part, without the extension of a file."""
     name = os.path.basename(data.rstrip("/"))
     name = os.path.splitext(name)[0] if is_file(data) else name
-    # A config or a split follows a colon or an @, and paths should have neither.
+    # A config or a split follows a colon or an @. The name goes into paths, which should have
+    # neither.
     return re.sub("[:@]", "-", name)
 
 
@@ -59,7 +60,7 @@ def load_rows(
     if name.endswith(".jsonl"):
         numbered = read_jsonl(name)
     else:
-        numbered = enumerate(read_hub_set(name, held_out), 1)
+        numbered = enumerate(read_with_datasets(name, held_out), 1)
     rows = []
     chosen = None
     for number, row in numbered:
@@ -94,7 +95,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
         yield number, row
 
 
-def read_hub_set(name: str, held_out: bool) -> list[dict]:
+def read_with_datasets(name: str, held_out: bool) -> list[dict]:
     """The rows of a file, or of one split of a directory or of a data set on the hub. A name may
     end with the data set's config and split, as in openai/gsm8k:main@test. The default split is
     test for held-out questions, and train for others."""
@@ -104,7 +105,6 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
     else:
         endings = ", ".join(FILE_KINDS)
         check(not os.path.isfile(name), f"{name} is not a file of questions; try {endings}")
-    # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
     whole, _, split = name.partition("@")
     path, _, config = ("openai/gsm8k:main" if whole == "gsm8k" else whole).partition(":")
 
@@ -123,6 +123,7 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
     if kind:
         with exit_on(Exception, failure):
             return read()
+    # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
     # Some hosts may have such a directory, and others not.
     with together(name):
         if os.path.exists(path):
@@ -132,12 +133,13 @@ def read_hub_set(name: str, held_out: bool) -> list[dict]:
 
 
 def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
-    """Exit with code 2 on any error in the context. The message names the line and shows its
-    start."""
+    """Exit with code 2 on any error in the context. The message names the line, or the row of data
+    other than .jsonl, and shows its start."""
+    place = "line" if name.endswith(".jsonl") else "row"
     return exit_on(
         Exception,
-        f"{name} line {number}: not a JSON object with texts `question` and `answer` (which may be "
-        f"a number), or with the columns that --columns names: {str(row)[:50]!r}",
+        f"{name} {place} {number}: not a JSON object with texts `question` and `answer` (which may "
+        f"be a number), or with the columns that --columns names: {str(row)[:50]!r}",
     )
 
 
@@ -199,8 +201,9 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     shortest = min(map(len, encoded))
     empty = tokenizer.render(columns.messages_of({"question": ""}, cfg.system))
     fixed = len(tokenizer.encode([empty])[0])
+    # The messages of a row may replace --system.
     check(
-        fixed < cfg.max_prompt,
+        questions or fixed < cfg.max_prompt,
         f"--system and the chat template alone take {fixed} tokens of max_prompt = "
         f"{cfg.max_prompt}; raise --max_prompt to {shortest} or more, or give a shorter --system",
     )

@@ -6,9 +6,9 @@
 The run forks the supervisor before JAX looks for devices, and the supervisor forks the workers. So
 a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
 it. A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
-which is replaced. An `async def` function then scores 0 on all answers that it has in that worker.
+which is replaced. An `async def` function then scores 0 on all answers that it has begun there.
 What a function does to its process does not reach the run, unless the function signals other
-processes. Programs that a function starts in a session of their own are its own to end.
+processes. A function must itself end the programs that it starts in sessions of their own.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
 # each remaining answer might take --reward_timeout, too.
 MOST_LOST = 16
-# A worker gets at most this many calls at a time: there is room for their scores in memory.
+# A worker gets at most this many calls at a time: shared memory has room for so many scores.
 MOST_CALLS = 4096
 # Seconds after which the supervisor looks for scores, and for workers that are late or have ended.
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -195,19 +195,20 @@ class Supervisor:
         # Close this process's copy of the run's end of the pipe: only then does `recv` meet the end
         # of the file when the run dies.
         end_of_run.close()
-        # Signals are for the run, which then ends its workers. Ctrl-C in a terminal reaches one
-        # session, and Slurm signals all processes of a task. Programs that functions start would
-        # inherit SIG_IGN, but do not inherit a handler.
+        # Signals are for the run, which then ends its workers. In a session of its own, this
+        # process gets no Ctrl-C from the terminal. Slurm signals all processes of a task, so ignore
+        # that: by a handler, since programs that functions start would inherit SIG_IGN.
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         # JAX in a function must not take the devices of the run.
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-        # Garbage collection would write to what is imported, and end its sharing among the workers.
+        # Garbage collection would write to the memory of modules, which workers share until then.
         gc.freeze()
         try:
             while asked := self.receive():
+                # Before the first answers, the directory of the log may not exist.
                 if not self.workers:
                     self.open_log()
                     self.workers = [self.new_worker() for _ in range(self.size)]
@@ -369,8 +370,8 @@ def work(channel: socket.socket, scores, functions, seconds: float, inherited) -
     row, answer), ...]).
 
     Report each call as soon as it ends: write its score to `scores`, at its place in the task, or
-    send a line of JSON, [its place, why it failed]. Send an empty line at the end of a task.
-    inherited: connections of the supervisor.
+    send a line of JSON, [its place, why it failed]. An empty line at the end of a task wakes the
+    supervisor, which shared memory does not. inherited: connections of the supervisor.
     """
     try:
         protect_the_run()

@@ -68,8 +68,8 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
 def report(faults: dict[str, dict[int, str]]) -> int:
     """Print which functions failed, with one reason for each. Returns the number of failures.
 
-    Exits with code 2 if a function failed on all answers that it was called with, and has never
-    worked: the run would train on nothing.
+    Exits with code 2 if a function failed on all answers that it was called with, at least
+    LEAST_FAILED, and has never worked: the run would train on nothing.
     """
     for name, messages in faults.items():
         # Lower case sorts last, so `max` prefers "not called, ..." to "TooSlow: ...".

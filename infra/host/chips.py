@@ -30,11 +30,13 @@ class Chip:
 # book "How to Scale Your Model".
 HOP_SECONDS = 1e-6
 
-# Keys are prefixes of JAX's device_kind. The first match counts, so longer keys come first. The
+# Keys are prefixes of JAX's device_kind. The first match counts, so longer keys come first. Memory
+# is what XLA's specifications of the chips leave for programs (tools/absent_devices.py). The other
 # figures for TPUs are from Google's documentation of Cloud TPUs, except clock and link, which are
 # derived:
 # - The clock is the chip's peak divided by the operations that its matrix units do in a cycle, a
-#   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, v6e has 16.
+#   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, and v6e has
+#   as many cells as 16 of them.
 # - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Half of the
 #   links' bandwidth is for sending.
 CHIPS = {

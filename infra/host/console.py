@@ -43,10 +43,9 @@ def erase_status() -> None:
         print(ERASE, end="", flush=True)
 
 
-def progress(what: str, done: int = 0, total: int = 0) -> None:
+def progress(what: str, done: int, total: int) -> None:
     """Print progress: a status on a terminal, otherwise a line at each quarter of the total."""
-    if total > 0:
-        what += f" {done}/{total}"
+    what += f" {done}/{total}"
     show_status(what)
     if not sys.stdout.isatty() and total > 1:
         quarter = done * 4 // total
@@ -70,7 +69,7 @@ def exit_on(errors, message: str):
     try:
         yield
     except BaseException as e:
-        # A panic in tokenizers, which is in Rust, is no Exception. It always counts as one of them.
+        # A panic in tokenizers, which is in Rust, is no Exception. It counts as one of `errors`.
         if not isinstance(e, errors) and type(e).__name__ != "PanicException":
             raise
         check(False, f"{message}: {first_line(e)}")

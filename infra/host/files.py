@@ -24,7 +24,7 @@ def read_json(path: str) -> dict:
             value = json.load(f)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing; a model is config.json, tokenizer.json and *.safetensors"
+            f"{path} is missing (a model has config.json, tokenizer.json and *.safetensors)"
         ) from None
     # A file of a hundred thousand brackets exceeds Python's recursion limit.
     except (OSError, ValueError, RecursionError) as e:

@@ -1,6 +1,6 @@
 """The processes of a run: find them, compare their flags, gather values, stop together, exit.
 
-A run has one JAX process per host (a TPU worker or a Slurm node), or one per Slurm task. All
+A run has one JAX process per machine (a TPU worker or a Slurm node), or one per Slurm task. All
 processes run the same program with the same flags, and every process runs every jitted call.
 """
 
@@ -32,7 +32,8 @@ from infra.host import nvidia
 from infra.host.console import check, erase_status, exit_on, first_line, open_streams, warn
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
-# Flags that may differ between the processes of a run.
+# Flags that may differ between the processes of a run. In place of `processes`, `connect` compares
+# the number of processes that each has found.
 FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
 START_ALL = "`bash launch.sh TYPE` starts all"
 
@@ -44,10 +45,10 @@ def all_gather_processes(value) -> np.ndarray:
     return np.asarray(gathered).reshape(-1, *np.shape(value))
 
 
-def processes_of_this_host() -> int:
-    """How many of the run's processes share this host. Every process must call this."""
-    hosts = all_gather_processes(zlib.crc32(socket.gethostname().encode()))
-    return int((hosts == hosts[jax.process_index()]).sum())
+def processes_of_this_machine() -> int:
+    """How many of the run's processes share this machine. Every process must call this."""
+    machines = all_gather_processes(zlib.crc32(socket.gethostname().encode()))
+    return int((machines == machines[jax.process_index()]).sum())
 
 
 @contextlib.contextmanager
@@ -72,7 +73,7 @@ def together(what: str):
 
 
 def host_count(mesh) -> int:
-    """Number of JAX processes of a mesh's devices. This machine need not have these devices."""
+    """Number of hosts, that is JAX processes, of a mesh. This machine need not have its devices."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
@@ -125,6 +126,7 @@ def find_processes(cfg) -> Processes:
         try:
             endpoints = metadata("attributes/worker-network-endpoints", 9)
             index = int(metadata("attributes/agent-worker-number", 9))
+            # An endpoint is a host's address, or name:id:address.
             hosts = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
         except (OSError, ValueError) as e:
             warn(f"not a slice of Cloud TPUs, so one process ({first_line(e)})")
@@ -147,8 +149,9 @@ def slurm_processes() -> Processes:
     tasks_per_node = tasks // len(nodes)
     # Two jobs on the same node must not choose the same port.
     port = 12000 + int(env["SLURM_JOB_ID"]) % 20000
-    # If several tasks of a node see the same GPUs, each task takes one of them. Without
-    # CUDA_VISIBLE_DEVICES, every task sees all GPUs, but they cannot be counted here.
+    # If several tasks of a node see the same GPUs, each task takes one of them. A task that sees a
+    # single GPU got this one from Slurm. Without CUDA_VISIBLE_DEVICES, every task sees all GPUs,
+    # but they cannot be counted here.
     visible = env.get("CUDA_VISIBLE_DEVICES")
     gpus = None if visible is None else len(visible.split(","))
     gpus_are_shared = tasks_per_node > 1 and gpus != 1
@@ -270,13 +273,17 @@ def bypass_proxies(hosts: set[str]) -> None:
         listed = env.get(name) or env.get("no_proxy") or env.get("NO_PROXY") or ""
         names = [host for host in listed.split(",") if host]
         env[name] = ",".join(names + sorted(hosts - set(names)))
+        # Python knows `*`, all hosts, only if it stands alone.
+        if "*" in names and name != "no_grpc_proxy":
+            env[name] = "*"
     # Keep JAX from warning about these variables and advising to unset them.
     jax.config.update("jax_check_proxy_envs", False)
 
 
 def connect(cfg) -> None:
     """Connect to the run's other processes, if it has any, once all have reported the same flags
-    and code. Exits with code 2 if a process is absent or differs."""
+    and code. Then look for devices. Exits with code 2 if a process is absent or differs, or if
+    `check_devices` does."""
     with exit_on(
         Exception,
         "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; fix them, "
@@ -369,7 +376,7 @@ class StopSignal:
 
     def warned(self, number, _frame=None):
         """Handle a warning that SIGTERM will come: note the signal, but keep its handler. Otherwise
-        the SIGTERM after the warning would end a save."""
+        a repeated warning, or the SIGTERM after the notice of a preemption, would end a save."""
         self.number = number
 
 
@@ -409,8 +416,9 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
             if metadata(key, None) == "TRUE":
                 stop_signal.warned(signal.SIGTERM)
                 return
-            # From now on, the server answers only when the value changes.
-            key = "preempted?wait_for_change=true"
+            # From now on, the server answers when the value changes, or after ten seconds: the
+            # value may have changed before the server got the request.
+            key = "preempted?wait_for_change=true&timeout_sec=10"
         except (OSError, ValueError):
             time.sleep(SECONDS_BETWEEN_TRIES)
 

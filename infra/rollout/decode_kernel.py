@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
 # Score of a slot that is not attended to.
 LEAST = -1e30
-# Maximum rows of a block, since the kernel reads their lengths one by one.
+# Maximum rows of a block, since the kernel of attention reads their lengths one by one.
 MOST_ROWS = 16
 # Maximum queries per row of a block, if M has a suitable divisor; see `queries_of_block`.
 MOST_QUERIES = 1024
@@ -127,8 +127,8 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
 
     others_out, others_lse: the results for the other slots. Returns [out, log-sum-exp] for all
     slots. Blocks of slots beyond the longest row of a block of rows are not read. The softmax is
-    computed as in flash attention (arXiv 2205.14135): a score in the running sums has the weight
-    exp(score - largest score so far).
+    computed as in flash attention (arXiv 2205.14135): a slot in the running sums has the weight
+    exp(its score - largest score so far).
     """
     _, B, K, S, H = keys.shape
     M = q_BKMH.shape[2]

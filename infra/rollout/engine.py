@@ -66,6 +66,8 @@ class Engine:
         devices = np.array(jax.local_devices())
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+        # The prompts are not known yet: choose the layout for one answer per device, to a prompt
+        # that is as long.
         size = RolloutSize(mesh.size, group=1, prompt_slots=max_answer, answer_slots=max_answer)
         layout = layouts.choose_layout("auto", model_cfg, mesh, dtype, size)
         engine = cls(model_cfg, tokenizer, layout, dtype, dtype, max_answer)
@@ -271,10 +273,10 @@ def prefill_wave(
 ) -> Wave:
     """Make the wave of these rows and prefill its prompts. Every `group` rows share a prompt."""
     # Take the prompt of the first row of each group.
-    prompt_ids = row_ids[:, ::group]
-    n_prompts = prompt_ids.shape[1]
+    first_row_ids = row_ids[:, ::group]
+    n_prompts = first_row_ids.shape[1]
     width = prompts_BT.shape[1]
-    sizes = dict(B=row_ids.size, n_prompts=prompt_ids.size, width=width, slots=slots)
+    sizes = dict(B=row_ids.size, n_prompts=first_row_ids.size, width=width, slots=slots)
     dtype = weights["norm_D"].dtype
     state = layouts.empty_state(**sizes, dtype=dtype, cfg=model_cfg, layout=layout)
     # Run a device's prompts in equal parts, so that one compiled program serves them all.
@@ -282,7 +284,7 @@ def prefill_wave(
     part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     at_once = max(n for n in part_sizes if n <= most)
     for first in range(0, n_prompts, at_once):
-        ids_B = prompt_ids[:, first : first + at_once].ravel()
+        ids_B = first_row_ids[:, first : first + at_once].ravel()
         prompts = layouts.shard_rows(prompts_BT[ids_B], layout)
         lengths = layouts.shard_rows(prompt_length_B[ids_B], layout)
         state = prefill(

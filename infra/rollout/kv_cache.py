@@ -1,9 +1,9 @@
 """The KV cache of a rollout: writing to it, and attention to it.
 
 Keys and values are [L, B, K, S, H], where B counts answers or prompts: a prompt is cached once for
-all of its answers. On TPUs, kernels read and write the cache in place, because slicing a layer out
-of it would make a copy. Letters are as in model.py. M counts the queries that attend to the same
-keys: G for the keys of an answer, and G times the number of its answers for the keys of a prompt.
+all of its answers. In decode on TPUs, kernels read and write the cache in place, because slicing a
+layer out of it would make a copy. Letters are as in model.py. M counts the queries that attend to
+the same keys: G for an answer's keys, and G times the number of its answers for a prompt's keys.
 """
 
 from typing import NamedTuple
@@ -87,8 +87,8 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, prompt_length_B
 def over_devices(run, layout, cache, *others):
     """Wrap `run` in a shard_map, where each device has its own rows and heads.
 
-    Outside a shard_map, jax 0.10 all-gathers an array whose layout is constrained, and Pallas
-    kernels are not partitioned.
+    Outside a shard_map, jax 0.10 all-gathers an array whose layout in memory is constrained, as in
+    `write_plain`, and Pallas kernels are not partitioned.
     """
     # Queries, keys and values of the new tokens are split by rows and heads.
     by_head = P(layout.rows, "tp")

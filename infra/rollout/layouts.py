@@ -24,8 +24,8 @@ from model import ModelConfig
 # replicated: every device has all weights. tp: weights are split by heads, F and V within a host.
 # fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
 # decode step all-gathers them layer by layer.
-# maxtext: weights are split as in fsdp, but XLA chooses how to combine them, and rows are split
-# over dp only.
+# maxtext, as in the trainer MaxText: weights are split as in fsdp, and rows over dp only. XLA
+# chooses how to multiply by split weights: it sums partial products over the devices.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 
 
@@ -131,11 +131,12 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     fitting = [layout for layout in candidates if fits(cfg, layout, dtype, device_gib)]
     if not fitting:
         return layout_of("fsdp", 1, mesh), f"no other layout fits {device_gib:.0f} GiB"
+    # Only known TPUs have a `link`.
     if not chips.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits; the time of an all-reduce is known for TPUs only"
     ms = {}
     for layout in fitting:
-        ms[layout] = 1e3 * seconds_of_step(cfg, layout, dtype, size)
+        ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, size)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
     # Of two equal estimates, `min` takes the first, which splits the weights over fewer devices.
     fastest = min(fitting, key=ms.get)
@@ -307,11 +308,15 @@ def rows_that_fit(
     weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
     device_bytes = chips.least_memory(layout.mesh) * 2**30
     free_bytes = device_bytes - resting - weight_bytes
-    size = replace(size, group=group)
     answers, _ = size.of_device(layout)
-    _, cache_bytes = bytes_of_step(cfg, layout, dtype, size)
-    bytes_per_row = cache_bytes / answers
-    rows = 0.5 * free_bytes / bytes_per_row
+    # If a group does not fit, a wave takes an equal part of it, and each part has its own cache of
+    # the prompt.
+    for part in [n for n in range(group, 0, -1) if group % n == 0]:
+        _, cache_bytes = bytes_of_step(cfg, layout, dtype, replace(size, group=part))
+        bytes_per_row = cache_bytes / answers
+        rows = 0.5 * free_bytes / bytes_per_row
+        if rows >= part:
+            break
     # The memory of an unknown device is infinite.
     return max(1, int(min(2**30, rows)))
 
@@ -373,6 +378,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         # Copy one layer at a time. Otherwise XLA would make a temporary copy of the complete cache.
         def copy_layer(i, new):
             layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
+            # The default mode would also write NaN where an index is out of range.
             layer = jnp.take(layer, index_B, 1, mode="clip")
             return jax.lax.dynamic_update_slice(new, layer, [i, 0, 0, 0, 0])
 

@@ -32,8 +32,6 @@ def truncate(z_BV, sampling: Sampling) -> jax.Array:
     # Sort all logits of these rows, from all shards, in descending order.
     all_BV = jax.lax.all_gather(z_BV, "tp", axis=1, tiled=True)
     sorted_BV = jnp.sort(all_BV, descending=True)
-    # Without top_k, the last kept token is the least likely token of all.
-    threshold_B1 = sorted_BV[:, -1:]
     if sampling.top_k:
         most_likely_BK = sorted_BV[:, : sampling.top_k]
         threshold_B1 = most_likely_BK[:, -1:]
@@ -77,7 +75,7 @@ def in_columns(z_BV) -> tuple:
     if V % COLUMNS == 0:
         return z_BV.reshape(B, -1, COLUMNS), 0
     empty = jax.lax.axis_index("tp") * V % COLUMNS
-    # Every device uses as many rows as any of them may need.
+    # Every device has as many places as any of them may need.
     size = (V + 2 * (COLUMNS - 1)) // COLUMNS * COLUMNS
     padded = jnp.full((B, size), -jnp.inf)
     padded = jax.lax.dynamic_update_slice(padded, z_BV, (0, empty))
@@ -95,7 +93,8 @@ def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
     temperature = sampling.temperature or 1
     z_BV = truncate(z_BV / temperature, sampling)
     top_B = jax.lax.pmax(z_BV.max(-1), "tp")
-    # Mass, not normalised: of each column on each of the Z shards, and of the whole vocabulary.
+    # A token's mass is exp(logit - largest logit). Sum it over each column on each of the Z shards,
+    # and then over the whole vocabulary.
     z_BYX, empty = in_columns(z_BV)
     below_top_BYX = z_BYX - top_B[:, None, None]
     mass_BX = jnp.exp(below_top_BYX).sum(1)

@@ -112,7 +112,8 @@ def others_parts(process: int, processes: int) -> str:
 
 def send_checkpoint(out: str, name: str, process: int, processes: int) -> None:
     """Send this process's part of the checkpoint out/NAME. Raises BucketError."""
-    # Exclude other processes' parts: on a shared disk they are also here, maybe half-written.
+    # Exclude other processes' parts: on a shared disk they are also here, and each process sends
+    # its own.
     excluded = (*STAYS_HERE, others_parts(process, processes))
     rsync(f"{out}/{name}", f"{bucket_of(out)}/{name}", excluded)
 

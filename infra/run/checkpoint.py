@@ -25,7 +25,7 @@ from infra.host import files
 from infra.host.console import first_line, show_status, warn
 from infra.host.files import CheckpointError
 from infra.host.memory import available_memory
-from infra.host.processes import all_gather_processes, commit, processes_of_this_host
+from infra.host.processes import all_gather_processes, commit, processes_of_this_machine
 from infra.run import bucket
 
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
@@ -258,7 +258,7 @@ class Saver:
         # All processes use the same number, to tell this run's files from another run's.
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()}
-        self.processes_here = processes_of_this_host()
+        self.processes_here = processes_of_this_machine()
         self.newest = newest
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.remembered = None  # (step, state, skipped) to save if the run ends now
@@ -274,7 +274,7 @@ class Saver:
         step, state, skipped = self.remembered
         shards = shards_of(state)
         size = sum(array.nbytes for array in shards.values())
-        # Other processes on this host copy their shards, too.
+        # Other processes on this machine copy their shards, too.
         needed = 2 * size * self.processes_here
         has_room = all_gather_processes(available_memory() > needed).all()
         if has_room:

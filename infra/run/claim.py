@@ -22,8 +22,8 @@ from infra.run.bucket import AbsentError, BucketError, gcloud_retrying
 SECONDS_BETWEEN_SIGNS = 20
 # Long enough to see a late sign, or the next sign if one did not reach the bucket.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
-# A run takes less time than this from reading another run's claim to having written its own, even
-# to a bucket.
+# Between its last look for a claim and the end of writing its own, a run takes less time than this,
+# even to a bucket.
 SECONDS_TO_ARBITRATE = 5
 
 # File descriptors of the directories that this process has locked.
@@ -121,10 +121,11 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
     path = f"{out}/claim.json"
     holder = read_claim(path, bucket)
     with locked(out, holder) as has_lock:
-        # While we hold the lock, a claim from this machine is left over from a killed process. A
-        # claim from another machine, or any claim without locks, may belong to a live run.
-        is_of_this_machine = holder.get("host") == socket.gethostname()
-        if holder and not (has_lock and is_of_this_machine):
+        # While we hold the lock, a claim of this machine for this directory is left over from a
+        # killed process. Any other claim, or any claim without locks, may belong to a live run:
+        # another directory on this machine may go to the same bucket.
+        is_for_this_directory = all(holder.get(name) == value for name, value in place(out).items())
+        if holder and not (has_lock and is_for_this_directory):
             say(
                 f"{out} is claimed by process {holder.get('pid')} on {holder.get('host')}; waiting "
                 f"{SECONDS_TO_LOOK} s to see whether it still runs"
@@ -132,10 +133,11 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
             time.sleep(SECONDS_TO_LOOK)
             if read_claim(path, bucket) != holder:
                 raise in_use(out, holder)
-        claim = new_claim()
+        claim = new_claim(out)
         write_claim(path, bucket, claim)
         if bucket or not has_lock:
-            # If several runs saw no claim at once, the last one to write its claim wins.
+            # If several runs saw no claim at once, the last one to write its claim wins. With {} or
+            # `holder`, our own claim could not be written yet; a later sign may be.
             time.sleep(SECONDS_TO_ARBITRATE)
             now = read_claim(path, bucket)
             if now not in ({}, holder, claim):
@@ -144,11 +146,15 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
             yield
 
 
-def new_claim() -> dict:
+def place(out: str) -> dict:
+    """What a claim says of the directory: where it is."""
+    return {"host": socket.gethostname(), "directory": os.path.realpath(out)}
+
+
+def new_claim(out: str) -> dict:
     """Returns a claim of this process. If another run is refused, its message names the host,
     process and time. `signs` counts up, so that other runs see the claim change."""
-    return {
-        "host": socket.gethostname(),
+    return place(out) | {
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "signs": 0,

@@ -1,4 +1,4 @@
-"""Output for people: lines of steps, the .jsonl files of a run, and the report at the end."""
+"""Output for people: lines of steps, the .jsonl files of a run, and the summary at the end."""
 
 import json
 import math
@@ -152,10 +152,10 @@ def step_line(metrics: dict, total: int) -> str:
     """The line of a step, from its metrics."""
     line = GRPO_LINE if "reward/mean" in metrics else SFT_LINE
     thousands = metrics.get("rollout/tokens_per_s", 0) / 1e3
-    return Defined().format(line, total=total, thousands=thousands, **metrics)
+    return DashForNaN().format(line, total=total, thousands=thousands, **metrics)
 
 
-class Defined(string.Formatter):
+class DashForNaN(string.Formatter):
     """Formats NaN, an undefined number such as the clip fraction of no tokens, as `-`."""
 
     def format_field(self, value, spec: str) -> str:

@@ -104,7 +104,8 @@ class Run:
         self.terminal.begin(phase, step, done, total, samples)
 
     def between_stages(self, answers: int, tokens: int) -> None:
-        """Show how far a rollout is. A rollout takes long, so a signal may end the run here."""
+        """Show how far a rollout is, after each stage of decoding (see infra/rollout/engine.py). A
+        rollout takes long, so a signal may end the run here."""
         self.stop_point()
         self.terminal.decoded(answers, tokens)
 
@@ -150,7 +151,7 @@ class Run:
 
     # ------------------------------------------------------------ the end
     def finish(self, params, setup) -> None:
-        """Wait for the last checkpoint, write final/, print the report, and send the results to
+        """Wait for the last checkpoint, write final/, print a summary, and send the results to
         the bucket.
 
         setup: the trainer's Setup, which names the model that the run started from.
@@ -189,7 +190,7 @@ class Run:
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
-            phase = self.terminal.phase
+            phase = self.terminal.phase or "starting"
             # An evaluation follows the last complete step; other phases belong to the next one.
             step = self.step if phase == "evaluating" else self.step + 1
             half = max(1, micro_batch // 2)

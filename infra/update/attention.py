@@ -62,8 +62,8 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
     # `is_causal` masks later keys. For segments, JAX turns the mask into a bfloat16 bias [T, T] of
-    # each row, which the kernel reads. With one segment per row, `query_seq_lengths` could replace
-    # the mask, but attention would move more bytes.
+    # each row, which the kernel reads. If each segment were given as a row of its own,
+    # `query_seq_lengths` could replace the mask, but attention would move more bytes.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)
@@ -89,9 +89,9 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     _, N, T, H = q_BNTH.shape
-    # The kernel needs complete blocks of tokens, and a head dim of 64 or a multiple of 128.
-    padded_T = -(-T // 128) * 128
-    block = min(512, padded_T)
+    # The kernel needs complete blocks of tokens, and a head dim of 64 or a multiple of 128. A block
+    # has 512 tokens; a row of fewer tokens is one block, of a multiple of 128.
+    block = min(512, -(-T // 128) * 128)
     pad_T = -T % block
     pad_H = -H % (64 if H <= 64 else 128)
 

@@ -21,14 +21,21 @@ from infra.host.chips import GIB
 from infra.host.console import check, say
 from infra.host.files import CheckpointError
 from infra.host.memory import total_memory
-from infra.host.processes import all_gather_processes, code_hash, host_count
+from infra.host.processes import (
+    all_gather_processes,
+    code_hash,
+    host_count,
+    processes_of_this_machine,
+)
 from infra.rollout.engine import make_engine
 from infra.update.packing import row_width
 from infra.update.state import abstract_gradients, abstract_rows, abstract_state
 
 # Bytes of host memory per token of a step: 4-byte numbers in NumPy, Python integers, and text.
 HOST_BYTES_OF_A_TOKEN = 100
-# What leaves more memory to a rollout, and what else makes an update take less.
+# The search for the largest micro-batch ends at this many rows.
+MOST_ROWS = 2**20
+# What leaves more memory to a rollout. An update also takes less with it, and with --remat full.
 ROLLOUT_ADVICE = "--offload optimizer or params, a smaller --max_answer or more devices"
 ADVICE = f"--remat full, {ROLLOUT_ADVICE}"
 
@@ -37,7 +44,8 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     """Returns (tokens per packed row, micro-batch in rows per device, engine of the rollout).
 
     The micro-batch is `--micro_batch`, or the largest that fits in memory. The engine decodes as
-    many answers at once as fit. Exits with code 2 if the micro-batch, or a single row, does not.
+    many answers at once as fit. Exits with code 2 if --micro_batch, or a single row of an update,
+    does not fit.
 
     longest_prompt: in tokens. programs: the trainer's UpdatePrograms.
     """
@@ -50,15 +58,16 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
 
 
 def check_host_memory(cfg, width: int) -> None:
-    """Exit with code 2 if a step's rows would take more than a quarter of the host's memory."""
+    """Exit with code 2 if the rows of a step would take more than a quarter of the host's memory,
+    which the processes of a host share. Every process must call this."""
     sequences = cfg.batch * cfg.npq
     gib = sequences * width * HOST_BYTES_OF_A_TOKEN / GIB
-    most = total_memory() / GIB / 4
+    most = total_memory() / GIB / 4 / processes_of_this_machine()
     check(
         gib <= most,
-        f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences per host, in rows of {width} "
-        f"tokens, take {gib:.1f} GiB of this host's memory, more than a quarter, {most:.1f} GiB; "
-        f"try --batch {max(1, int(cfg.batch * most / gib))}",
+        f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences, in rows of {width} tokens, "
+        f"take {gib:.1f} GiB of this host's memory; a process may take a quarter of its share, "
+        f"{most:.1f} GiB; try --batch {max(1, int(cfg.batch * most / gib))}",
     )
 
 
@@ -199,8 +208,8 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     if (limit - rest_gib) / row_gib < rows_to_fill(cfg, mesh):
         # With several micro-batches, the sum of their gradients is on the device as well.
         rest_gib += device_bytes(grads) / GIB
-    # Bound the number of rows: the limit may be infinite.
-    rows = int(min((limit - rest_gib) / row_gib, 2**20))
+    # The limit may be infinite.
+    rows = int(min((limit - rest_gib) / row_gib, MOST_ROWS))
     return MemoryEstimate(max(1, rows), rest_gib, row_gib)
 
 
@@ -210,9 +219,9 @@ def largest_that_fits(
     """Returns (the largest micro-batch n <= most that fits, 0 if none; {each tried n: need(n)}).
 
     need(n) -> (GiB, whether n rows fit). The first try is the estimate. The second try assumes that
-    each row adds `estimate.row_gib`. There is no second try if the first one fits and leaves no
-    room for another row. Each further try is where the line through two earlier tries meets the
-    limit.
+    each row adds `estimate.row_gib`. Each further try is where the line through two earlier tries
+    meets the limit. The search ends early if neither that line nor `estimate.row_gib` leaves room
+    for another row.
     """
     tried = {}
     # The largest that fits is at least `fits`, and below `too_many`.
@@ -246,7 +255,8 @@ def largest_that_fits(
 def where_line_meets(limit, n0, gib0, n1, gib1):
     """The number of rows at which a line through two points reaches the limit."""
     rise = max(gib1 - gib0, 1e-9)
-    return math.floor(n0 + (limit - gib0) * (n1 - n0) / rise)
+    # The limit may be infinite.
+    return math.floor(min(n0 + (limit - gib0) * (n1 - n0) / rise, MOST_ROWS))
 
 
 def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) -> int:
@@ -291,8 +301,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
 
 
 def search_or_remember(search, limit, most, program):
-    """Returns (largest that fits, its GiB, a number that does not fit, its GiB), each the minimum
-    over all processes. The last two are 0 if all numbers that were tried fit.
+    """Returns (largest that fits, its GiB, a number that does not fit, its GiB) of the process that
+    fits least. The last two are 0 if all numbers that were tried fit.
 
     search() -> (largest that fits, {n: (GiB, whether n rows fit)}). program: all else that the
     result depends on.
@@ -308,8 +318,8 @@ def search_or_remember(search, limit, most, program):
         chosen, tried = search()
         # If nothing fits, `chosen` is 0, which the search has not tried.
         gib, _ = tried.get(chosen, (0, False))
-        # Report the largest number that was tried and does not fit. It need not be `most`.
-        refused = max((n for n, (_, fits) in tried.items() if not fits), default=0)
+        # Report the smallest number that was tried and does not fit. It need not be `most`.
+        refused = min((n for n, (_, fits) in tried.items() if not fits), default=0)
         too_much, _ = tried.get(refused, (0, False))
         cache[key] = [chosen, gib, refused, too_much]
         # If `most` fits, it usually fits at the first try, and there is no search to cache.
@@ -317,4 +327,5 @@ def search_or_remember(search, limit, most, program):
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 files.write_json(path, cache)
-    return all_gather_processes(cache[key]).min(0).tolist()
+    found = all_gather_processes(cache[key])
+    return found[found[:, 0].argmin()].tolist()

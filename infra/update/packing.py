@@ -24,7 +24,8 @@ class Packing:
 
 
 def row_width(longest: int, mesh) -> int:
-    """Tokens per row: the longest sequence's length, rounded up to a multiple of 8 * tp."""
+    """Tokens per row: the longest sequence's length, rounded up to a multiple of 8 * tp, as the
+    loss splits the tokens of a row over tp."""
     unit = 8 * mesh.shape["tp"]
     return -(-longest // unit) * unit
 
@@ -52,7 +53,8 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, se
     rows out over this host's devices.
 
     Minibatch m takes sequences m, m + minibatches, m + 2 * minibatches and so on. Each host has a
-    multiple of `minibatches` sequences, so the same ones go together on any number of hosts.
+    multiple of `minibatches` sequences, so a minibatch has the same sequences on any number of
+    hosts.
 
     is_packed: whether to pack each sequence; the others are in no row. has_loss: whether each
     sequence counts in the normaliser of the loss. setup: the trainer's Setup.
