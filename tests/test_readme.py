@@ -64,6 +64,7 @@ KINDS = {
     r"python tools/plan\.py --table": "flags",  # tests/test_aot_gpu.py compiles a part of the table
     r"gcloud|number=": "cloud",  # tests/test_launch.py checks those that prepare a project
     r"\.venv/bin/python -m pip install": "package index",
+    r"python tools/smollm2\.py": "package index",  # tests/test_smollm2.py runs it
     r"\.venv/bin/xprof --logdir ": "viewer",  # which is not here; that it has something to open
 }
 
