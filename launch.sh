@@ -29,7 +29,7 @@
 # --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside this file:
 # bash reads it. PYTHON names the Python for .venv, 3.11 or newer; by default: python3.12, python3.11, python3, or uv's.
 # Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
-# Exit code: 0; 2 for a mistake in the call; that of train.py, pip or the tests if they fail; 1 if gcloud or ssh fails.
+# Exit code: 0; 2 for a mistake in the call; that of train.py, pip, tests or an ssh command; 1 if gcloud or ssh fails.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to the caller's directory
 venv="$here/.venv"

@@ -511,6 +511,10 @@ def test_a_command_runs_on_one_worker_or_on_all(cloud):
     cloud.launch("v4-16 up --name vm")
     assert cloud.launch("v4-16 ssh --name vm all echo it runs").count("it runs") == 2
     assert cloud.launch("v4-16 ssh --name vm 1 echo it runs").count("it runs") == 1
+    # A command that fails is not repeated. Its output and its exit code are the launcher's.
+    before = len(cloud.worker_calls())
+    text = cloud.launch("v4-16 ssh --name vm 0", ["echo ERROR: no such file >&2; exit 3"], code=3)
+    assert "ERROR: no such file" in text and len(cloud.worker_calls()) == before + 1, text
     # All words after the command's first one are the command's.
     assert cloud.launch("v4-16 ssh --name vm all echo -h --yes").count("-h --yes") == 2
     assert "needs a terminal" in cloud.launch("v4-16 ssh --name vm", code=2)

@@ -562,12 +562,12 @@ cmd_tpu_status() {
 
 # Open a shell on one worker, or run a command on one worker or all.
 cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
-  local worker="${1:-0}"
+  local worker="${1:-0}" code=0
   need_slice
   maybe_paid=''
   if [ $# -gt 1 ]; then
-    persistently workers "$worker" "${*:2}" || exit
-    return
+    workers "$worker" "${*:2}" || code=$?
+    cat "$scratch/errors" >&2 && exit "$code"
   fi
   [ -t 0 ] || [ -n "$dry_run" ] || die 'ssh without a command needs a terminal'
   run gcloud ${alpha:+"$alpha"} compute tpus tpu-vm ssh "$name" --worker="$worker" --zone="$zone" \
