@@ -47,7 +47,8 @@ def all_gather_processes(value) -> np.ndarray:
 
 def processes_of_this_machine() -> int:
     """How many of the run's processes share this machine. Every process must call this."""
-    machines = all_gather_processes(zlib.crc32(socket.gethostname().encode()))
+    # JAX gathers integers of 32 bits.
+    machines = all_gather_processes(zlib.crc32(socket.gethostname().encode()) >> 1)
     return int((machines == machines[jax.process_index()]).sum())
 
 
