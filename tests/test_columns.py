@@ -81,6 +81,10 @@ def test_columns_of_other_names_are_named(tmp_path, capsys):
     path.write_text(json.dumps({"ask": ASK, "meta": {"value": 2}, "answer": "none"}))
     (row,) = load_rows(str(path), False, "question=ask,answer=meta.value")
     assert (row["question"], row["answer"]) == (ASK, "2")
+    # Columns may change places.
+    path.write_text(json.dumps({"question": "2", "answer": ASK}))
+    (row,) = load_rows(str(path), False, "question=answer,answer=question")
+    assert (row["question"], row["answer"]) == (ASK, "2")
     for wrong in ("ask", "query=ask", "question="):
         with pytest.raises(SystemExit):
             load_rows(str(path), False, wrong)

@@ -51,9 +51,10 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     unless the row already has one. Raises an error for messages of any other form.
     """
     # Copy the row, with its other columns: reward functions may read them.
+    original = row
     row = {**row}
     for ours, theirs in chosen.items():
-        value = value_of(row, theirs)
+        value = value_of(original, theirs)
         if theirs != ours:
             # A column that was not chosen must not take the place of an empty one.
             row.pop(ours, None)
