@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from infra.host.console import check, exit_on, say
+from infra.host.console import check, exit_on
 from tools.arguments import parser_of
 
 HELD_OUT = 100
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     for part, rows in (("train", all_rows[HELD_OUT:]), ("test", all_rows[:HELD_OUT])):
         lines = [json.dumps(row) + "\n" for row in rows]
         Path(args.out, f"{part}.jsonl").write_text("".join(lines))
-        say(f"{args.out}/{part}.jsonl: {len(rows)} sums")
+        print(f"{args.out}/{part}.jsonl: {len(rows)} sums")
 
 
 if __name__ == "__main__":
