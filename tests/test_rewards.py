@@ -225,7 +225,6 @@ def test_a_score_that_came_just_in_time_counts(tmp_path):
     """A worker that is late has reported since the supervisor last looked for reports."""
     worker = object.__new__(reward_pool.Worker)
     worker.channel, end_of_worker = socket.socketpair()
-    worker.channel.settimeout(0)
     end_of_worker.sendall(b'[1, "KeyError: 5"]\n\n[2, "cut')
     worker.scores = np.array([0.5, np.nan, np.nan])
     worker.process = mock.Mock(exitcode=None)

@@ -311,7 +311,6 @@ class Worker:
         self.channel.settimeout(self.limit)
         with contextlib.suppress(OSError):
             self.channel.sendall(pickle.dumps((j, arguments)))
-        self.channel.settimeout(0)
 
     def read(self) -> list[tuple[Call, float | str]]:
         """The calls that it has reported since the last `read`, with a score or why they failed."""
@@ -325,6 +324,7 @@ class Worker:
 
     def receive(self) -> bytes:
         """All that the worker has sent."""
+        self.channel.settimeout(0)
         data = b""
         try:
             while more := self.channel.recv(2**16):
