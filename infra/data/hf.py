@@ -354,8 +354,7 @@ def write_final(
 
     It has the parameters, in the dtype that the model's config.json names, else float32, and the
     model's *.json, *.txt and *.jinja. If it had no chat template, the one that was used is added.
-    `about` goes
-    into podgrpo.json: the step, commit and system prompt of the training.
+    `about` goes into podgrpo.json: the step, commit and system prompt of the training.
     """
     final = f"{out}/final"
     unfinished = f"{final}.tmp"
