@@ -12,7 +12,8 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Python looks for modules beside this script; ours are in the directory above.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, exit_on
 from tools.arguments import parser_of

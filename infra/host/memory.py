@@ -22,6 +22,7 @@ def available_memory() -> int:
     """Bytes of memory that this process can still take, or 0 if unknown."""
     try:
         meminfo = Path("/proc/meminfo").read_text()
+    # macOS has no such file.
     except OSError:
         return 0
     host = 1024 * int(re.search(r"MemAvailable:\s*(\d+)", meminfo)[1])
@@ -51,6 +52,7 @@ def groups() -> Iterator[tuple[Path, int]]:
     for the groups below it."""
     try:
         lines = Path(LIST).read_text().splitlines()
+    # Only Linux has control groups.
     except OSError:
         return
     for line in lines:

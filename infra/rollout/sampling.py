@@ -41,7 +41,8 @@ def truncate(z_BV, sampling: Sampling) -> jax.Array:
         probs_BV = jax.nn.softmax(sorted_BV)
         mass_BV = jnp.cumsum(probs_BV, -1)
         wanted_B1 = sampling.top_p * mass_BV[:, -1:]
-        last_B1 = jnp.argmax(mass_BV >= wanted_B1, -1, keepdims=True)
+        is_enough_BV = mass_BV >= wanted_B1
+        last_B1 = jnp.argmax(is_enough_BV, -1, keepdims=True)
         threshold_B1 = jnp.take_along_axis(sorted_BV, last_B1, 1)
     return jnp.where(z_BV >= threshold_B1, z_BV, -jnp.inf)
 
