@@ -605,7 +605,7 @@ cmd_tpu_down() {
   done
   if [ -n "$found" ]; then
     [ -n "$yes$dry_run" ] || read -r -p "delete it? [y/N] " yes || :
-    [ "$yes" = y ] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes does it without asking'
+    [[ "$yes" = [yY]* ]] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes does it without asking'
     maybe_paid="$found"
     for zone in $found; do delete || :; done
     [ -z "$maybe_paid" ] || exit 1
