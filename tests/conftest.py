@@ -63,6 +63,11 @@ def pytest_report_header():
     return f"jax {jax.__version__} on {devices}, Pallas kernels {kernels}"
 
 
+def pytest_collection_modifyitems(items):
+    # Begin with the longest test: otherwise one of two processes would end with it alone.
+    items.sort(key=lambda item: item.name != "test_the_embedded_default_learns")
+
+
 def pytest_runtest_teardown():
     # Linux allows a process 65,530 memory mappings, and the programs of all tests need more.
     mappings = Path("/proc/self/maps")
