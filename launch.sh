@@ -280,6 +280,9 @@ cmd_slurm() {
     sleep 1
   done
   wait "$sbatch" || code=$?
+  # For sbatch, a cancelled job has ended, even with code 0, while its tasks still save.
+  while [[ "$(squeue --noheader --jobs="$id" --format=%T 2>/dev/null)" = *COMPLETING* ]]; do sleep 1; done
+  case "$code$(scontrol show job "$id" 2>/dev/null)" in 0*JobState=CANCELLED*) code=143 ;; esac
   sleep 2 # until tail has printed the last lines
   kill "$lines" 2>/dev/null || :
   [ "$code" = 0 ] || say "job $id ended with exit code $code; to see why: sacct -j $id, and $out"

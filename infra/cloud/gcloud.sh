@@ -574,15 +574,9 @@ cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
     ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
-cmd_tpu_stop() {
-  need_slice
-  persistently workers all 'bash infra/cloud/worker.sh stop' || exit 1
-}
+cmd_tpu_stop() { need_slice; persistently workers all 'bash infra/cloud/worker.sh stop' || exit 1; }
 
-cmd_tpu_fetch() {
-  need_slice
-  fetch || exit 1
-}
+cmd_tpu_fetch() { need_slice; fetch || exit 1; }
 
 cmd_tpu_test() {
   up
