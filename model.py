@@ -1,7 +1,8 @@
 """Dense Qwen2, Qwen2.5, Qwen3 and Llama: config, parameters, training forward, cached forward.
 
 Array names end in their shapes: B rows, T query positions, S key positions, D model width, F
-feed-forward width, N query heads, K key/value heads, G = N/K, H head dim, V vocabulary, L layers.
+feed-forward width, N query heads, K key/value heads, G = N/K, H head dim, V vocabulary, L layers,
+R rank of adapters.
 `wq_LDNH` has shape [L, D, N, H]; the scan over layers removes L, but weights keep their names.
 
 Parameters are a nested dict of arrays, with layers stacked on L. Master weights are float32,
@@ -284,9 +285,22 @@ def flatten(tree) -> dict:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): a for path, a in leaves}
 
 
-def shardings(cfg: ModelConfig, mesh: Mesh) -> dict:
-    """NamedSharding of every parameter, as a nested dict."""
-    return nest({name: NamedSharding(mesh, spec(name)) for name in shapes(cfg)})
+def shardings(names, mesh: Mesh) -> dict:
+    """NamedSharding of the parameters with these flat names, as a nested dict."""
+    return nest({name: NamedSharding(mesh, spec(name)) for name in names})
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """The names of a matrix's adapters A and B: for "wq_LDNH", "wq_a_LDR" and "wq_b_LRNH"."""
+    stem, dims = name.rsplit("_", 1)
+    # A matmul sums over D, or else over all dimensions between L and D.
+    summed = "D" if dims[1] == "D" else dims[1:-1]
+    kept = dims[1 + len(summed) :]
+    return f"{stem}_a_L{summed}R", f"{stem}_b_LR{kept}"
+
+
+def is_adapter(name: str) -> bool:
+    return "R" in letters(name)
 
 
 def head(params: dict) -> jax.Array:
@@ -313,8 +327,50 @@ def dequantise(w, dtype) -> jax.Array:
     return w.astype(dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A frozen matrix W of one layer, to which a product of low rank is added: W + scale A B
+    (LoRA, arXiv 2106.09685)."""
+
+    base: jax.Array  # W
+    a: jax.Array  # A: the dimensions of W that the matmul sums over, and R
+    b: jax.Array  # B: R, and the other dimensions of W
+    scale: float = dataclasses.field(metadata=dict(static=True))
+
+
+def adapted(weights: dict, scale: float) -> dict:
+    """Join the matrices in a dict of layers' weights with their adapters, if there are any: returns
+    the weights without adapters, some of them Adapted."""
+    joined = {}
+    for name, w in weights.items():
+        a, b = adapter_names(name)
+        if not is_adapter(name):
+            joined[name] = Adapted(w, weights[a], weights[b], scale) if a in weights else w
+    return joined
+
+
+def merge(w) -> jax.Array:
+    """W + scale A B of an Adapted in float32; other weights are returned as they are."""
+    if not isinstance(w, Adapted):
+        return w
+    a = w.a.astype(jnp.float32)
+    b = w.b.astype(jnp.float32)
+    return w.base.astype(jnp.float32) + w.scale * jnp.tensordot(a, b, 1, precision="highest")
+
+
 def matmul(equation: str, x, w) -> jax.Array:
     """einsum in x's dtype, accumulated and returned in float32."""
+    if isinstance(w, Adapted):
+        # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR", and (x A) B is "BTR,RNH->BNTH".
+        inputs, out = equation.split("->")
+        of_x, of_w = inputs.split(",")
+        summed = "".join(letter for letter in of_w if letter not in out)
+        kept = of_w.replace(summed, "")
+        # In "BNTH,NHD->BTD", the letters of `summed` are not side by side in x.
+        rows = "".join(letter for letter in of_x if letter not in summed)
+        xa = matmul(f"{of_x},{summed}R->{rows}R", x, w.a).astype(x.dtype)
+        return matmul(equation, x, w.base) + w.scale * matmul(f"{rows}R,R{kept}->{out}", xa, w.b)
     if isinstance(w, Quantised):
         # x's dtype holds every int8 exactly. The einsum with ones arranges the scales like the
         # output, so that they broadcast over it.
@@ -436,6 +492,7 @@ class ForwardOptions:
     # (q_BNTH, k_BKTH, v_BKTH, segments_BT) -> [B, N, T, H], from infra/update/attention.py
     attend: Callable
     remat: str = "full"  # a key of REMAT
+    lora_scale: float = 0.0  # scale of adapters, if the layers have any
 
 
 # From here to `forward`, functions run inside a shard_map, on one device's rows and weight shards.
@@ -462,7 +519,8 @@ def with_gradients_to(w, masters):
     """Returns (w, masters) unchanged. The backward pass adds the gradients of w to the gradients of
     masters, in float32.
 
-    w: a layer's weights in the compute dtype. masters: the same weights in float32, see `forward`.
+    w: a layer's trained weights in the compute dtype. masters: the same weights in float32, see
+    `forward`.
     """
     return w, masters
 
@@ -510,7 +568,11 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, options):
         return options.attend(q, k, v, segments_BT), None
 
     def run(x_BTD, masters):
-        own_w, masters = with_gradients_to(w, masters)
+        # Adapters have masters, and the frozen weights beside them have none: w is a constant, so
+        # the backward pass forms no gradient of a frozen weight.
+        trained = {name: w[name] for name in masters}
+        trained, masters = with_gradients_to(trained, masters)
+        own_w = adapted(w | trained, options.lora_scale)
         rope = rope_tables(positions_BT, cfg)
         # Heads and F are sharded over tp, so each device computes a part of the sums over them.
         sum_parts = partial(jax.lax.psum, axis_name="tp")
@@ -578,13 +640,16 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
       at_rest            the layers where they are stored. The forward reads their values, and
                          fetches one layer at a time. It may be None if the layers are stored on the
                          devices: then the forward reads params["layers"].
-      params["layers"]   the masters: the same layers on the devices. They only receive gradients,
+      params["layers"]   the masters: the same layers on the devices, or with --lora the adapters
+                         of at_rest alone. They only receive gradients,
                          because JAX puts a gradient where the differentiated argument is. Nothing
                          reads their values, so XLA never copies them from the host.
     `with_gradients_to` passes gradients from the weights that a layer reads on to its masters.
     """
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cfg, mesh))
-    specs.pop("head_VD", None)
+    used = {name: param for name, param in params.items() if name != "head_VD"}
+    at_rest = at_rest or jax.lax.stop_gradient(params["layers"])
+    specs = nest({name: spec(name) for name in flatten(used)})
+    specs_at_rest = {name: spec(f"layers/{name}") for name in at_rest}
     # A parameter that is replicated over some axes gets a part of its gradient on each device. The
     # transpose of shard_map sums these parts over the axes that the parameter's spec omits: dp for
     # matrices, dp and fsdp for biases, all axes for norms. check_vma is off, because Pallas kernels
@@ -594,12 +659,10 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     run = jax.shard_map(
         partial(forward_on_device, cfg=cfg, options=options),
         mesh=mesh,
-        in_specs=(specs, specs["layers"], by_row, by_row, by_row),
+        in_specs=(specs, specs_at_rest, by_row, by_row, by_row),
         out_specs=by_row,
         check_vma=False,
     )
-    used = {name: params[name] for name in specs}
-    at_rest = at_rest or jax.lax.stop_gradient(params["layers"])
     return run(used, at_rest, rows["tokens"], rows["positions"], rows["segments"])
 
 

@@ -52,10 +52,18 @@ from infra.run.flags import (
 )
 from infra.run.run import Run
 from infra.run.run_dir import claimed_out
-from infra.update import packing
+from infra.update import lora, packing
 from infra.update.attention import ATTENTION, segment_attention
 from infra.update.fit import UpdatePrograms, check_host_memory, device_metrics, fit
-from infra.update.state import abstract_state, initial_state, is_vector, memory_of, reference
+from infra.update.state import (
+    abstract_state,
+    initial_state,
+    is_vector,
+    memory_of,
+    reference,
+    weights_of,
+    without_base,
+)
 from model import DEVICE, REMAT
 
 # Start reading at the bottom: `train` is the algorithm.
@@ -92,8 +100,8 @@ class Config:
     reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
     # the update
-    lr: NonNegative = 1e-6  # learning rate of GRPO
-    sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps
+    lr: NonNegative = 1e-6  # learning rate of GRPO; with --lora, the default is 10 times as high
+    sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps; with --lora, 10 times
     warmup: Natural = 5  # steps of linear warm-up, in GRPO and in the supervised steps
     decay: Literal["constant", "linear", "cosine"] = "constant"  # lr and sft_lr after warm-up
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
@@ -115,6 +123,10 @@ class Config:
     attention: Literal["auto", *ATTENTION] = "auto"  # auto in bfloat16 = splash (TPU), cudnn (GPU)
     remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | nothing
     offload: Literal["none", "optimizer", "params"] = "none"  # kept in host memory; params = both
+    # adapters
+    lora: Natural = 0  # rank of adapters, which are trained in place of all weights; 0 = none
+    lora_alpha: Positive = 32  # the adapters' product is multiplied by lora_alpha / lora
+    adapter: str = ""  # directory of adapters to start from, in PEFT's format; "" = new adapters
     # the devices
     mesh: str = "auto"  # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: Natural = 0  # stop unless this many JAX processes run; 0 = any number
@@ -135,6 +147,10 @@ class Config:
     resume: Literal["auto", "force"] = "auto"  # force = allow changed flags, unusable checkpoints
     wandb: str = ""  # project on wandb.ai; "" = none
     profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
+
+    @property
+    def lora_scale(self) -> float:
+        return self.lora_alpha / self.lora if self.lora else 0.0
 
 
 # Defaults for `--model tiny`: the same job, but small enough for two CPU cores.
@@ -339,6 +355,7 @@ class Setup:
     model_cfg: model.ModelConfig
     mesh: Mesh
     weights: hf.ModelFiles  # the weights that the run starts from, unless it resumes
+    adapters: dict | None  # the adapters that the run starts from, if --adapter names some
     questions: list[dict]  # rows of the data; `prompt_ids` are the prompt's token ids
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
     held_out: dict[str, list[dict]]  # rows of each set of the evaluation data
@@ -542,11 +559,13 @@ def learning_rate(cfg: Config, step: int) -> float:
 def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
     """Run the model on packed rows. Returns (hidden states [N, D], LM head [V, D], targets [N]).
 
-    params: the parameters on the devices; gradients are with respect to these. at_rest: the same
+    params: the trained parameters on the devices; gradients are with respect to these. at_rest: all
     parameters in the memory where --offload keeps them. `model.forward` explains why it needs both.
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
-    options = model.ForwardOptions(cfg.dtype, attend, cfg.remat)
+    options = model.ForwardOptions(cfg.dtype, attend, cfg.remat, cfg.lora_scale)
+    # With --lora, params are the adapters alone, and the frozen weights are in at_rest.
+    params = at_rest | params
     hidden = model.forward(params, model_cfg, mesh, rows, options, at_rest["layers"])
     # The loss treats tokens independently, so flatten the rows.
     hidden_ND = hidden.reshape(-1, model_cfg.D)
@@ -601,14 +620,16 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 
 @partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
 def gradients(params, rows, *, cfg, model_cfg, mesh):
-    """Returns (gradients of one micro-batch, in float32 on the devices; its metrics)."""
+    """Returns (gradients of one micro-batch, in float32 on the devices; its metrics). params: all
+    weights of the policy; with --lora, the gradients are of the adapters alone."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
     # XLA drops the copies of offloaded layers, because nothing reads their values: the forward gets
     # `params` as `at_rest`, and fetches each layer from there.
-    on_device = jax.device_put(params, DEVICE)
+    on_device = jax.device_put(lora.trained(params, cfg), DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
-    return jax.lax.with_sharding_constraint(grads, model.shardings(model_cfg, mesh)), metrics
+    shardings = model.shardings(model.flatten(grads), mesh)
+    return jax.lax.with_sharding_constraint(grads, shardings), metrics
 
 
 # Add two trees. The result reuses the memory of the first one.
@@ -658,7 +679,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     total = None
     parts = []
     for rows in batch:
-        grads, metrics = gradients(state["params"], rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
+        grads, metrics = gradients(weights_of(state), rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
         # Start from the first gradients, not from zeros, which would take as much memory again.
         total = grads if total is None else sum_of_trees(total, grads)
         del grads
@@ -684,12 +705,15 @@ def update_policy(state, batches, step, cfg, setup):
     Returns (state, metrics of each micro-batch, gradient norm of each optimizer step).
     """
     static = dict(cfg=cfg, model_cfg=setup.model_cfg, mesh=setup.mesh)
-    policies = {"old_logprobs": state["params"], "ref_logprobs": state.get("ref")}
+    policies = {"old_logprobs": "params", "ref_logprobs": "ref"}
     fields = token_fields(cfg, supervised=step <= cfg.sft_steps)
     needed = sorted(policies.keys() & fields.keys())
     for rows in itertools.chain.from_iterable(batches):
         # Compute both before adding either: in float32, both calls then use one compiled program.
-        rows |= {name: target_logprobs(policies[name], rows, **static) for name in needed}
+        rows |= {
+            name: target_logprobs(weights_of(state, policies[name]), rows, **static)
+            for name in needed
+        }
     parts = []
     norms = []
     lr = learning_rate(cfg, step)
@@ -859,7 +883,8 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     for name in parts[0]["max"]:
         largest = float(max(part["max"][name] for part in parts))
         metrics[f"{name}/max"] = largest if counts["trained"] else math.nan
-    flops = cfg.ppo_epochs * counts["flops"]
+    flops = counts["flops"] + counts["tokens"] * lora.flops_of_a_token(cfg, setup.model_cfg)
+    flops *= cfg.ppo_epochs
     return metrics | device_metrics(setup.mesh, flops, seconds)
 
 
@@ -919,6 +944,9 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
+    adapters = lora.read(cfg, model_cfg)
+    if cfg.lora:
+        run.check_base(lora.base_of(cfg, weights))
     run.write_config()
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(
@@ -926,6 +954,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         model_cfg,
         mesh,
         weights,
+        adapters,
         questions,
         examples,
         held_out,
@@ -942,14 +971,17 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
 def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
     """The state of training that the run starts or resumes from."""
     shapes = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
-    state = run.load(shapes)
+    state = run.load(without_base(shapes))
     if state is None:
-        state = initial_state(setup.weights, shapes, cfg, setup.mesh, optimizer)
+        start = setup.weights, shapes, cfg, setup.mesh, optimizer, setup.adapters
+        state = initial_state(*start)
+    if cfg.lora:
+        state["base"] = lora.load_base(setup.weights, cfg, setup.mesh)
     run.begin(state)
     # Without supervised steps, evaluate before the first step. After a resume, repeat an evaluation
     # that was cut short.
     if is_evaluated_after(run.step, cfg, setup) and not run.has_evaluation():
-        evaluate(state["params"], run.step, cfg, setup, run)
+        evaluate(weights_of(state), run.step, cfg, setup, run)
     return state
 
 
@@ -988,7 +1020,7 @@ def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
     end_if_diverged(run)
     run.stop_point()
     if is_evaluated_after(step, cfg, setup):
-        evaluate(state["params"], step, cfg, setup, run)
+        evaluate(weights_of(state), step, cfg, setup, run)
     if step == run.total_steps or (cfg.save_every and step % cfg.save_every == 0):
         run.save()
 
@@ -1008,7 +1040,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ rollout: npq answers to each question
         run.show("rollout", step)
-        setup.engine.load(state["params"])
+        setup.engine.load(weights_of(state))
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
         out, texts = sample_answers(rows, cfg.npq, key, Sampling(cfg.temperature), setup, run)
         setup.engine.unload()  # the update needs the memory
@@ -1049,7 +1081,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         run.write_samples(step, rows[:2], texts[:2], shown)
         end_step(step, state, norms, metrics, cfg, setup, run)
 
-    run.finish(state["params"], setup)
+    run.finish(weights_of(state), setup)
 
 
 @exit_on(files.CheckpointError, "these files cannot be used")

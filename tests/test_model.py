@@ -503,7 +503,7 @@ def test_load_streams(tmp_path, record_property):
     tracemalloc.stop()
 
     assert_trees_equal(params, at_once)
-    for name, sharding in model.flatten(model.shardings(cfg, on)).items():
+    for name, sharding in model.flatten(model.shardings(model.shapes(cfg), on)).items():
         loaded = model.flatten(params)[name]
         assert loaded.sharding == sharding and loaded.dtype == jnp.float32, name
     shapes = model.shapes(cfg)
@@ -663,7 +663,7 @@ def forward_and_back(way):
         hidden, pull = jax.vjp(forward, params)
         return hidden, pull(d_hidden)[0]
 
-    return jax.jit(run, out_shardings=(None, model.shardings(way.cfg, on)))
+    return jax.jit(run, out_shardings=(None, model.shardings(model.shapes(way.cfg), on)))
 
 
 @cache

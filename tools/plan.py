@@ -145,6 +145,11 @@ def setup_in_words(device_type, cfg, model_cfg, mesh) -> str:
     )
 
 
+def kept_small(cfg) -> str:
+    """What keeps the memory of the training state small, in words."""
+    return f"lora {cfg.lora}" if cfg.lora else f"offload {cfg.offload}"
+
+
 def devices_of(device_type: str) -> list:
     """Returns the devices of a type, or of this machine. Exits 2 if programs cannot be compiled for
     them."""
@@ -173,7 +178,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
         say(
             f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
-            f"{cfg.remat}, offload {cfg.offload}, attention {cfg.attention}, loss {cfg.loss_impl}"
+            f"{cfg.remat}, {kept_small(cfg)}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
         guess = fit.estimate_by_sizes(cfg, model_cfg, mesh, width, train.UPDATE, limit)
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)

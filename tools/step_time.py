@@ -5,13 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import kernel
-import model
 from infra.host import chips
 from infra.rollout import layouts, quantise
 from infra.rollout.engine import Engine
 from infra.rollout.layouts import RolloutSize
 from infra.rollout.waves import plan_waves
-from infra.update import packing
+from infra.update import lora, packing
 from tools import abstract_rollout, remembered
 from tools.clock import Clock, program_clock, step_clock
 
@@ -128,7 +127,8 @@ def time_of_step(
     bytes_per_token = planned.waves * weights + cached
     rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
     length = cfg.max_prompt + cfg.max_answer
-    flops = packing.flops(model_cfg, [length]) * planned.sequences * passes(cfg)
+    flops = packing.flops(model_cfg, [length]) + length * lora.flops_of_a_token(cfg, model_cfg)
+    flops *= planned.sequences * passes(cfg)
     update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
     words = (
         f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
@@ -149,9 +149,9 @@ def time_by_clock(cfg, model_cfg, mesh, planned: RolloutPlan, update: UpdateCloc
     # A sequence of full length takes a row of its own.
     rows = planned.sequences // (mesh.shape["dp"] * mesh.shape["fsdp"])
     # Parameters are updated one by one. Scale the time of the largest one by the number of values.
-    sizes = [math.prod(shape) for shape in model.shapes(model_cfg).values()]
+    sizes = [math.prod(shape) for shape in lora.trained_shapes(cfg, model_cfg).values()]
     steps = cfg.ppo_epochs * cfg.minibatches
-    apply_ms = update.apply.ms * model_cfg.n_params / max(sizes)
+    apply_ms = update.apply.ms * sum(sizes) / max(sizes)
     micro_batches = rows / update.micro_batch
     update_s = (passes(cfg) * micro_batches * update.gradients.ms + steps * apply_ms) / 1e3
     return (

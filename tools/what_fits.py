@@ -19,10 +19,13 @@ OFFLOADS = "none", "optimizer", "params"
 def table(cfg, plan: Callable) -> str:
     """Returns the table in Markdown. cfg: the flags of all plans. plan: `plan` of tools/plan.py."""
     width = cfg.max_prompt + cfg.max_answer
+    marks = "o: with `--offload optimizer`; p: with `--offload params`; -: not even so."
+    if cfg.lora:
+        marks = f"With `--lora {cfg.lora}`; - n: not one row fits, by n GiB."
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
         "that fits, the GiB that it takes of a device, and the layout of the rollout (`dp x tp`).",
-        "o: with `--offload optimizer`; p: with `--offload params`; -: not even so.",
+        marks,
         "",
         f"| devices | GiB | {' | '.join(MODELS)} |",
         "|---" * (2 + len(MODELS)) + "|",
@@ -30,7 +33,7 @@ def table(cfg, plan: Callable) -> str:
     for device_type in TYPES:
         rows = [largest(cfg, plan, device_type, name) for name in MODELS]
         limit = rows[0]["limit_gib"]
-        cells = [in_words(row) for row in rows]
+        cells = [in_words(row, cfg.lora) for row in rows]
         lines.append(f"| {device_type} | {limit:.1f} | {' | '.join(cells)} |")
     versions = remembered.versions()
     compiled_by = ", ".join(f"{package} {versions[package]}" for package in versions)
@@ -39,7 +42,9 @@ def table(cfg, plan: Callable) -> str:
 
 def largest(cfg, plan, device_type: str, name: str) -> dict:
     """Returns the row of the first --offload that fits, or else of the last one."""
-    for offload in OFFLOADS:
+    # Adapters leave nothing to offload.
+    offloads = ["none"] if cfg.lora else OFFLOADS
+    for offload in offloads:
         setting = {"offload": offload}
         (row,) = plan(device_type, cfg, model_of_size(name), [setting])
         if row["micro_batch"]:
@@ -47,9 +52,9 @@ def largest(cfg, plan, device_type: str, name: str) -> dict:
     return row
 
 
-def in_words(row: dict) -> str:
-    """Format a row of a plan as a cell of the table."""
+def in_words(row: dict, lora: int) -> str:
+    """Format a row of a plan as a cell of the table. lora: rank of the adapters."""
     if not row["micro_batch"]:
-        return "-"
+        return f"- {row['gib'] - row['limit_gib']:.1f}" if lora else "-"
     mark = {"none": "", "optimizer": "o ", "params": "p "}[row["offload"]]
     return f"{mark}{row['micro_batch']}: {row['gib']:.1f}, {row['layout']}"

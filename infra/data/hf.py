@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import model
 from infra.data import chat
@@ -85,6 +85,14 @@ def write_random(directory: str, config: dict, seed: int) -> None:
             weight = rng.standard_normal(tensor.hf_shape) * config["initializer_range"]
         weights[tensor.hf_name] = weight.astype(np.float32)
     save_safetensors(os.path.join(directory, "model.safetensors"), weights)
+
+
+def read_safetensors(path: str) -> dict[str, np.ndarray]:
+    """Returns all tensors of a small file. Raises CheckpointError."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as e:
+        raise CheckpointError(f"{path} is not a safetensors file: {e}") from e
 
 
 def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
@@ -255,17 +263,24 @@ def place(
 
 
 def load(
-    weights: ModelFiles, mesh: Mesh, progress: Callable[[int, int], Any] = lambda done, total: None
+    weights: ModelFiles,
+    mesh: Mesh,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+    dtype: str = "float32",
 ) -> dict:
-    """Returns a model's float32 parameters, nested, and sharded over the mesh by model.spec.
+    """Returns a model's parameters in `dtype`, nested, and sharded over the mesh by model.spec.
 
     Host memory holds one device's shard of one parameter. progress(done, total) counts parameters.
     """
+
+    def read(name, index):
+        return weights.read(name, index).astype(jnp.dtype(dtype), copy=False)
+
     shapes = model.shapes(weights.cfg)
     flat = {}
     for name, shape in shapes.items():
         sharding = NamedSharding(mesh, model.spec(name))
-        flat[name] = place(shape, sharding, partial(weights.read, name))
+        flat[name] = place(shape, sharding, partial(read, name))
         progress(len(flat), len(shapes))
     return model.nest(flat)
 
@@ -278,15 +293,18 @@ def save(
     mesh: Mesh,
     dtype: str,
     file_bytes: int = 4 << 30,
+    lora_scale: float = 0.0,
 ) -> None:
     """Write parameters as safetensors that transformers loads. Every process must call this.
 
     `dtype` is "float32", "bfloat16" or "float16". Tensors are all-gathered one by one, and process
     0 writes them to files of up to `file_bytes` each. If there are several files, it also writes
-    an index. The caller adds config.json and the tokenizer.
+    an index. The caller adds config.json and the tokenizer. Adapters are merged with their
+    matrices; lora_scale is their scale.
     """
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    flat = model.flatten(params)
+    layers = model.adapted(params["layers"], lora_scale)
+    flat = params | {f"layers/{name}": w for name, w in layers.items()}
     gather = compiled_gather(mesh, numpy_dtype)
     is_writer = jax.process_index() == 0
     # File names contain the number of files, so tensors are divided into files first.
@@ -334,8 +352,10 @@ def compiled_gather(mesh, dtype):
         letters = model.letters(name).lstrip("L")
         _, dimensions, _ = model.TENSORS[name]
         hf_letters = dimensions.replace(" ", "")
+        if i is not None:
+            a = jax.tree.map(lambda stack: stack[i], a)
         # With --offload params, the parameter is in the host's memory.
-        a = jax.device_put(a if i is None else a[i], model.DEVICE)
+        a = jax.device_put(model.merge(a), model.DEVICE)
         return jnp.einsum(f"{letters}->{hf_letters}", a).reshape(shape).astype(dtype)
 
     return gather
@@ -348,13 +368,16 @@ def write_final(
     model_cfg: model.ModelConfig,
     mesh: Mesh,
     about: dict,
+    lora_scale: float = 0.0,
+    write_more: Callable[[str], None] = lambda directory: None,
 ) -> None:
     """Write OUT/final. Every process must call this; process 0 writes. The directory appears under
     its name once it is complete.
 
     It has the parameters, in the dtype that the model's config.json names, else float32, and the
     model's *.json, *.txt and *.jinja. If it had no chat template, the one that was used is added.
-    `about` goes into podgrpo.json: the step, commit and system prompt of the training.
+    `about` goes into podgrpo.json: the step, commit and system prompt of the training. lora_scale:
+    as for `save`. Every process calls write_more(directory) before the directory is complete.
     """
     final = f"{out}/final"
     unfinished = f"{final}.tmp"
@@ -368,7 +391,8 @@ def write_final(
         # A killed run may have left this directory.
         shutil.rmtree(unfinished, ignore_errors=True)
         os.makedirs(unfinished)
-    save(unfinished, params, model_cfg, mesh, dtype)
+    save(unfinished, params, model_cfg, mesh, dtype, lora_scale=lora_scale)
+    write_more(unfinished)
     if is_writer:
         for name in os.listdir(source_directory):
             # Copy config, tokenizer and chat template, but not an index, which is for old weights.
@@ -379,12 +403,11 @@ def write_final(
                 f.write(chat.CHAT_TEMPLATE)
         files.write_json(f"{unfinished}/podgrpo.json", about)
         # safetensors creates files that other users cannot read. Give them an ordinary file's mode.
-        for path in glob.glob(f"{unfinished}/*.safetensors"):
+        for path in glob.glob(f"{unfinished}/**/*.safetensors", recursive=True):
             shutil.copymode(f"{unfinished}/podgrpo.json", path)
         # The files must be on the disk before the name that says that they are complete.
-        for name in os.listdir(unfinished):
-            files.flush_to_disk(f"{unfinished}/{name}")
-        files.flush_to_disk(unfinished)
+        for path in glob.glob(f"{unfinished}/**", recursive=True):
+            files.flush_to_disk(path)
         # Rename an older final/ instead of deleting it in place, so that it is never incomplete.
         shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
         if os.path.isdir(final):

@@ -49,6 +49,7 @@ class Engine:
     rows_by_group: dict[int, int] = field(default_factory=dict)
     # What `layouts.to_rollout` returns; None before `load` and after `unload`.
     weights: dict | None = None
+    lora_scale: float = 0.0  # scale of adapters, if the parameters have any
 
     @classmethod
     def of_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
@@ -75,13 +76,15 @@ class Engine:
         return engine
 
     def load(self, params: dict, exact: bool = False) -> None:
-        """Cast or quantise parameters for the rollout, and move them to its layout.
+        """Cast or quantise parameters for the rollout, and move them to its layout. Adapters are
+        merged with their matrices.
 
         exact: use the compute dtype of training, so that an evaluation measures the model that is
         saved.
         """
         dtype, quantised = (self.dtype, False) if exact else quantise.dtypes(self)
-        self.weights = layouts.to_rollout(params, self.layout, dtype, quantised)
+        how = dict(lora_scale=self.lora_scale)
+        self.weights = layouts.to_rollout(params, self.layout, dtype, quantised, **how)
 
     def unload(self) -> None:
         """Free the memory of the weights for the update."""
@@ -175,7 +178,15 @@ def make_engine(
     # A prompt has eval_samples answers in evaluations, and a group of answers in training.
     rows_by_group = {group: rows_that_fit(group) for group in (cfg.eval_samples, size.group)}
     dtypes = cfg.dtype, cfg.rollout_dtype
-    return Engine(model_cfg, tokenizer, layout, *dtypes, cfg.max_answer, rows_by_group)
+    return Engine(
+        model_cfg,
+        tokenizer,
+        layout,
+        *dtypes,
+        cfg.max_answer,
+        rows_by_group,
+        lora_scale=cfg.lora_scale,
+    )
 
 
 def with_stop_ids(model_cfg: ModelConfig, stop_ids: set[int]) -> ModelConfig:

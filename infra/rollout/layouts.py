@@ -195,14 +195,18 @@ def rollout_spec(name: str, layout: Layout, quantised: bool = False):
 
 
 # ---------------------------------------------------------------- moving the weights
-def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> dict:
+def to_rollout(
+    params: dict, layout: Layout, dtype, quantised: bool = False, lora_scale: float = 0.0
+) -> dict:
     """Cast or quantise the parameters on the training mesh, then move them to a rollout's layout.
+    Adapters are first merged with their matrices; lora_scale is their scale.
 
     Returns the weights of the rollout, in which `layers` is a tuple of stacks of layers.
     """
-    names = tuple(model.flatten(params))
+    names = tuple(name for name in model.flatten(params) if not model.is_adapter(name))
     training_mesh = params["norm_D"].sharding.mesh
-    move_top, move_stack = compiled_moves(names, training_mesh, layout, dtype, quantised)
+    how = dtype, quantised, lora_scale
+    move_top, move_stack = compiled_moves(names, training_mesh, layout, *how)
     layers = params["layers"]
     weights = move_top({name: a for name, a in params.items() if name != "layers"})
     stacks = []
@@ -214,7 +218,9 @@ def to_rollout(params: dict, layout: Layout, dtype, quantised: bool = False) -> 
 
 
 @cache
-def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool):
+def compiled_moves(
+    names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool, lora_scale: float
+):
     """Returns (move_top, move_stack): jitted functions for parameters with these names.
 
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
@@ -247,7 +253,8 @@ def compiled_moves(names: tuple, training_mesh: Mesh, layout: Layout, dtype, qua
         return jax.tree.map(move_array, a, *from_and_to)
 
     def move_layer(layer):
-        return {name: move(f"layers/{name}", a) for name, a in layer.items()}
+        layer = model.adapted(layer, lora_scale)
+        return {name: move(f"layers/{name}", model.merge(w)) for name, w in layer.items()}
 
     def move_top(params):
         return {name: move(name, params[name]) for name in sorted(params)}

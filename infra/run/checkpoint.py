@@ -249,15 +249,15 @@ class Saver:
     """Writes the checkpoints of a run, in a thread during training if the hosts have the memory.
 
     out: the run's directory. keep: number of newest checkpoints to keep. newest: step of the newest
-    complete checkpoint, or 0 if there is none.
+    complete checkpoint, or 0 if there is none. about: strings for the header of each file.
     """
 
-    def __init__(self, out: str, keep: int, newest: int):
+    def __init__(self, out: str, keep: int, newest: int, about: dict | None = None):
         self.out = out
         self.keep = keep
         # All processes use the same number, to tell this run's files from another run's.
         run = int(all_gather_processes(int(time.time()))[0])
-        self.about = {"run": str(run), "commit": commit()}
+        self.about = {"run": str(run), "commit": commit()} | (about or {})
         self.processes_here = processes_of_this_machine()
         self.newest = newest
         self.pending = None  # (step, future) of the checkpoint that is being written

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from infra.host.chips import GIB
 from infra.host.console import exit_on, first_line, say, show_status, warn
 from infra.run import advice
+from infra.update.lora import adapter_shapes
 
 # The line that a step prints, formatted from its metrics: in a fixed order, greppable.
 SFT_LINE = (
@@ -268,6 +269,14 @@ def print_setup(cfg, setup) -> None:
         f"{processes} processes x {jax.local_device_count()} {device} devices, mesh "
         f"{dict(setup.mesh.shape)} | {params / 1e6:.2f}M parameters, compute {cfg.dtype}"
     )
+    if cfg.lora:
+        shapes = adapter_shapes(setup.model_cfg, cfg.lora).values()
+        trained = sum(math.prod(shape) for shape in shapes)
+        say(
+            f"lora {cfg.lora}, alpha {cfg.lora_alpha}: {trained / 1e6:.2f}M parameters in adapters "
+            f"are trained, and the others are frozen; lr {cfg.lr:g}, sft_lr {cfg.sft_lr:g} (by "
+            "default ten times those without --lora)"
+        )
     sequences = cfg.batch * cfg.npq
     line = (
         f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, "

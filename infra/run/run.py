@@ -1,18 +1,23 @@
 """One run as train.py's loop sees it: its checkpoints, what it writes and prints, and its end."""
 
 import contextlib
+import json
+import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 
 from infra.data import hf
-from infra.host.console import first_line, say, warn
+from infra.host.console import check, first_line, say, warn
 from infra.host.processes import Stop, check_for_stop, commit, watch_signals
 from infra.run import checkpoint, log, run_dir
 from infra.run.profiler import Profiler
+from infra.update import lora
 from infra.update.fit import ADVICE, ROLLOUT_ADVICE
+from infra.update.state import without_base
 
 
 class Run:
@@ -40,6 +45,21 @@ class Run:
         self.cfg = cfg
         # Seconds of each of the last ten steps.
         self.step_seconds = []
+        # With --lora, the model that the adapters belong to, as lora.base_of describes it.
+        self.base = None
+
+    def check_base(self, base: dict) -> None:
+        """Exit with code 2 if the run resumes from adapters of another base. Checkpoints name the
+        base, and do not contain it."""
+        self.base = base
+        if not self.files:
+            return
+        header = checkpoint.read_about(self.files[0])
+        fault = lora.difference(json.loads(header.get("base", "{}")), base)
+        check(
+            not fault,
+            f"{self.out} cannot resume: {fault}; bring that base back, or choose another --out",
+        )
 
     def check_disk(self, state) -> None:
         """Exit with code 2 unless the disk has room for checkpoints. state: a tree of shapes."""
@@ -59,7 +79,8 @@ class Run:
         """
         cfg = self.cfg
         self.began = time.time()
-        self.saver = checkpoint.Saver(self.out, cfg.keep, self.step)
+        base = {"base": json.dumps(self.base)} if self.base else {}
+        self.saver = checkpoint.Saver(self.out, cfg.keep, self.step, base)
         self.metrics = log.JsonLines(f"{self.out}/metrics.jsonl")
         self.samples = log.JsonLines(f"{self.out}/samples.jsonl")
         self.evals = log.JsonLines(f"{self.out}/evals.jsonl")
@@ -83,7 +104,7 @@ class Run:
     def begin(self, state) -> None:
         """Begin to train from this state, and drop what was written after its step."""
         run_dir.truncate_to(self.out, self.step)
-        self.saver.remember(self.step, state, self.skipped)
+        self.saver.remember(self.step, without_base(state), self.skipped)
 
     def save(self) -> None:
         """Begin to write a checkpoint of the last complete step."""
@@ -115,7 +136,7 @@ class Run:
         # From here on, the step counts as complete, and the next checkpoint has its state.
         self.step = step
         self.terminal.end_step(metrics)
-        self.saver.remember(step, state, self.skipped)
+        self.saver.remember(step, without_base(state), self.skipped)
         self.write(metrics)
 
     def write(self, row: dict) -> None:
@@ -161,9 +182,19 @@ class Run:
         if self.total_steps:
             # Users of the model will need its system prompt.
             about = {"step": self.total_steps, "commit": commit(), "system": cfg.system}
-            hf.write_final(self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about)
+            final = self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about
+            hf.write_final(*final, cfg.lora_scale, partial(self.write_adapter, params, setup))
         log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
         run_dir.send_results(self.out)
+
+    def write_adapter(self, params, setup, directory: str) -> None:
+        """With --lora, write the adapters to `directory`/adapter, as PEFT does."""
+        if not self.cfg.lora:
+            return
+        # The tiny model has no name that PEFT could find.
+        is_tiny = self.cfg.model == "tiny"
+        base = os.path.abspath(setup.model_dir) if is_tiny else self.cfg.model
+        lora.write(f"{directory}/adapter", params, self.cfg, setup.model_cfg, setup.mesh, base)
 
     @contextlib.contextmanager
     def saved_if_cut_short(self, micro_batch: int) -> Iterator[None]:

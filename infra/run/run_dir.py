@@ -34,6 +34,7 @@ from infra.host.files import CheckpointError
 from infra.host.processes import FREE_PER_PROCESS, all_gather_processes, commit
 from infra.run import bucket, checkpoint, log
 from infra.run.claim import InUse, claimed
+from infra.update.state import without_base
 
 # Flags that may change when a run resumes, since they are not meant to change what is trained.
 FREE_ON_RESUME = FREE_PER_PROCESS | {
@@ -69,6 +70,7 @@ def comparable(flags: dict) -> dict:
     # An old run lacks the flags that were added later. It did what their defaults do now; for
     # `rollout_dtype`, that was to sample in `dtype`.
     older = {"rollout_dtype": flags.get("dtype"), "eval_samples": 1, "truncated": "zero"}
+    older |= {"lora": 0, "lora_alpha": 32, "adapter": ""}
     flags = older | flags
     kept = {name: v for name, v in flags.items() if name not in FREE_ON_RESUME | {"batch"}}
     questions = flags.get("batch", 0) * flags.get("require_processes", 0)
@@ -336,11 +338,13 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     steps_left = total_steps - done
     if not steps_left:
         return
-    size = checkpoint_bytes(state)
+    # With --lora, checkpoints do not have the frozen weights, and final has all weights.
+    size = checkpoint_bytes(without_base(state))
+    final_weights = jax.tree.leaves(state.get("base", state["params"]))
     # Process 0 also writes the final model, in float32 at most.
     final = 0
     if jax.process_index() == 0:
-        final = 4 * sum(array.size for array in jax.tree.leaves(state["params"]))
+        final = 4 * sum(array.size for array in final_weights)
     saves = 1 + (steps_left - 1) // save_every if save_every else 1
     present = glob.glob(f"{glob.escape(out)}/step_*")
     # While a checkpoint is written, the older ones are still there: at first the present ones, and

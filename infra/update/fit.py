@@ -29,7 +29,7 @@ from infra.host.processes import (
 )
 from infra.rollout.engine import make_engine
 from infra.update.packing import row_width
-from infra.update.state import abstract_gradients, abstract_rows, abstract_state
+from infra.update.state import abstract_gradients, abstract_rows, abstract_state, weights_of
 
 # Bytes of host memory per token of a step: 4-byte numbers in NumPy, Python integers, and text.
 HOST_BYTES_OF_A_TOKEN = 100
@@ -157,8 +157,8 @@ def update_gib(
     fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
     rows = abstract_rows(fields, micro_batch, width, mesh)
     static = dict(cfg=cfg, mesh=mesh)
-    gradient = programs.gradients.lower(state["params"], rows, model_cfg=model_cfg, **static)
-    others = {name: part for name, part in state.items() if name != "params"}
+    gradient = programs.gradients.lower(weights_of(state), rows, model_cfg=model_cfg, **static)
+    others = {name: part for name, part in state.items() if name not in ("params", "base")}
     # Parameters are updated one by one; the largest one takes the most memory.
     params = model.flatten(state["params"])
     name = max(params, key=lambda name: params[name].size)
@@ -199,8 +199,10 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
     # Count a whole embedding, the largest parameter, in the compute dtype, and its whole gradient
-    # in float32. This overestimates: both are sharded, except with --loss_impl full.
-    embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + 4)
+    # in float32. This overestimates: both are sharded, except with --loss_impl full. With --lora,
+    # the embedding has no gradient.
+    bytes_of_a_gradient = 0 if cfg.lora else 4
+    embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + bytes_of_a_gradient)
     rest_gib = (device_bytes((state, grads)) + embedding) / GIB
     # Each row adds the inputs of all layers, the last hidden states, and two gradients of the size
     # of the last hidden states.

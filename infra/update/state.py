@@ -1,8 +1,9 @@
 """The state of training, {params, opt, and with --beta also ref}, and the memory that holds it.
 
 Master weights and optimizer state are float32 and sharded over the mesh; --offload keeps some of
-them in the host's memory. The trainer passes in its optimizer: optimizer(cfg, name) -> the optax
-transformation for the parameter `name`.
+them in the host's memory. With --lora, params, opt and ref are of the adapters alone, and the state
+also has `base`, the frozen weights. The trainer passes in its optimizer: optimizer(cfg, name) ->
+the optax transformation for the parameter `name`.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import model
 from infra.data import hf
 from infra.host import chips
 from infra.host.console import progress
+from infra.update import lora
 from model import DEVICE, HOST
 
 
@@ -38,7 +40,7 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
     params = {}
     opt = {}
     ref = {}
-    for name, shape in model.shapes(model_cfg).items():
+    for name, shape in lora.trained_shapes(cfg, model_cfg).items():
         on_device = NamedSharding(mesh, model.spec(name))
         places = {DEVICE: on_device, HOST: chips.in_host_memory(on_device)}
         param_memory, opt_memory = memory_of(name, cfg.offload)
@@ -53,7 +55,30 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
     state = {"params": model.nest(params), "opt": opt}
     if cfg.beta:
         state["ref"] = model.nest(ref)
+    if cfg.lora:
+        shardings = model.shardings(model.shapes(model_cfg), mesh)
+        shapes = model.nest(
+            {
+                name: jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
+                for name, shape in model.shapes(model_cfg).items()
+            }
+        )
+        state["base"] = jax.tree.map(with_sharding, shapes, shardings)
     return state
+
+
+def weights_of(state: dict, trained: str = "params") -> dict:
+    """All weights of the policy, or of the reference if `trained` is "ref": with --lora, the frozen
+    weights and the adapters, whose names differ."""
+    if "base" not in state:
+        return state[trained]
+    base = state["base"]
+    return base | {"layers": base["layers"] | state[trained]["layers"]}
+
+
+def without_base(state: dict) -> dict:
+    """The part of a state that goes into checkpoints."""
+    return {name: part for name, part in state.items() if name != "base"}
 
 
 def with_sharding(tree, sharding):
@@ -88,11 +113,17 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
     return with_sharding(rows, sharding)
 
 
-def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) -> dict:
-    """The state before the first step, from the model's files. wanted: its abstract_state."""
+def initial_state(
+    weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer, adapters: dict | None = None
+) -> dict:
+    """The state before the first step, without `base`, from the model's files. wanted: its
+    abstract_state. adapters: what lora.read returns."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
-    # Load parameters to the devices. If they are offloaded, device_put below moves them.
-    params = hf.load(weights, mesh, partial(progress, "loading weights"))
+    if cfg.lora:
+        params = lora.first_adapters(adapters, cfg, weights.cfg, shardings["params"])
+    else:
+        # Load parameters to the devices. If they are offloaded, device_put below moves them.
+        params = hf.load(weights, mesh, partial(progress, "loading weights"))
     opt = {}
     for name, param in model.flatten(params).items():
         # Compile init, so that each array is created in the memory that will hold it.

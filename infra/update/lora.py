@@ -1,0 +1,256 @@
+"""LoRA (arXiv 2106.09685): adapters of the matrices in all layers, and PEFT's files of them.
+
+With --lora R, a matrix W computes x W + (x A) B scale, with scale = lora_alpha / R. Only A and B
+are trained: they are the `params` of the state, in float32. The model that the run starts from is
+the state's `base`, in the compute dtype. The names of A and B end in their shapes, as all names of
+parameters do, so the code that shards, gathers and updates parameters also serves adapters.
+"""
+
+import math
+import os
+import zlib
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from infra.data import hf
+from infra.host import files
+from infra.host.console import check, progress
+from infra.host.files import CheckpointError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+# Settings of PEFT that change what an adapter computes, and the values that this file supports.
+PLAIN_LORA = {
+    "peft_type": ["LORA"],
+    "bias": ["none"],
+    "use_rslora": [False],
+    "use_dora": [False],
+    "fan_in_fan_out": [False],
+    "modules_to_save": [[]],
+    "rank_pattern": [{}],
+    "alpha_pattern": [{}],
+    "layers_to_transform": [[]],
+}
+
+
+# ---------------------------------------------------------------- names and shapes
+def adapted_matrices(model_cfg: model.ModelConfig) -> dict:
+    """{flat name: shape} of the matrices that get adapters: all matrices of the layers."""
+    return {
+        name: shape
+        for name, shape in model.shapes(model_cfg).items()
+        if name.startswith("layers/") and "D" in model.letters(name) and len(shape) > 2
+    }
+
+
+def adapter_shapes(model_cfg: model.ModelConfig, rank: int) -> dict:
+    """{flat name: shape} of all adapters."""
+    shapes = {}
+    for matrix in adapted_matrices(model_cfg):
+        for name in model.adapter_names(matrix):
+            sizes = [
+                rank if letter == "R" else getattr(model_cfg, letter)
+                for letter in model.letters(name)
+            ]
+            shapes[name] = tuple(sizes)
+    return shapes
+
+
+def trained_shapes(cfg, model_cfg: model.ModelConfig) -> dict:
+    """{flat name: shape} of the parameters that are trained: the adapters, or all."""
+    if cfg.lora:
+        return adapter_shapes(model_cfg, cfg.lora)
+    return model.shapes(model_cfg)
+
+
+def trained(params: dict, cfg) -> dict:
+    """Returns the part of the policy's weights that is trained, nested: the adapters, or all."""
+    if not cfg.lora:
+        return params
+    layers = params["layers"]
+    return {"layers": {name: a for name, a in layers.items() if model.is_adapter(name)}}
+
+
+def flops_of_a_token(cfg, model_cfg: model.ModelConfig) -> int:
+    """Operations that a trained token takes more than with all weights trained; below 0.
+
+    Training a matrix takes six operations a parameter and token. A frozen one takes four: its
+    gradient is not computed.
+    """
+    if not cfg.lora:
+        return 0
+    of_adapters = sum(math.prod(shape) for shape in adapter_shapes(model_cfg, cfg.lora).values())
+    return 6 * of_adapters - 2 * model_cfg.n_multiplied
+
+
+# ---------------------------------------------------------------- the state's arrays
+def load_base(weights: hf.ModelFiles, cfg, mesh) -> dict:
+    """The frozen weights, nested, in the compute dtype, sharded as in training."""
+    return hf.load(weights, mesh, partial(progress, "loading weights"), cfg.dtype)
+
+
+def random_adapters(model_cfg: model.ModelConfig, rank: int, seed: int) -> dict:
+    """{flat name: float32 NumPy array} of new adapters: B is 0, and A is normal, with variance 1
+    over its number of inputs. The values do not depend on the mesh."""
+    adapters = {}
+    for number, (name, shape) in enumerate(adapter_shapes(model_cfg, rank).items()):
+        if model.letters(name).startswith("LR"):
+            adapters[name] = np.zeros(shape, np.float32)
+        else:
+            rng = np.random.default_rng([seed, number])
+            inputs = math.prod(shape[1:-1])
+            adapters[name] = rng.standard_normal(shape, np.float32) * np.float32(inputs**-0.5)
+    return adapters
+
+
+def first_adapters(found: dict | None, cfg, model_cfg, shardings: dict) -> dict:
+    """The adapters that a run starts from, nested, on the devices.
+
+    found: what `read` returns for --adapter, or None for new adapters.
+    """
+    values = found or random_adapters(model_cfg, cfg.lora, cfg.seed)
+    placed = {}
+    for name, sharding in model.flatten(shardings).items():
+        a = values[name]
+        placed[name] = hf.place(a.shape, sharding, a.__getitem__)
+    return model.nest(placed)
+
+
+# ---------------------------------------------------------------- which model is the base
+def base_of(cfg, weights: hf.ModelFiles) -> dict:
+    """The base's name, and the CRC-32 of each of its files, to keep in checkpoints."""
+    paths = sorted({path for _, path in weights.tensors.values()})
+    checksums = {}
+    for number, path in enumerate(paths, 1):
+        checksums[os.path.basename(path)] = f"{checksum(path):08x}"
+        progress("checksums of the base", number, len(paths))
+    return {"model": cfg.model, "files": checksums}
+
+
+def checksum(path: str) -> int:
+    crc = 0
+    with open(path, "rb") as f:
+        while data := f.read(1 << 24):
+            crc = zlib.crc32(data, crc)
+    return crc
+
+
+def difference(was: dict, now: dict) -> str:
+    """How two results of `base_of` differ, in words; "" if the weights are the same."""
+    if was.get("files") == now["files"]:
+        return ""
+    found = was.get("files", {})
+    for name in sorted(found | now["files"]):
+        before = found.get(name, "missing")
+        after = now["files"].get(name, "missing")
+        if before != after:
+            break
+    return (
+        f"the adapters belong to {was.get('model')}, whose {name} has the checksum {before}; that "
+        f"of {now['model']} is {after}"
+    )
+
+
+# ---------------------------------------------------------------- PEFT's files
+def module_of(matrix: str, layer: int) -> str:
+    """The name that PEFT gives to an adapted module, without lora_A or lora_B."""
+    hf_name, _, _ = model.TENSORS[matrix]
+    return "base_model.model." + hf_name.format(layer).removesuffix(".weight")
+
+
+def write(directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh, base: str) -> None:
+    """Write the adapters of the policy's weights to a new directory, in float32, as PEFT does.
+
+    Every process must call this; process 0 writes. base: directory or hub id of the base.
+    """
+    to_all = jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))
+    tensors = {}
+    for matrix in adapted_matrices(model_cfg):
+        name_a, name_b = (name.removeprefix("layers/") for name in model.adapter_names(matrix))
+        a = np.asarray(to_all(params["layers"][name_a]))
+        b = np.asarray(to_all(params["layers"][name_b]))
+        for i in range(model_cfg.L):
+            # PEFT's A is [R, inputs], and its B is [outputs, R].
+            module = module_of(matrix, i)
+            tensors[f"{module}.lora_A.weight"] = transposed(a[i].reshape(-1, cfg.lora))
+            tensors[f"{module}.lora_B.weight"] = transposed(b[i].reshape(cfg.lora, -1))
+    if jax.process_index() != 0:
+        return
+    os.makedirs(directory)
+    modules = {module_of(matrix, 0).rpartition(".")[2] for matrix in adapted_matrices(model_cfg)}
+    about = {name: values[0] for name, values in PLAIN_LORA.items() if values[0] not in ([], {})}
+    about |= {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": cfg.lora,
+        "lora_alpha": cfg.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+    }
+    files.write_json(f"{directory}/{CONFIG}", about)
+    hf.save_safetensors(f"{directory}/{WEIGHTS}", tensors)
+
+
+def transposed(a: np.ndarray) -> np.ndarray:
+    # safetensors writes the bytes in the order they have in memory.
+    return np.ascontiguousarray(a.T)
+
+
+def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
+    """The adapters in the directory --adapter, {flat name: float32 NumPy array}, or None without
+    the flag.
+
+    Exits with code 2 if their rank or alpha is not that of the flags. Raises CheckpointError if the
+    files are not an adapter of all matrices of this model.
+    """
+    if not cfg.adapter:
+        return None
+    directory = cfg.adapter
+    about = files.read_json(f"{directory}/{CONFIG}")
+    for flag, name in ("lora", "r"), ("lora_alpha", "lora_alpha"):
+        found = about.get(name)
+        check(
+            found == getattr(cfg, flag),
+            f"{flag} = {getattr(cfg, flag)}, but {directory}/{CONFIG} has {name} = {found}; try "
+            f"--{flag} {found}",
+        )
+    for name, supported in PLAIN_LORA.items():
+        # A setting that is null or missing has its default.
+        found = about.get(name) or supported[0]
+        if found not in supported:
+            raise CheckpointError(
+                f"{directory}/{CONFIG} has {name} = {found!r}; only {supported[0]!r} is supported"
+            )
+    return read_tensors(f"{directory}/{WEIGHTS}", cfg, model_cfg)
+
+
+def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
+    tensors = hf.read_safetensors(path)
+    shapes = adapter_shapes(model_cfg, cfg.lora)
+    adapters = {}
+    for matrix in adapted_matrices(model_cfg):
+        for name, side in zip(model.adapter_names(matrix), "AB", strict=True):
+            shape = shapes[name]
+            # PEFT's A is [R, inputs], and its B is [outputs, R].
+            of_layer = (-1, cfg.lora) if side == "A" else (cfg.lora, -1)
+            wanted = np.empty(shape[1:]).reshape(of_layer).T.shape
+            layers = []
+            for i in range(model_cfg.L):
+                key = f"{module_of(matrix, i)}.lora_{side}.weight"
+                found = tensors.pop(key, np.empty(0))
+                if found.shape != wanted or not np.isfinite(found).all():
+                    raise CheckpointError(
+                        f"{path}: {key} must be finite numbers of shape {wanted}, and has shape "
+                        f"{found.shape} (0 = missing); adapters of all matrices are supported"
+                    )
+                layers.append(found.T.reshape(shape[1:]))
+            adapters[name] = np.stack(layers).astype(np.float32)
+    if tensors:
+        raise CheckpointError(f"{path} has a tensor {min(tensors)}, which is no adapter of a layer")
+    return adapters
