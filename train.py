@@ -293,6 +293,12 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
         "answers per device; try --micro_batch 0, the largest that fits",
     )
 
+    check(
+        cfg.lora <= model_cfg.D,
+        f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, the rank of a full matrix; "
+        "try --lora 16",
+    )
+
     # The embedding and the head shard D over fsdp and tp. Layers shard D over fsdp only.
     largest_fsdp = math.gcd(model_cfg.D, mesh.size)
     check(
