@@ -148,10 +148,6 @@ class Config:
     wandb: str = ""  # project on wandb.ai; "" = none
     profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
 
-    @property
-    def lora_scale(self) -> float:
-        return self.lora_alpha / self.lora if self.lora else 0.0
-
 
 # Defaults for `--model tiny`: the same job, but small enough for two CPU cores.
 # fmt: off
@@ -291,12 +287,6 @@ def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer
         cfg.micro_batch * cfg.minibatches <= answers,
         f"micro_batch = {cfg.micro_batch} is more than a minibatch's {answers // cfg.minibatches} "
         "answers per device; try --micro_batch 0, the largest that fits",
-    )
-
-    check(
-        cfg.lora <= model_cfg.D,
-        f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, the rank of a full matrix; "
-        "try --lora 16",
     )
 
     # The embedding and the head shard D over fsdp and tp. Layers shard D over fsdp only.
@@ -569,7 +559,7 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
     parameters in the memory where --offload keeps them. `model.forward` explains why it needs both.
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
-    options = model.ForwardOptions(cfg.dtype, attend, cfg.remat, cfg.lora_scale)
+    options = model.ForwardOptions(cfg.dtype, attend, cfg.remat, lora.scale(cfg))
     # With --lora, params are the adapters alone, and the frozen weights are in at_rest.
     params = at_rest | params
     hidden = model.forward(params, model_cfg, mesh, rows, options, at_rest["layers"])
@@ -933,6 +923,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     tokenizer = load_tokenizer(model_dir)
     check_sizes(cfg, model_cfg, mesh, tokenizer.size)
     check_loss_impl(cfg, model_cfg, mesh)
+    lora.check_rank(cfg, model_cfg)
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
     # The data: questions to ask, examples to imitate, held-out questions.

@@ -181,7 +181,7 @@ def test_final_is_what_peft_makes_of_its_adapter(name, tmp_path, record_property
     def write_adapter(directory):
         lora.write(f"{directory}/adapter", params, cfg, saved.cfg, on, str(saved.directory))
 
-    hf.write_final(*final, cfg.lora_scale, write_adapter)
+    hf.write_final(*final, lora.scale(cfg), write_adapter)
     tokens = np.random.default_rng(0).integers(0, saved.cfg.V, (4, 21)).tolist()
     final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     wanted = hf_logits(final, tokens)
@@ -348,8 +348,8 @@ def test_rollout_gets_the_merged_weights(kind, quantised):
     adapters = adapters_of(SMALL)
     state = lora_state(cfg, SMALL, on, weights, adapters)
     layout = layouts.layout_of(kind, 2 if kind == "tp" else 1, on)
-    got = layouts.to_rollout(weights_of(state), layout, "float32", quantised, cfg.lora_scale)
-    plain = place(merged(weights, adapters, cfg.lora_scale), on)
+    got = layouts.to_rollout(weights_of(state), layout, "float32", quantised, lora.scale(cfg))
+    plain = place(merged(weights, adapters, lora.scale(cfg)), on)
     wanted = layouts.to_rollout(plain, layout, "float32", quantised)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     got, wanted = model.flatten(got), model.flatten(wanted)

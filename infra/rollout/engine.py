@@ -164,12 +164,19 @@ class Engine:
 
 
 def make_engine(
-    cfg, model_cfg: ModelConfig, mesh: Mesh, tokenizer: Tokenizer, longest_prompt: int, resting: int
+    cfg,
+    model_cfg: ModelConfig,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    longest_prompt: int,
+    resting: int,
+    lora_scale: float = 0.0,
 ) -> Engine:
     """The engine of a run, without weights.
 
     cfg: the trainer's Config. resting: bytes per device of the training state, which stays on the
-    device during a rollout. Exits with code 2 if --rollout_sharding tp is impossible.
+    device during a rollout. lora_scale: see `Engine`. Exits with code 2 if --rollout_sharding tp is
+    impossible.
     """
     # Choose the layout for answers of full length, which take the most memory.
     size = size_of_step(cfg, host_count(mesh), longest_prompt)
@@ -179,13 +186,7 @@ def make_engine(
     rows_by_group = {group: rows_that_fit(group) for group in (cfg.eval_samples, size.group)}
     dtypes = cfg.dtype, cfg.rollout_dtype
     return Engine(
-        model_cfg,
-        tokenizer,
-        layout,
-        *dtypes,
-        cfg.max_answer,
-        rows_by_group,
-        lora_scale=cfg.lora_scale,
+        model_cfg, tokenizer, layout, *dtypes, cfg.max_answer, rows_by_group, lora_scale=lora_scale
     )
 
 

@@ -183,7 +183,7 @@ class Run:
             # Users of the model will need its system prompt.
             about = {"step": self.total_steps, "commit": commit(), "system": cfg.system}
             final = self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about
-            hf.write_final(*final, cfg.lora_scale, partial(self.write_adapter, params, setup))
+            hf.write_final(*final, lora.scale(cfg), partial(self.write_adapter, params, setup))
         log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
         run_dir.send_results(self.out)
 

@@ -28,6 +28,7 @@ from infra.host.processes import (
     processes_of_this_machine,
 )
 from infra.rollout.engine import make_engine
+from infra.update import lora
 from infra.update.packing import row_width
 from infra.update.state import abstract_gradients, abstract_rows, abstract_state, weights_of
 
@@ -52,7 +53,8 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     width = row_width(longest_prompt + cfg.max_answer, mesh)
     # Parameters and optimizer state stay on the devices during the rollout.
     resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
-    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting)
+    sizes = longest_prompt, resting
+    engine = make_engine(cfg, model_cfg, mesh, tokenizer, *sizes, lora.scale(cfg))
     micro_batch = choose_micro_batch(cfg, model_cfg, mesh, width, programs)
     return width, micro_batch, engine
 

@@ -48,6 +48,11 @@ def adapted_matrices(model_cfg: model.ModelConfig) -> dict:
     }
 
 
+def scale(cfg) -> float:
+    """The factor of A B in W + scale A B."""
+    return cfg.lora_alpha / cfg.lora if cfg.lora else 0.0
+
+
 def adapter_shapes(model_cfg: model.ModelConfig, rank: int) -> dict:
     """{flat name: shape} of all adapters."""
     shapes = {}
@@ -66,6 +71,15 @@ def trained_shapes(cfg, model_cfg: model.ModelConfig) -> dict:
     if cfg.lora:
         return adapter_shapes(model_cfg, cfg.lora)
     return model.shapes(model_cfg)
+
+
+def check_rank(cfg, model_cfg: model.ModelConfig) -> None:
+    """Exit with code 2 if the rank is larger than that of a full matrix."""
+    check(
+        cfg.lora <= model_cfg.D,
+        f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, the rank of a full matrix; "
+        "try --lora 16",
+    )
 
 
 def trained(params: dict, cfg) -> dict:
