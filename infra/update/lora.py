@@ -24,17 +24,17 @@ from infra.host.files import CheckpointError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# Settings of PEFT that change what an adapter computes, and the values that this file supports.
+# Settings of PEFT that change what an adapter computes, and the value that this file supports.
 PLAIN_LORA = {
-    "peft_type": ["LORA"],
-    "bias": ["none"],
-    "use_rslora": [False],
-    "use_dora": [False],
-    "fan_in_fan_out": [False],
-    "modules_to_save": [[]],
-    "rank_pattern": [{}],
-    "alpha_pattern": [{}],
-    "layers_to_transform": [[]],
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": [],
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": [],
 }
 
 
@@ -58,6 +58,7 @@ def adapter_shapes(model_cfg: model.ModelConfig, rank: int) -> dict:
     shapes = {}
     for matrix in adapted_matrices(model_cfg):
         for name in model.adapter_names(matrix):
+            # The rank is the only size that the model's config does not have.
             sizes = [
                 rank if letter == "R" else getattr(model_cfg, letter)
                 for letter in model.letters(name)
@@ -86,6 +87,7 @@ def trained(params: dict, cfg) -> dict:
     """Returns the part of the policy's weights that is trained, nested: the adapters, or all."""
     if not cfg.lora:
         return params
+    # Only layers have adapters.
     layers = params["layers"]
     return {"layers": {name: a for name, a in layers.items() if model.is_adapter(name)}}
 
@@ -113,9 +115,11 @@ def random_adapters(model_cfg: model.ModelConfig, rank: int, seed: int) -> dict:
     over its number of inputs. The values do not depend on the mesh."""
     adapters = {}
     for number, (name, shape) in enumerate(adapter_shapes(model_cfg, rank).items()):
+        # B begins with L and R, and A ends with R.
         if model.letters(name).startswith("LR"):
             adapters[name] = np.zeros(shape, np.float32)
         else:
+            # A generator for each array: another array's size does not change its values.
             rng = np.random.default_rng([seed, number])
             inputs = math.prod(shape[1:-1])
             adapters[name] = rng.standard_normal(shape, np.float32) * np.float32(inputs**-0.5)
@@ -130,6 +134,7 @@ def first_adapters(found: dict | None, cfg, model_cfg, shardings: dict) -> dict:
     values = found or random_adapters(model_cfg, cfg.lora, cfg.seed)
     placed = {}
     for name, sharding in model.flatten(shardings).items():
+        # Every process has the complete array, and takes its own shards of it.
         a = values[name]
         placed[name] = hf.place(a.shape, sharding, a.__getitem__)
     return model.nest(placed)
@@ -148,6 +153,7 @@ def base_of(cfg, weights: hf.ModelFiles) -> dict:
 
 def checksum(path: str) -> int:
     crc = 0
+    # Read piece by piece: a file may be larger than the free memory of the host.
     with open(path, "rb") as f:
         while data := f.read(1 << 24):
             crc = zlib.crc32(data, crc)
@@ -156,9 +162,11 @@ def checksum(path: str) -> int:
 
 def difference(was: dict, now: dict) -> str:
     """How two results of `base_of` differ, in words; "" if the weights are the same."""
+    # The name does not matter: a directory may have been moved.
     if was.get("files") == now["files"]:
         return ""
     found = was.get("files", {})
+    # Report the first file that differs.
     for name in sorted(found | now["files"]):
         before = found.get(name, "missing")
         after = now["files"].get(name, "missing")
@@ -182,6 +190,7 @@ def write(directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh,
 
     Every process must call this; process 0 writes. base: directory or hub id of the base.
     """
+    # Adapters are small, so each device may have a copy of one of them.
     to_all = jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))
     tensors = {}
     for matrix in adapted_matrices(model_cfg):
@@ -196,14 +205,17 @@ def write(directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh,
     if jax.process_index() != 0:
         return
     os.makedirs(directory)
+    # PEFT finds the modules by the last part of their names, such as q_proj.
     modules = {module_of(matrix, 0).rpartition(".")[2] for matrix in adapted_matrices(model_cfg)}
-    about = {name: values[0] for name, values in PLAIN_LORA.items() if values[0] not in ([], {})}
-    about |= {
+    # PEFT takes its own defaults for settings that are left out.
+    about = {
+        "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": cfg.lora,
         "lora_alpha": cfg.lora_alpha,
         "lora_dropout": 0.0,
+        "bias": "none",
         "target_modules": sorted(modules),
         "inference_mode": True,
     }
@@ -236,15 +248,16 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
         )
     for name, supported in PLAIN_LORA.items():
         # A setting that is null or missing has its default.
-        found = about.get(name) or supported[0]
-        if found not in supported:
+        found = about.get(name) or supported
+        if found != supported:
             raise CheckpointError(
-                f"{directory}/{CONFIG} has {name} = {found!r}; only {supported[0]!r} is supported"
+                f"{directory}/{CONFIG} has {name} = {found!r}; only {supported!r} is supported"
             )
     return read_tensors(f"{directory}/{WEIGHTS}", cfg, model_cfg)
 
 
 def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
+    """What `read` returns, from adapter_model.safetensors. Raises CheckpointError."""
     tensors = hf.read_safetensors(path)
     shapes = adapter_shapes(model_cfg, cfg.lora)
     adapters = {}
@@ -254,8 +267,10 @@ def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
             # PEFT's A is [R, inputs], and its B is [outputs, R].
             of_layer = (-1, cfg.lora) if side == "A" else (cfg.lora, -1)
             wanted = np.empty(shape[1:]).reshape(of_layer).T.shape
+            # A missing tensor counts as one of size 0.
             layers = []
             for i in range(model_cfg.L):
+                # Take out what was read: what is left in the end does not belong here.
                 key = f"{module_of(matrix, i)}.lora_{side}.weight"
                 found = tensors.pop(key, np.empty(0))
                 if found.shape != wanted or not np.isfinite(found).all():

@@ -56,15 +56,18 @@ def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
     if cfg.beta:
         state["ref"] = model.nest(ref)
     if cfg.lora:
-        shardings = model.shardings(model.shapes(model_cfg), mesh)
-        shapes = model.nest(
-            {
-                name: jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
-                for name, shape in model.shapes(model_cfg).items()
-            }
-        )
-        state["base"] = jax.tree.map(with_sharding, shapes, shardings)
+        state["base"] = abstract_base(cfg, model_cfg, mesh)
     return state
+
+
+def abstract_base(cfg, model_cfg, mesh) -> dict:
+    """Shapes of the frozen weights, which are in the compute dtype, since nothing updates them."""
+    base = {}
+    for name, shape in model.shapes(model_cfg).items():
+        # They are sharded as if they were trained.
+        sharding = NamedSharding(mesh, model.spec(name))
+        base[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype), sharding=sharding)
+    return model.nest(base)
 
 
 def weights_of(state: dict, trained: str = "params") -> dict:
@@ -72,12 +75,14 @@ def weights_of(state: dict, trained: str = "params") -> dict:
     weights and the adapters, whose names differ."""
     if "base" not in state:
         return state[trained]
+    # This makes a new dict of the same arrays.
     base = state["base"]
     return base | {"layers": base["layers"] | state[trained]["layers"]}
 
 
 def without_base(state: dict) -> dict:
     """The part of a state that goes into checkpoints."""
+    # The frozen weights are in the files that the run started from.
     return {name: part for name, part in state.items() if name != "base"}
 
 
