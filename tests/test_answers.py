@@ -34,7 +34,8 @@ FINAL_NUMBERS = {  # {number: texts whose final number this is}
         r"\boxed{\text{5 apples}}", "#### $5.00", "#### 1\n#### 5\nyes 7",
     ],
     25: ["<answer>25 m^2</answer>", r"\boxed{25\text{ cm}^2}"],
-    42: ["<answer>42</answer>", r"\boxed{42}", "so\n#### 42", "it is 7, no, 42"],
+    42: ["<answer>42</answer>", r"\boxed{42}", "so\n#### 42", "it is 7, no, 42",
+         "<answer>42\x1f</answer>"],
     50: ["50%", r"\boxed{50\%}"],
     # none: no number at all, or not at the mark; more digits than Python converts; a formula
     None: ["5/0", "no number", "", "<answer>none</answer> 5", "<answer></answer>", "9" * 5000,

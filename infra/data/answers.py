@@ -122,7 +122,8 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
     text. Returns None if there is no number, or it is part of a larger expression."""
     # Most answers are a short integer and nothing else, which is quick to read.
     if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
-        return fractions.Fraction(int(text))
+        # Also strip control characters such as \x1f, which `\s` matches and `int` refuses.
+        return fractions.Fraction(int(text.strip()))
     tokens = list(TOKEN.finditer(plain(text)))
     places = [i for i, token in enumerate(tokens) if token["number"]]
     if not places:
