@@ -941,7 +941,8 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
-    adapters = lora.read(cfg, model_cfg)
+    # A run that resumes has its adapters in its checkpoint.
+    adapters = None if run.step else lora.read(cfg, model_cfg)
     if cfg.lora:
         run.check_base(lora.base_of(cfg, weights))
     run.write_config()
