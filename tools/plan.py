@@ -165,7 +165,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
     """Find what fits, and print it.
 
     Returns {the swept flag, micro_batch, gib, limit_gib} for each setting. The last one also has
-    the layout of the rollout, unless nothing fits.
+    the layout and the GiB of the rollout, unless nothing fits.
     """
     mesh = train.make_mesh(cfg.mesh, devices_of(device_type))
     say(setup_in_words(device_type, cfg, model_cfg, mesh))
@@ -206,7 +206,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
     )
     update = step_time.clock_of_update(clocks, min(largest, filled))
     say(step_time.time_of_step(cfg, model_cfg, engine.layout, mesh, size, planned, update))
-    rows[-1] |= {"layout": layouts.name_of(engine.layout)}
+    rows[-1] |= {"layout": layouts.name_of(engine.layout), "rollout_gib": planned.gib}
     return rows
 
 

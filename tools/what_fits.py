@@ -21,7 +21,10 @@ def table(cfg, plan: Callable) -> str:
     width = cfg.max_prompt + cfg.max_answer
     marks = "o: with `--offload optimizer`; p: with `--offload params`; -: not even so."
     if cfg.lora:
-        marks = f"With `--lora {cfg.lora}`; - n: not one row fits, by n GiB."
+        marks = (
+            f"With `--lora {cfg.lora}`. - n: not one row fits, by n GiB. + n: the update fits, and "
+            "the rollout, whose merged weights come on top of the frozen ones, is n GiB too large."
+        )
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
         "that fits, the GiB that it takes of a device, and the layout of the rollout (`dp x tp`).",
@@ -57,4 +60,6 @@ def in_words(row: dict, lora: int) -> str:
     if not row["micro_batch"]:
         return f"- {row['gib'] - row['limit_gib']:.1f}" if lora else "-"
     mark = {"none": "", "optimizer": "o ", "params": "p "}[row["offload"]]
-    return f"{mark}{row['micro_batch']}: {row['gib']:.1f}, {row['layout']}"
+    cell = f"{mark}{row['micro_batch']}: {row['gib']:.1f}, {row['layout']}"
+    missing = row["rollout_gib"] - row["limit_gib"]
+    return f"{cell} + {missing:.1f}" if lora and missing > 0 else cell
