@@ -101,7 +101,7 @@ class Config:
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO; with --lora, the default is 10 times as high
-    sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps; with --lora, 10 times
+    sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps; with --lora as for lr
     warmup: Natural = 5  # steps of linear warm-up, in GRPO and in the supervised steps
     decay: Literal["constant", "linear", "cosine"] = "constant"  # lr and sft_lr after warm-up
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum

@@ -162,10 +162,12 @@ def checksum(path: str) -> int:
 
 def difference(was: dict, now: dict) -> str:
     """How two results of `base_of` differ, in words; "" if the weights are the same."""
+    if not was:
+        return "its checkpoint is of a run without --lora"
     # The name does not matter: a directory may have been moved.
-    if was.get("files") == now["files"]:
+    found = was["files"]
+    if found == now["files"]:
         return ""
-    found = was.get("files", {})
     # Report the first file that differs.
     for name in sorted(found | now["files"]):
         before = found.get(name, "missing")
@@ -173,7 +175,7 @@ def difference(was: dict, now: dict) -> str:
         if before != after:
             break
     return (
-        f"the adapters belong to {was.get('model')}, whose {name} has the checksum {before}; that "
+        f"the adapters belong to {was['model']}, whose {name} has the checksum {before}; that "
         f"of {now['model']} is {after}"
     )
 
