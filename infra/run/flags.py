@@ -62,7 +62,7 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     if flags.get("lora"):
         # Adapters learn best at about ten times the learning rate of full training (Thinking
         # Machines, "LoRA Without Regret", 2025). The tiny model starts from random weights, and its
-        # supervised steps diverge at ten times their rate.
+        # supervised steps learn little at ten times their rate, which is high already.
         names = ["lr"] if is_tiny else ["lr", "sft_lr"]
         rates = {name: float(f"{10 * getattr(defaults, name):g}") for name in names}
         defaults = dataclasses.replace(defaults, **rates)
