@@ -219,7 +219,12 @@ def to_rollout(
 
 @cache
 def compiled_moves(
-    names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool, lora_scale: float
+    names: tuple,
+    training_mesh: Mesh,
+    layout: Layout,
+    dtype,
+    quantised: bool,
+    lora_scale: float = 0.0,
 ):
     """Returns (move_top, move_stack): jitted functions for parameters with these names.
 
