@@ -22,7 +22,7 @@ def table(cfg, plan: Callable) -> str:
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
         "that fits, the GiB that it takes of a device, and the layout of the rollout (`dp x tp`).",
-        "o: with `--offload optimizer`; p: with `--offload params`; -: not even so.",
+        "o: with `--offload optimizer`; p: with `--offload params`; -: fits with neither.",
         "",
         f"| devices | GiB | {' | '.join(MODELS)} |",
         "|---" * (2 + len(MODELS)) + "|",

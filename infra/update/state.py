@@ -89,7 +89,7 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
 
 
 def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) -> dict:
-    """The state before the first step, from the model's files. wanted: its abstract_state."""
+    """The state before the first step, from the model's files. wanted: from `abstract_state`."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
     # Load parameters to the devices. If they are offloaded, device_put below moves them.
     params = hf.load(weights, mesh, partial(progress, "loading weights"))
@@ -106,5 +106,5 @@ def initial_state(weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer) ->
 
 @partial(jax.jit, static_argnames="dtype")
 def reference(params, dtype):
-    """A copy of the policy for the KL, on the devices, with the same sharding."""
+    """The reference of the KL: a copy of the policy in `dtype`, on the devices, sharded alike."""
     return jax.tree.map(lambda a: jax.device_put(a, model.DEVICE).astype(dtype), params)
