@@ -115,7 +115,7 @@ def grpo_terms(
 #     sum_exp           the sum of exp(z - max)
 #     sum_shifted_exp   the sum of (z - max) exp(z - max), which gives the entropy
 def combine(max_PC, sum_exp_PC, sum_shifted_exp_PC):
-    """Combine the three reductions over P parts of V, [P, C], into those over all of V, [C]."""
+    """Combine the three reductions over P parts of V, [P, C], into the three over all of V, [C]."""
     max_C = max_PC.max(0)
     shift_PC = max_PC - max_C
     scale_PC = jnp.exp(shift_PC)
@@ -266,8 +266,8 @@ def pallas_forward(blocks, tiles, save, head_VD, valid_rows, temperature, h_CD):
     """Returns (saved, reductions). saved: (z - max, only if `save`; max; logits of the rest).
 
     The kernel computes the first `tiles` tiles of the head's rows, and `jax_forward` computes the
-    rest. The kernel's z and max are in base 2: multiplied by log2(e). The reductions are those of
-    `jax_forward`, over all rows.
+    rest. The kernel's z and max are in base 2: multiplied by log2(e). The reductions are as in
+    `jax_forward`, but over all rows of the head.
     """
     C, D = h_CD.shape
     V = blocks.tile_vocab
@@ -335,7 +335,7 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
     def _():
         dh_CD[...] = jnp.zeros_like(dh_CD)
 
-    # If a tile has an even number of steps, a GEMM takes the rows of two, so that h is read less
+    # If a tile has an even number of steps, a GEMM takes two steps' rows, so that h is read less
     # often.
     has_odd_steps = tile_rows // step_rows % 2
     gemm_rows = step_rows if has_odd_steps else 2 * step_rows
@@ -373,8 +373,8 @@ def backward_grid(blocks, h_CD, tile_max):
     d = blocks.tile_hidden
     columns_of_h = BlockSpec((C, d), lambda i, j, _: (0, i))
     tile_of_head = BlockSpec((V, d), lambda i, j, _: (j, i))
-    # The first chunk does not read dW. For it, the index of dW's tile stays 0 along V, so that no
-    # other tile along V is fetched.
+    # The first chunk does not read dW. In this chunk, the index of dW's tile stays 0 along V, so
+    # that no other tile along V is fetched.
     tile_of_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -397,7 +397,7 @@ def backward_grid(blocks, h_CD, tile_max):
 def pallas_backward(
     blocks, uses_entropy, dh_dtype, head_VD, saved, h_CD, row_C, per_token, dW_VD, is_first_chunk
 ):
-    """As `jax_backward`, but returns dh in `dh_dtype` and updates dW_VD in place."""
+    """Like `jax_backward`, but returns dh in `dh_dtype` and updates dW_VD in place."""
     shifted_VC, tile_max, z_rest = saved
     tiled = len(shifted_VC)
     # Plain JAX computes the rows that do not fill a tile.
@@ -430,11 +430,11 @@ def pallas_backward(
 
 
 # ---------------------------------------------------------------- over a mesh
-# The head is stored sharded over D, because its shards = fsdp * tp may not divide V. For the loss,
-# an all-to-all turns each device's d columns of the head into V / shards rows. The devices along
-# these axes then work on each chunk together: they all-gather its hidden states, combine the sums
-# of their softmax parts, and reduce-scatter dh. Each device keeps dW of its rows until all chunks
-# are done. Then an all-to-all turns these rows into columns.
+# The head is stored sharded over D, because the number of shards, fsdp * tp, may not divide V. For
+# the loss, an all-to-all turns each device's d columns of the head into V / shards rows. Devices
+# along HEAD_AXES then work on each chunk together: they all-gather its hidden states, combine the
+# sums of their softmax parts, and reduce-scatter dh. Each device keeps dW of its rows until all
+# chunks are done. Then an all-to-all turns these rows into columns.
 @dataclass(frozen=True)
 class Settings:
     """What to compute, and how. All fields are static in compiled programs."""
@@ -484,7 +484,7 @@ def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
     of_all_shards = lax.all_gather(reductions, HEAD_AXES)
     max_C, sum_exp, sum_shifted_exp = combine(*of_all_shards)
     log_sum = jnp.log(sum_exp)
-    # Add one Newton step, because a TPU's log is only exact to 1e-4.
+    # Add one Newton step, because a TPU's log is accurate only to 1e-4.
     log_sum += sum_exp * jnp.exp(-log_sum) - 1
     logp_C = target_logit - max_C - log_sum
     entropy_C = log_sum - sum_shifted_exp / sum_exp
@@ -617,7 +617,7 @@ def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
 
 
 def with_all_logits(settings, h_ND, head_VD, targets_N, vectors):
-    """`loss_and_gradients` by JAX's own derivatives, from the logits of all tokens at once."""
+    """`loss_and_gradients` by JAX's autodiff, from the logits of all tokens at once."""
 
     def loss_of(h_ND, head_VD):
         h_ND = jnp.where(vectors["weight"][:, None] > 0, h_ND, 0)
@@ -646,7 +646,7 @@ def loss_and_gradients(
     """Returns logp [N] and entropy [N], and if settings.terms is given, loss [N], dh [N, D] and
     dW [V, D].
 
-    dh has the dtype of h, all others are float32.
+    dh has the dtype of h; the others are float32.
     """
     if settings.impl == "full":
         return with_all_logits(settings, h_ND, head_VD, targets_N, vectors)
@@ -668,8 +668,8 @@ def loss_and_gradients(
 
 # ---------------------------------------------------------------- a differentiable loss
 # The forward pass computes both gradients of the loss, so the backward pass only scales them. If
-# a caller builds a loss of its own from logp or entropy, then these have cotangents, with which the
-# backward pass computes all chunks again.
+# a caller also builds a loss from logp or entropy, their cotangents reach the backward pass, which
+# then computes all chunks again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_loss(settings, h_ND, head_VD, targets_N, vectors):
     """Returns (loss, logp [N], entropy [N]). This body runs only if JAX needs no gradients."""
@@ -746,7 +746,7 @@ def grpo_loss(
 def score(
     hidden_ND: Array, head_VD: Array, targets_N: Array, weight_N: Array, mesh: Mesh, **how
 ) -> tuple[Array, Array]:
-    """Returns (logp [N], entropy [N]) where the weight is not 0; other values mean nothing.
+    """Returns (logp [N], entropy [N]) where the weight is not 0; other entries are undefined.
 
     how: temperature, impl and blocks, as for `grpo_loss`.
     """

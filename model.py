@@ -75,7 +75,7 @@ class ModelConfig:
 
 
 class Family(NamedTuple):
-    """The model that a model_type in config.json stands for."""
+    """What a model_type in config.json implies about the model."""
 
     architecture: str
     qkv_bias: bool
@@ -391,7 +391,7 @@ def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
     if cfg.rope_scaling:
         factor, low, high, context = cfg.rope_scaling
         turns = context * frequency / (2 * math.pi)
-        # Low frequencies are divided by the factor, high ones are kept, and others are in between.
+        # Divide low frequencies by the factor, keep high ones, and interpolate between the two.
         kept = jnp.clip((turns - low) / (high - low), 0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = positions_BT[:, None, :, None].astype(jnp.float32) * frequency
@@ -451,7 +451,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
         k = k + w["bk_LKH"][:, None]
         v = v + w["bv_LKH"][:, None]
     if cfg.qk_norm:
-        # The backward pass of these norms reads q and k from before the norms, so save these too.
+        # The backward pass of these norms reads their inputs, so save the inputs too.
         q = rms_norm(save(q), w["q_norm_LH"], cfg.rms_eps)
         k = rms_norm(save(k), w["k_norm_LH"], cfg.rms_eps)
     q = q * cfg.H**-0.5
@@ -465,7 +465,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
     h = save_elementwise(jax.nn.silu(gate) * up)
     if x_BTD.shape[1] == 1:
-        # In decode (T = 1), XLA would fuse `up` into the next matmul, which takes longer.
+        # In decode (T = 1), XLA would fuse `up` into the next matmul, which would be slower.
         h = jax.lax.optimization_barrier(h)
     out = matmul("BTF,FD->BTD", h, w["w_down_LFD"])
     return x_BTD + sum_parts(out).astype(dtype), extra
@@ -479,8 +479,8 @@ REMAT = {
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
-# Number of tokens that a device runs through a layer at once: enough for large matmuls, but not
-# more, since the activations inside the layer take memory for each token.
+# Number of tokens that a device runs through a layer at once: enough for large matmuls, but no
+# more, because each token's activations inside the layer take memory.
 TOKENS_AT_ONCE = 2048
 
 
@@ -497,7 +497,7 @@ class ForwardOptions:
 
 # From here to `forward`, functions run inside a shard_map, on one device's rows and weight shards.
 def fsdp_axis(name):
-    """The axis of a layer's weight that is sharded over fsdp, or None."""
+    """The index of the axis of a layer's weight that fsdp shards, or None."""
     axes = spec(f"layers/{name}")[1:]  # without L
     return axes.index("fsdp") if "fsdp" in axes else None
 
@@ -548,8 +548,8 @@ def look_up(embed_Vd, tokens_BT, dtype):
 def rows_at_once(B, T):
     """Number of rows per chunk, given B rows of T tokens.
 
-    A chunk is skipped only if it has no token at all. So a chunk has at most B / 8 rows, but at
-    least one: then little padding is computed.
+    A chunk is skipped only if all its rows are padding. To compute little padding, a chunk has at
+    most B / 8 rows, but at least one.
     """
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
@@ -600,11 +600,11 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     @remat
     def run_layer(x, one_layer):
         masters, layer_at_rest = one_layer
-        # Cast weights before the all-gather, which takes half the time in bfloat16.
+        # Cast weights before the all-gather: in bfloat16, it takes half the time.
         w = jax.device_put(layer_at_rest, DEVICE)
         w = gather_layer({name: a.astype(options.dtype) for name, a in w.items()})
-        # XLA drops this all-gather, because nothing reads its values. Its backward is what counts:
-        # the reduce-scatter of the gradients, to which each chunk has added in float32.
+        # XLA drops this all-gather, because nothing reads its values. Only its backward matters: it
+        # reduce-scatters the gradients, which the chunks have summed in float32.
         masters = gather_layer(masters)
 
         def next_chunk(masters, rows):
@@ -629,7 +629,7 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
 def forward(params, cfg, mesh, rows, options, at_rest=None):
     """Hidden states after the last norm, [B, T, D] in options.dtype; multiply by `head` for logits.
 
-    Differentiate with respect to `params`: gradients come reduce-scattered, in float32. The
+    Differentiate with respect to `params`: gradients are float32 and reduce-scattered. The
     backward pass keeps the inputs of all layers, [L, B, T, D], and what options.remat keeps.
 
     rows: `tokens`, `positions`, `segments`, int32 [B, T]. A token attends to tokens of its own
@@ -674,7 +674,7 @@ def cached_forward(
 
     Returns (hidden states after the last norm, [B, D], of the token at index last_B in each row;
     new caches). layout: see infra/rollout/layouts.py. caches: one for each stack of layers in
-    weights["layers"]. All layers are one stack, but on GPUs, each layer is a stack of its own.
+    weights["layers"]. On GPUs, each layer is its own stack; elsewhere, all layers are one.
 
     attend(q, k, v, layer=, cache=) -> ([B, N, T, H], cache), from infra/rollout/kv_cache.py, also
     writes the keys and values of the new tokens to the cache.

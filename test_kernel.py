@@ -12,11 +12,11 @@ import sys
 # All tests, including those in tests/, run in this environment. Set it before JAX reads it.
 # Split the CPU into eight devices, so that tests run on real meshes.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-# XLA's threads: with one per core, the collectives of eight devices may deadlock.
+# Give XLA 32 threads: with one per core, the collectives of eight devices may deadlock.
 os.environ.setdefault("NPROC", "32")
 # Compute float32 products in float32 on GPUs and TPUs, too.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-# Tests compile a lot and compute little; on a CPU, LLVM's optimisation is most of a compilation.
+# Turn LLVM's optimisation off: it takes most of the compile time, and tests compute little.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import contextlib
@@ -78,13 +78,13 @@ EVERYTHING = "loss logp entropy"
 
 @cache
 def blocks(impl, cores=1):
-    """Blocks so small that tests reach every edge, as far as a TPU can compile them."""
+    """Blocks so small that tests reach every edge; on a TPU, as small as it can compile."""
     if impl != "pallas":
         return kernel.Blocks(128)
     sizes = {"chunk_tokens": 128, "tile_vocab": 32, "vmem_bytes": 8 << 20}
     if jax.default_backend() == "tpu":
         return kernel.Blocks(**sizes, tile_tokens=128, tile_hidden=128, step_rows=16)
-    # The interpreter reads memory that was never written as NaN. Two cores can race, but are slow.
+    # In the interpreter, unwritten memory reads as NaN. Two cores can race, and one core is faster.
     interpret = pltpu.InterpretParams(
         num_cores_or_threads=cores,
         detect_races=cores > 1,
@@ -274,7 +274,7 @@ compiled_score = jax.jit(kernel.score, static_argnames=("mesh", "temperature", "
 
 
 def run_score(impl, inputs, T, on=None):
-    """Returns (logp [N], entropy [N]) of all tokens, also of those that are masked in the loss."""
+    """Returns (logp [N], entropy [N]) of all tokens, including those masked in the loss."""
     hidden, head, targets, *_ = inputs
     ones = np.ones(len(targets), np.float32)
     inputs = (hidden, head, targets, ones, on or mesh())
@@ -311,7 +311,7 @@ def check_loss(impl, inputs, T, of="loss", eps=1e-5, **knobs):
 
     errors = [
         abs(tokens["logp"] - want_tokens["logp"]).max(),
-        # The terms of the sum have both signs: relate the error to their sizes.
+        # The terms of the sum have both signs: divide the error by the sum of their sizes.
         abs(loss - want_N.sum()) / abs(want_N).sum(),
         relative(dh, want_dh),
         relative(dW, want_dW),
@@ -397,7 +397,7 @@ def test_loss_equals_liger(kind, record_property):
     v["advantage"] = np.repeat(v["advantage"][:B], T)
     lengths = rng.integers(1, T + 1, B)
     mask = np.float32(np.arange(T) < lengths[:, None])
-    # The weight of a token, by the length of its answer or for all alike.
+    # The weight of each token: by the length of its answer, or one weight for all.
     weights = {"grpo": 1 / lengths / B, "bnpo": 1 / mask.sum(), "dr_grpo": 1 / (B * T)}
     theirs = liger.LigerFusedLinearGRPOLoss(
         beta=0.3,

@@ -78,7 +78,7 @@ SYSTEM = "Think step by step, then give the final number as <answer>number</answ
 class Config:
     # The comment beside a flag is its help text. The type of a numeric flag gives its range.
     # what to train, on what
-    model: str = "tiny"  # tiny (built in) | Hugging Face directory | hub id; a Qwen2, Qwen3, Llama
+    model: str = "tiny"  # tiny (built in) | hub id or Hugging Face directory: Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
     columns: str = ""  # columns of all data sets, as question=...,answer=...; "" = the usual names
     eval_data: str = ""  # held-out sets, as [name=]data,... | none; "" = data's own, if any
@@ -95,7 +95,7 @@ class Config:
     truncated: Literal["zero", "mask"] = "zero"  # mask = truncated answers have no loss, as in DAPO
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # auto = dtype; evals use dtype
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # not for evaluations; auto = dtype
     # the rewards
     reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
@@ -103,7 +103,7 @@ class Config:
     lr: NonNegative = 1e-6  # learning rate of GRPO; with --lora, the default is 10 times as high
     sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps; with --lora as for lr
     warmup: Natural = 5  # steps of linear warm-up, in GRPO and in the supervised steps
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # lr and sft_lr after warm-up
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # of lr and sft_lr, after warm-up
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
     b2: Fraction = 0.99  # second-moment decay of adamw, momentum decay of lion
     weight_decay: NonNegative = 0.0  # of matrices only; multiplied by the learning rate
@@ -227,7 +227,7 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
     platform = mesh.devices.flat[0].platform
     chip = mesh.devices.flat[0].device_kind
     dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
-    # The fast kernels need bfloat16, and those of the loss are tuned for a few chips only.
+    # The fast kernels need bfloat16, and the loss kernels are tuned for a few chips only.
     can_pallas = dtype == "bfloat16" and chip.startswith(tuple(kernel.VMEM_MIB))
     loss_impl = "pallas" if can_pallas else "jax"
     attention = "blockwise"
@@ -363,7 +363,7 @@ class Setup:
 
 # ---------------------------------------------------------------- rollout and advantages
 def rows_of_step(rows: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
-    """This host's batch * npq rows of a step: `per_host` of all rows, each repeated.
+    """This host's batch * npq rows of a step: `per_host` of `rows`, each repeated.
 
     number: the step's number in its phase (supervised or GRPO), counted from 0. Repeats of a row
     are consecutive: the answers to one question form its group.
@@ -384,7 +384,7 @@ def sample_answers(rows, group, key, sampling, setup, run):
 
 
 def rewards_of(scores) -> np.ndarray:
-    """The rewards of answers, from scores [..., 1 + reward functions]; the first is SOLVED's."""
+    """The rewards of answers, from scores [..., 1 + reward functions]; column 0 is SOLVED's."""
     return scores[..., 1:] @ [weight for _, weight in REWARDS]
 
 
@@ -410,8 +410,8 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Whether each answer has a gradient, bool [answers]. All have one if the loss has a KL or an
-    entropy bonus; otherwise, those with an advantage other than 0 have one."""
-    # If a logprob is not finite, the weights are broken. Compute the gradients even so: they are
+    entropy bonus; otherwise, only answers whose advantage is not 0 have one."""
+    # If a logprob is not finite, the weights are broken. Compute the gradients anyway: they are
     # NaN, the update is skipped, and many skipped updates end the run.
     is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
     all_have = bool(cfg.beta or cfg.entropy_bonus or not is_finite)
@@ -420,8 +420,8 @@ def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- packed rows
-# The fields that a packed row has for each token. A token's target is the next token of its
-# sequence. It has a target only if the next token belongs to an answer.
+# The fields of each token in a packed row. A token's target is the next token of its sequence, if
+# the next token belongs to an answer; other tokens have no target.
 TOKEN_FIELDS = {
     "tokens": np.int32,  # token ids
     "positions": np.int32,  # position in the token's sequence
@@ -510,7 +510,7 @@ def make_batches(
 
 def answer_sum(values, rows):
     """Sum `values` over the tokens of each answer. Returns the sum at every token of the answer's
-    sequence. This is for losses that you add and that need the whole answer (assets/loss.md).
+    sequence. Use this in a loss of your own that needs complete answers (see assets/loss.md).
     values, result: [rows, width]."""
 
     def of_row(values, segments):
@@ -619,8 +619,8 @@ def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics). params: all
     weights of the policy; with --lora, the gradients are of the adapters alone."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # XLA drops the copies of offloaded layers, because nothing reads their values: the forward gets
-    # `params` as `at_rest`, and fetches each layer from there.
+    # XLA drops these copies of offloaded layers, because nothing reads their values: the forward
+    # fetches each layer from `at_rest`, which is `params` here.
     on_device = jax.device_put(lora.trained(params, cfg), DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
@@ -670,7 +670,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     """Take an optimizer step on one minibatch.
 
     Returns (state, metrics of each micro-batch, gradient norm). If the gradients' norm or a loss is
-    not finite, the step is skipped, and the norm that is returned is NaN.
+    not finite, the step is skipped, and the returned norm is NaN.
     """
     total = None
     parts = []
@@ -705,7 +705,7 @@ def update_policy(state, batches, step, cfg, setup):
     fields = token_fields(cfg, supervised=step <= cfg.sft_steps)
     needed = sorted(policies.keys() & fields.keys())
     for rows in itertools.chain.from_iterable(batches):
-        # Compute both before adding either: in float32, both calls then use one compiled program.
+        # Compute both before adding either, so that in float32 the calls share a compiled program.
         rows |= {
             name: target_logprobs(weights_of(state, policies[name]), rows, **static)
             for name in needed
@@ -753,8 +753,8 @@ def end_if_diverged(run: Run) -> None:
     raise SystemExit(1)
 
 
-# infra/update/fit.py compiles the first two before anything runs, to find the largest micro-batch
-# that fits in memory.
+# infra/update/fit.py compiles `gradients` and `optimizer_step` before anything runs, to find the
+# largest micro-batch that fits in memory.
 UPDATE = UpdatePrograms(gradients, optimizer_step, optimizer, token_fields)
 
 
@@ -911,8 +911,8 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     cfg.out. Returns (Config after `resolve`, Setup, Run)."""
     # The devices, and the checkpoint that the run resumes from.
     mesh = make_mesh(cfg.mesh, jax.devices())
-    # Store the number of processes in `require_processes`, and so in config.json: a resume compares
-    # the questions per step, batch * require_processes.
+    # Store the number of processes in `require_processes`, and so in config.json: a resume must
+    # not change the number of questions per step, batch * require_processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
     run = Run(cfg, dataclasses.asdict(cfg))

@@ -120,6 +120,18 @@ def test_the_claim_of_another_machine_counts_while_it_changes(tmp_path, monkeypa
         assert json.loads(Path(out, "claim.json").read_text())["pid"] == os.getpid()
 
 
+def test_a_run_that_ends_while_its_claim_is_looked_at_is_no_obstacle(tmp_path, quick):
+    out = directory(tmp_path)
+    leave_claim(out, "elsewhere")
+
+    def end_elsewhere(_):
+        Path(out, "claim.json").unlink()
+
+    # The message comes before the wait: the other run ends in between.
+    with claim.claimed(out, say=end_elsewhere):
+        assert json.loads(Path(out, "claim.json").read_text())["pid"] == os.getpid()
+
+
 def test_signs_of_life_are_given_while_a_claim_is_held(tmp_path, quick):
     out = directory(tmp_path)
 

@@ -381,6 +381,15 @@ def test_copied_metrics_are_small_and_draw_the_same(tmp_path):
     assert texts_in(again.read_text()) == texts_in(to.read_text())
 
 
+def test_copied_metrics_keep_the_error_bars_of_every_set(tmp_path):
+    row = {"step": 1, "eval/math/solved": 0.5, "eval/math/stderr": 0.1, "mfu": 0.3}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(row) + "\n")
+    plot.copy_small([str(tmp_path / "run")], str(tmp_path / "few"), ["eval/math/solved"])
+    (copied,) = read_jsonl(tmp_path / "few/run.jsonl")
+    assert copied == {name: row[name] for name in row if name != "mfu"}
+
+
 def test_plots_refuse_in_one_line(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     write_run(run, np.random.default_rng())
@@ -464,6 +473,17 @@ def test_answers_to_a_question_stand_side_by_side(tmp_path, capsys, monkeypatch)
     # Control sequences are made visible, so that the terminal does not obey them.
     assert "\x1b" not in text and text.count("then\N{REPLACEMENT CHARACTER}[31m") == 4
     assert max(map(len, lines)) <= 100
+
+
+def test_a_question_of_two_sets_is_shown_for_each(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run").mkdir()
+    answer = {"step": 0, "question": "What is 1 + 1?", "answer": "three", "solved": 0.0}
+    rows = [answer | {"set": name, "reference": f"of {name}"} for name in ("a", "b")]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "run/evals.jsonl").write_text(text)
+    text = shown(capsys, monkeypatch, 100, tmp_path / "run")
+    assert text.count("What is 1 + 1?") == 2
+    assert "reference: of a" in text and "reference: of b" in text
 
 
 def test_a_narrow_terminal_shows_the_first_and_the_last(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Ablations of the loss: train the embedded default's GRPO, each time with one choice changed.
+"""Ablations: run the GRPO steps of the embedded default, each time with one choice changed.
 
     python train.py --steps 0 --sft_steps 80 --out out/cold
     python tools/ablations.py --model out/cold/final --out out/ablations

@@ -25,7 +25,8 @@ def tpu_devices(slice_type: str) -> list:
     known = re.fullmatch(rf"(v4|v5p|v5litepod|v6e)-({sizes})", slice_type)
     if not known:
         raise ValueError(
-            f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, and 1, 4, 8, 16, .. 256"
+            f"{slice_type} is not one of v4-, v5p-, v5litepod- or v6e-, "
+            "followed by 1, 4, 8, 16, .. 256"
         )
     # Without these variables, libtpu would wait for a TPU, and warn that its type is unknown.
     os.environ |= {
@@ -124,7 +125,7 @@ def gpu_devices(kind: str) -> list:
     n = int(known[2]) if known else 0
     if not known or not (n in (1, 2, 4) or n % 8 == 0):
         raise ValueError(
-            f"{kind} is not one of {'-, '.join(GPUS)}-, and 1, 2, 4, 8 or a multiple of 8"
+            f"{kind} is not one of {'-, '.join(GPUS)}-, followed by 1, 2, 4, 8 or a multiple of 8"
         )
     # Hide XLA's warnings. One of them says that a program takes too much GPU memory: XLA raises no
     # error then, and callers compare the memory with the limit themselves.

@@ -66,7 +66,7 @@ def make_inputs(args, N):
     from one key."""
     V, D = args.vocab, args.hidden
     keys = iter(jax.random.split(jax.random.key(0), 5))
-    # Take the keys in this order, on which the random inputs depend.
+    # The random inputs depend on the order in which the keys are taken.
     vectors = {"weight": jnp.full(N, 1 / N)}
     vectors["advantage"] = jax.random.normal(next(keys), (N,))
     if args.mode != "on_policy":

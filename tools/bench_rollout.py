@@ -47,7 +47,7 @@ FLAGS = dict(
 )
 
 
-# ---------------------------------------------------------------- compiled for absent TPUs
+# ---------------------------------------------------------------- compiled for absent devices
 def check_loop(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> str:
     """Compile the last stage of decoding, and describe the traffic, memory and time of a step."""
     chip = chips.chip(layout.mesh.devices.flat[0])
@@ -213,7 +213,10 @@ def main(argv=None) -> None:
         devices = np.array(absent_devices.of_kind(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)
         check(
-            is_kind and args.batch % args.npq == 0 and args.batch % devices.size == 0,
+            is_kind
+            and args.npq > 0
+            and args.batch % args.npq == 0
+            and args.batch % devices.size == 0,
             f"--layout is one of auto, {', '.join(layouts.LAYOUTS)}; --npq {args.npq} and "
             f"{devices.size} devices must divide --batch {args.batch}",
         )

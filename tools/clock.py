@@ -89,11 +89,11 @@ def seconds_of(program: Program, computation: str, name: str, chip: Chip) -> flo
 
 def collective_seconds(program, computation: str, instruction: Instruction, chip: Chip) -> float:
     """Returns the seconds of a collective around a ring that is used in both directions: each
-    device sends all but its own part, and the latency is that of the hops to the farthest device.
+    device sends all but its own part. The latency is the time of the hops to the farthest device.
     """
     types = [program.computations[computation][o].type for o in instruction.operands]
     types.append(instruction.type)
-    # The larger side of an all-gather is its result, and of a reduce-scatter its operands.
+    # The larger side is the result of an all-gather, but the operands of a reduce-scatter.
     largest = max(sum(size for size, _ in array_sizes(text)) for text in types)
     devices = group_size(instruction.attributes)
     # An all-reduce goes around twice: a reduce-scatter, then an all-gather of the sum.

@@ -34,7 +34,7 @@ from infra.host.console import check, say
 from tools import runs
 
 # With these flags, both trainers compute the same loss. Advantages are r - mean, not divided: TRL
-# divides by another standard deviation, plus 1e-4. Without vLLM, TRL has no importance weight.
+# divides by a different standard deviation, plus 1e-4. Without vLLM, TRL has no importance weight.
 # None is needed, because in float32 the logprobs of sampler and trainer agree to 1e-5.
 SAME = {"advantage": "drgrpo", "is_cap": 0.0}
 # These flags are fixed: TRL defines the KL, the entropy bonus and weight decay differently, and
@@ -55,7 +55,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
     cfg = train.parse(runs.words(defaults) + rest)
     for name, value in (SAME | LEFT_OUT).items():
         given = getattr(cfg, name)
-        check(given == value, f"{name} = {given} has no like in TRL; drop it: it is {value}")
+        check(
+            given == value,
+            f"{name} = {given} has no counterpart in TRL; without the flag, it is {value}",
+        )
     is_evaluated = cfg.steps and len(train.eval_sets(cfg)) == 1
     check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with one file")
     # An existing directory may hold evaluations of other weights.

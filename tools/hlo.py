@@ -126,7 +126,8 @@ class Program:
         return self.size(computation, operand)
 
     def bytes_used(self, computation: str, name: str) -> int:
-        """Returns the bytes of a value that a fusion reads; all if the value is the result."""
+        """Returns how many bytes of a value the instructions of its computation read. A value that
+        none of them reads is the result, and all of its bytes count."""
         instructions = self.computations[computation]
         users = [user for user, i in instructions.items() if name in i.operands]
         size = self.size(computation, name)

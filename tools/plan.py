@@ -1,4 +1,4 @@
-"""Plan what fits the devices of a TPU slice, of GPUs or of this machine, and how long a step takes.
+"""Plan what fits on a TPU slice, on GPUs or on this machine, and how long a step takes.
 
     python tools/plan.py v6e-8 --model DIR    # or h100-8; without a type, for this machine
 
@@ -111,8 +111,8 @@ def plan_update(
 def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dict:
     """Returns {micro-batch: estimated GiB} for the powers of two up to twice the largest.
 
-    The estimates lie on the straight line from rest_gib, which 0 rows take by sizes, to gib, which
-    the largest micro-batch takes.
+    The estimates lie on the straight line from rest_gib, the estimated memory of 0 rows, to gib,
+    the compiled memory of the largest micro-batch.
     """
     others = [2**i for i in range(11) if 2**i <= 2 * largest]
     # A micro-batch of at least `filled` rows is a complete minibatch, and needs one copy of the

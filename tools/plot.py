@@ -26,7 +26,7 @@ from tools.arguments import parser_of
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"
 # {metric of training: the evaluations that its panel also shows}
 BESIDE = {"solved": "eval/solved"}
-# Among several sets of held-out questions, each set has a panel of its own.
+# If there are several sets of held-out questions, each set has a panel of its own.
 EVAL_OF_SET = r"eval/(.+)/solved"
 COLUMNS = 4
 INCHES = 3.2, 2.6  # width and height of a panel
@@ -123,7 +123,7 @@ def error_bars(series: Series, metric: str) -> list[float] | None:
 
 
 def metrics_in(all_series: list[Series]) -> set[str]:
-    """Returns the names that have a number, a float or an int, in at least one row."""
+    """Returns the names of the metrics that are a number, not null, in at least one row."""
     rows = [row for series in all_series for run in series.runs for row in run]
     numbers = [name for row in rows for name in row if isinstance(row[name], float | int)]
     return {*numbers} - {"step"}
@@ -147,7 +147,7 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
 # ---------------------------------------------------------------- files
 def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
     """Write the metrics of these panels and of the default panels to DIRECTORY/<run>.jsonl."""
-    kept = {"step", *panels, *PANELS.split(), *BESIDE.values(), "eval/stderr"}
+    kept = {"step", *panels, *PANELS.split(), *BESIDE.values()}
     outs = [out for argument in arguments for out in split_label(argument)[1]]
     texts = {}
     for out in outs:
@@ -155,11 +155,16 @@ def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
         clash = f"two runs are named {name}, and would be one file in {directory}; rename one"
         check(name not in texts, clash)
         rows = read_rows(out, "metrics.jsonl")
-        drawn = [{key: row[key] for key in row if key in kept} for row in rows]
+        drawn = [{key: row[key] for key in row if key in kept or is_stderr(key)} for row in rows]
         texts[name] = "".join(short_line(row) for row in drawn)
     os.makedirs(directory, exist_ok=True)
     for name, text in texts.items():
         Path(f"{directory}/{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def is_stderr(metric: str) -> bool:
+    """Whether a metric is the standard error of an evaluation set, which error bars show."""
+    return metric.startswith("eval/") and metric.endswith("/stderr")
 
 
 def short_line(row: dict) -> str:

@@ -71,7 +71,8 @@ def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
 def path_of(lowered, mesh) -> str:
     """Returns the path of a program's file in the cache, named by a hash of all that the compiled
     program depends on."""
-    # Other devices, another compiler or other flags may compile the same text to another program.
+    # For other devices, or with another compiler or other flags, the same text may become a
+    # different program.
     flags = [os.environ.get(name, "") for name in VARIABLES]
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())

@@ -36,7 +36,7 @@ MOST_CHARACTERS = 200_000_000
 
 # ---------------------------------------------------------------- runs
 def runs_of(arguments: list[str]) -> dict[str, str]:
-    """Returns {directory of a run: its name on the page}. Exits 2 for a path that is no run."""
+    """Returns {directory of a run: its name on the page}. Exits 2 for a path that is not a run."""
     outs = [out for argument in arguments for out in plot.split_label(argument)[1]]
     # A run may be in several groups.
     outs = [*dict.fromkeys(outs)]
@@ -94,8 +94,8 @@ def read_answers(out: str) -> list[dict]:
     evaluated = read_jsonl(f"{out}/evals.jsonl")
     sampled = read_jsonl(f"{out}/samples.jsonl")
     if evaluated:
-        # evals.jsonl has all answers of evaluations, samples.jsonl the same answers to three
-        # questions.
+        # evals.jsonl has all answers of evaluations. In an old run, samples.jsonl has some of them,
+        # too.
         sampled = [row for row in sampled if not row.get("eval")]
     rows = [{"set": "evaluation" if row.get("eval") else "training"} | row for row in sampled]
     rows += [{"set": "evaluation"} | row for row in evaluated]
@@ -122,8 +122,8 @@ def answer_of(row: dict) -> dict:
 
 
 def collect(outs: list[str]) -> tuple[list[list[str]], list[dict]]:
-    """Returns ([[question, reference]], answers). An answer has the place of its run in `outs`, and
-    the place of its question in the first list. Later steps come first."""
+    """Returns ([[question, reference]], answers). An answer has the index of its run in `outs`, and
+    the index of its question in the first list. Later steps come first."""
     questions = {}
     answers = []
     for run, out in enumerate(outs):
@@ -187,7 +187,7 @@ def fill(title: str, curves: str, data: dict) -> str:
         "curves": curves,
         "data": as_data(data),
     }
-    # Fill in all parts at once: the text of one part may look like the place of another.
+    # Fill in all parts at once: the text of one part may look like the placeholder of another.
     return re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], template)
 
 

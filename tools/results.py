@@ -39,7 +39,7 @@ def main() -> None:
     if not bucket.bucket_of(out):
         print(link_results(Path(out).resolve()))
         return
-    # Worker 0 has sent the results, so it may also look for them in the bucket.
+    # Worker 0 has access to the bucket, since it has sent the results.
     try:
         bucket.check_results(out)
     except bucket.BucketError as e:

@@ -1,4 +1,4 @@
-"""Run `train.py` as a user does, and keep those metrics of its runs that plots need."""
+"""Run `train.py` as a user does, and keep the metrics that plots need."""
 
 import argparse
 import os
@@ -79,7 +79,7 @@ def flags_parser(description: str) -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Parse the seeds to a list, and check the model's directory. Exits 2 for a mistake."""
+    """Parse the seeds into a list, and check the model's directory. Exits 2 for a mistake."""
     seeds = args.seeds.split(",")
     is_list = all(seed.isdecimal() for seed in seeds)
     check(is_list, f"seeds {args.seeds} are not numbers, as in 1,2,3")

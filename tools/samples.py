@@ -66,13 +66,13 @@ def verdict(row: dict) -> str:
 def readable(text: str) -> str:
     """Replace control characters, which a model may sample, and a terminal would obey."""
     lines = text.expandtabs(4).split("\n")
-    # Few lines have such characters, and these lines are slow.
+    # Few lines have such characters, and replacing them is slow.
     return "\n".join(line if line.isprintable() else readable_line(line) for line in lines)
 
 
 def readable_line(line: str) -> str:
-    """Replace the control characters of a line. Other spaces, such as the wide space between
-    Chinese words, are not printable to Python, and stay."""
+    """Replace the control characters of a line. Unusual spaces, such as the ideographic space,
+    are not printable to Python either, but stay."""
     return "".join(
         c if c.isprintable() or unicodedata.category(c) == "Zs" else "\N{REPLACEMENT CHARACTER}"
         for c in line
@@ -114,10 +114,11 @@ def print_rows(title: str, rows: list[dict], steps: list[int], width: int) -> No
     if not steps:
         return
     print(f"{title}\n")
+    # Two sets may ask the same question.
     by_question = {}
     for row in rows:
         if row["step"] in steps:
-            by_question.setdefault(row["question"], []).append(row)
+            by_question.setdefault((row.get("set"), row["question"]), []).append(row)
     for answers in by_question.values():
         print_question(answers, width)
 

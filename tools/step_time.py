@@ -87,7 +87,8 @@ def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
 
 def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
     """Returns the estimates of the compiled micro-batch that is closest to `micro_batch`."""
-    # A program that did not fit has no clock. The list is empty if nothing was compiled.
+    # A program that did not fit has no clock. A micro-batch whose programs were not compiled has an
+    # empty list.
     complete = [n for n, of_programs in clocks.items() if of_programs and all(of_programs)]
     if not complete:
         return None

@@ -19,7 +19,7 @@ OFFLOADS = "none", "optimizer", "params"
 def table(cfg, plan: Callable) -> str:
     """Returns the table in Markdown. cfg: the flags of all plans. plan: `plan` of tools/plan.py."""
     width = cfg.max_prompt + cfg.max_answer
-    marks = "o: with `--offload optimizer`; p: with `--offload params`; -: not even so."
+    marks = "o: with `--offload optimizer`; p: with `--offload params`; -: fits with neither."
     if cfg.lora:
         marks = (
             f"With `--lora {cfg.lora}`. - n: not one row fits, by n GiB. + n: the update fits, and "

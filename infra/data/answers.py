@@ -13,7 +13,7 @@ DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 TOKEN = re.compile(
     rf"""
     (?P<number>
-        # Exponents of powers of ten are short: 10^999999999 would fill the memory.
+        # An exponent of ten has at most three digits: 10^999999999 would fill the memory.
         (?P<sign>(?<![\w)\]}}%])[-+])?
         (?:
             (?P<whole>\d+)[^\S\n]+(?P<part>\d+)\s?/\s?(?P<parts>\d+)
@@ -62,9 +62,9 @@ def final_number(text: str) -> fractions.Fraction | None:
     r"""Returns the final answer in a text, or None if the answer is not a number.
 
     The answer is the last <answer>, even if it is nested or not closed; else the last \boxed{};
-    else the rest of the last line with ####. Of several, empty ones are skipped; if all are empty,
-    there is no answer. Without any of these marks, the answer is the last number of the text,
-    unless that number is part of a formula.
+    else the rest of the last line with ####. Empty marks are skipped; if all marks of that kind are
+    empty, there is no answer. Without any of these marks, the answer is the last number of the
+    text, unless that number is part of a formula.
     """
     marked = (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S)
@@ -82,7 +82,7 @@ def final_number(text: str) -> fractions.Fraction | None:
 def plain(text: str) -> str:
     """Rewrite LaTeX as plain text: 3\\frac12 becomes 3 1/2."""
     text = text.replace("\u2212", "-").replace("{,}", ",")
-    # Drop replacement characters, which stand for part of a character.
+    # Drop replacement characters, which tokenizers write for incomplete characters.
     text = text.replace("\ufffd", " ")
     # Replace LaTeX's spaces and the commands that only affect typesetting.
     text = re.sub(r"\\!", "", text)
@@ -178,8 +178,8 @@ def is_maths(token: re.Match) -> bool:
 def scale_after(
     number: re.Match, after: list[re.Match], is_marked: bool
 ) -> fractions.Fraction | int | None:
-    """Returns the factor that the words after a number multiply it by, such as a million; None if a
-    formula goes on after the number."""
+    """Returns the factor by which the words after a number multiply it, such as 10**6 for million;
+    None if a formula continues after the number."""
     for place, token in enumerate(after):
         if token["line"] or is_end_of_sentence(token):
             break
@@ -204,7 +204,7 @@ def scale_after(
 
 
 def word_scale(word: str, is_attached: bool) -> int | None:
-    """Returns the factor that the word after a number multiplies it by; None for a variable, as in
+    """Returns the factor by which the word after a number multiplies it; None for a variable, as in
     2x or 2 xy."""
     times = TIMES.get(word.lower().removesuffix("s"))
     if times:
@@ -214,7 +214,8 @@ def word_scale(word: str, is_attached: bool) -> int | None:
         return None
     for part in parts:
         is_known = part in UNITS | SHORT_WORDS | LETTERS_AS_UNITS | LETTERS_AS_WORDS
-        # Other words have a vowel, or letters beyond a to z.
+        # Any other string is a word only if it has at least three letters, one of them a vowel or
+        # a letter beyond a to z.
         is_word = len(part) >= 3 and re.search("[aeiouyAEIOUY]|[^a-zA-Z]", part)
         if not is_known and not is_word:
             return None

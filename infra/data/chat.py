@@ -16,8 +16,8 @@ import tokenizers
 from infra.host import files
 from infra.host.console import check, exit_on, say
 
-# ChatML, the template of the tiny model and of tokenizers that come without one. If there is no
-# system message, this template writes an empty one; Qwen2.5's template writes a default text.
+# ChatML, the template of the tiny model and of tokenizers that come without a template. If there is
+# no system message, ChatML writes an empty one; Qwen2.5's template writes a default text.
 CHAT_TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -79,8 +79,8 @@ class Tokenizer:
 
     @cached_property
     def end(self) -> str:
-        """The token that ends an answer: the special token that the template writes after one, or
-        else the tokenizer's eos."""
+        """The token that ends an answer: the special token that the template writes after an
+        answer, or else the tokenizer's eos."""
         asked = {"role": "user", "content": "What is 2 + 3?"}
         answer = "It is 5."
         text = self.render([asked, {"role": "assistant", "content": answer}], answered=True)
@@ -103,7 +103,8 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory. Exits with code 2 if it cannot be used."""
+    """The tokenizer of a Hugging Face directory. Exits with code 2 if it cannot be used; raises
+    CheckpointError if tokenizer_config.json cannot be read."""
     path = f"{directory}/tokenizer.json"
     text = "What is 2 + 3?"
     check(os.path.isfile(path), f"{path} is missing; get it from the model on the hub")
@@ -140,7 +141,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
 
 
 def read_config(directory: str) -> dict:
-    """The content of tokenizer_config.json, {} without one. Raises CheckpointError."""
+    """The content of tokenizer_config.json, or {} if there is none. Raises CheckpointError."""
     return files.read_optional_json(f"{directory}/tokenizer_config.json")
 
 
@@ -194,7 +195,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a chat template, which renders as in transformers' `apply_chat_template`.
+    """Compile a chat template so that it renders as with transformers' `apply_chat_template`.
 
     A template comes from whoever published the model. jinja2's sandbox lets a template use nothing
     but the values that it is given. Raises jinja2.TemplateError.

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-# The usual names of columns. If a data set has several of them, the first one is taken: a data set
-# with both `answer` and `solution` has the derivation in `solution`. A dot leads into a column
+# The usual names of columns. If a data set has several of these names, the first one counts: a data
+# set with both `answer` and `solution` has the derivation in `solution`. A dot leads into a column
 # that is a dict.
 NAMES = {
     "question": ("question", "problem", "prompt", "messages"),
@@ -56,7 +56,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     for ours, theirs in chosen.items():
         value = value_of(original, theirs)
         if theirs != ours:
-            # A column that was not chosen must not take the place of an empty one.
+            # A column that was not chosen must not stand in for a chosen one without a value.
             row.pop(ours, None)
             if value is not None:
                 row[ours] = value

@@ -1,4 +1,4 @@
-"""Evaluation: which sets of held-out questions there are, and the metrics of their answers."""
+"""Evaluation: the sets of held-out questions, and the metrics of the answers to them."""
 
 import math
 import re
@@ -57,8 +57,8 @@ def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, dec
     # The answers to a question are consecutive.
     rows = [pair for pair in asked for _ in range(samples)]
     answers = []
-    # `rows` also holds later rounds. In the last round it is shorter than the answers: zip drops
-    # those that are surplus.
+    # `rows` also has the questions of later rounds, which zip ignores. In the last round, there are
+    # more answers than `rows`: zip drops the surplus answers.
     for (name, row), text, values in zip(rows, texts, columns.tolist(), strict=False):
         solved, reward, truncated, tokens = values
         answers.append(
@@ -80,7 +80,7 @@ def pass_at_k(right: int, n: int, k: int) -> float:
     """The probability that at least one of k answers is right, if they are drawn without
     replacement from n answers, of which `right` are right. This is the unbiased estimator of arXiv
     2107.03374."""
-    # The k answers are all wrong if they come from the wrong ones.
+    # All k answers are wrong if all of them are drawn from the n - right wrong answers.
     all_wrong = math.comb(n - right, k) / math.comb(n, k)
     return 1 - all_wrong
 

@@ -30,7 +30,7 @@ from infra.host.files import CheckpointError
 # ---------------------------------------------------------------- config
 def read_config(directory: str) -> model.ModelConfig:
     """Returns the ModelConfig of a Hugging Face directory. Raises CheckpointError for a model that
-    model.py does not compute; the message names the file, what it has and what is supported."""
+    model.py does not support; the message names the file, what it has and what is supported."""
     path = os.path.join(directory, "config.json")
     config = files.read_json(path)
     # This optional file may name more token ids that end an answer.
@@ -106,7 +106,7 @@ def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
 
 # ---------------------------------------------------------------- load
 def weight_files(directory: str) -> list[str]:
-    """Returns the paths of a model's safetensors: all that its index names, or the only file."""
+    """Returns the paths of a model's safetensors: all files of its index, or the only file."""
     refuse_other_weights(directory)
     # Models of more than a few gigabytes have several files and an index.
     index = os.path.join(directory, "model.safetensors.index.json")
@@ -172,8 +172,8 @@ class ModelFiles:
                 raise CheckpointError(
                     f"{path}: {name} has type {dtype}; quantised weights are not supported"
                 )
-        # Some writers add buffers that follow from the config, or write the tied embedding again as
-        # the head.
+        # Some libraries also save buffers that follow from the config, or save the tied embedding a
+        # second time as the head.
         derived = ["rotary_emb.inv_freq"]
         if self.cfg.tied:
             derived.append("lm_head.weight")
@@ -211,7 +211,7 @@ class ModelFiles:
         hf_index = []
         for dimension in dimensions.split():
             part = parts[dimension[0]]
-            # "NH" or "KH" is one dimension of the tensor: heads times H, where H is never split.
+            # "NH" or "KH" is one dimension of the tensor: heads times H. H is never sharded.
             if len(dimension) == 2:
                 part = slice(part.start * self.cfg.H, part.stop * self.cfg.H)
             hf_index.append(part)
@@ -253,7 +253,7 @@ def place(
     shape = tuple(shape)
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        # Make start and stop numbers: JAX may leave them None.
+        # JAX may leave start and stop None: fill in the numbers.
         index = tuple(slice(*part.indices(n)) for part, n in zip(index, shape, strict=True))
         target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         # Wait for the copy, so that host memory never holds a second shard.
@@ -320,7 +320,7 @@ def save(
             # All processes take part in the all-gather, but only process 0 needs the result.
             value = gather(flat[tensor.parameter], tensor.layer, tensor.parameter, tensor.hf_shape)
             if is_writer:
-                # Row-major, as safetensors writes the bytes in the order they have in memory.
+                # safetensors writes bytes in their order in memory, which must be row-major.
                 weights[tensor.hf_name] = np.asarray(value, order="C")
         if is_writer:
             save_safetensors(os.path.join(directory, file_name), weights)
@@ -395,7 +395,7 @@ def write_final(
     write_more(unfinished)
     if is_writer:
         for name in os.listdir(source_directory):
-            # Copy config, tokenizer and chat template, but not an index, which is for old weights.
+            # Copy config, tokenizer and chat template, but not the index of the original weights.
             if name.endswith((".json", ".txt", ".jinja")) and not name.endswith(".index.json"):
                 shutil.copy(f"{source_directory}/{name}", unfinished)
         if chat.template_of(source_directory) is None:
@@ -405,10 +405,10 @@ def write_final(
         # safetensors creates files that other users cannot read. Give them an ordinary file's mode.
         for path in glob.glob(f"{unfinished}/**/*.safetensors", recursive=True):
             shutil.copymode(f"{unfinished}/podgrpo.json", path)
-        # The files must be on the disk before the name that says that they are complete.
+        # Flush the files to disk before the rename: the name final/ says that they are complete.
         for path in glob.glob(f"{unfinished}/**", recursive=True):
             files.flush_to_disk(path)
-        # Rename an older final/ instead of deleting it in place, so that it is never incomplete.
+        # Rename an older final/ before deleting it, so that no final/ is ever incomplete.
         shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
         if os.path.isdir(final):
             os.rename(final, f"{final}.old.tmp")

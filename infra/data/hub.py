@@ -28,8 +28,7 @@ from infra.host.processes import together
 # Seconds to wait before each retry; up to twice as many in a run of many processes. The hub counts
 # requests over windows of five minutes.
 PATIENCE = (5, 10, 20, 40, 80, 160)
-# If the hub asks for a longer wait, the retry waits as long as that, but at most LONGEST_WAIT
-# seconds.
+# If the hub asks for a longer wait, the retry waits that long, but at most LONGEST_WAIT seconds.
 LONGEST_WAIT = 600
 # The processes of a run send their first requests APART seconds apart, or closer together if there
 # are many: the last one sends its first request within SPREAD seconds.
@@ -135,16 +134,16 @@ def seconds_until_first(index: int, count: int) -> float:
 @contextlib.contextmanager
 def first_on_this_disk(what: str) -> Iterator[None]:
     """Let only the first of the processes that share a disk request `what`. The others wait until
-    it has finished or failed, and then go on together: they find the local copy.
+    the first has finished or failed, and then go on together: they find the local copy.
 
-    This uses the kernel's file lock: it works for any number of processes, and also on disks that
-    hosts share. The lock ends with its holder: nobody waits for a dead process.
+    The lock is the kernel's file lock, which works for any number of processes, and also on disks
+    that hosts share. It ends with its holder, so nobody waits for a dead process.
     """
     from huggingface_hub import constants
 
     path = f"{constants.HF_HUB_CACHE}/.locks/podgrpo--{re.sub(r'[^A-Za-z0-9.-]', '--', what)}.lock"
     with contextlib.ExitStack() as held:
-        # If the disk cannot be written or locked, continue without the lock. Then the copies are
+        # If the disk cannot be written or locked, continue without the lock: either the copies are
         # already there, or each process sends its own request.
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -170,7 +169,8 @@ def reach() -> str:
     why the hub cannot be reached.
 
     If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
-    would try for half a minute. They read the setting at import, so call this before their import.
+    would retry for half a minute. They read the setting at import, so call this before importing
+    them.
     The hub counts as reachable if it accepts the connection, whatever it responds.
     """
     if is_offline():

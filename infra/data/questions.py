@@ -41,7 +41,7 @@ def set_name(data: str) -> str:
     """A short name for a data set: its last part, without the extension of a file."""
     name = os.path.basename(data.rstrip("/"))
     name = os.path.splitext(name)[0] if is_file(data) else name
-    # A config or a split follows a colon or an @. The name goes into paths, which should have
+    # A config or a split follows a colon or an @. The name goes into paths, which should contain
     # neither.
     return re.sub("[:@]", "-", name)
 
@@ -133,8 +133,8 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
 
 
 def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
-    """Exit with code 2 on any error in the context. The message names the line, or the row of data
-    other than .jsonl, and shows its start."""
+    """Exit with code 2 on any error in the context. The message names the line of a .jsonl file, or
+    the row of other data, and shows the first characters."""
     place = "line" if name.endswith(".jsonl") else "row"
     return exit_on(
         Exception,
@@ -173,7 +173,7 @@ def number_text(number: int | float) -> str:
 # ---------------------------------------------------------------- questions with their prompts
 def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) -> list[dict]:
     """The rows of a data set whose prompts have at most max_prompt tokens. A new column,
-    `prompt_ids`, has the token ids of the chat template with the question.
+    `prompt_ids`, has the token ids of the prompt: the question in the chat template.
 
     Exits with code 2 if no prompt is short enough, or if a text holds a special token.
     """
@@ -201,7 +201,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     shortest = min(map(len, encoded))
     empty = tokenizer.render(columns.messages_of({"question": ""}, cfg.system))
     fixed = len(tokenizer.encode([empty])[0])
-    # The messages of a row may replace --system.
+    # If questions are left, this is no mistake: their own system messages replace --system.
     check(
         questions or fixed < cfg.max_prompt,
         f"--system and the chat template alone take {fixed} tokens of max_prompt = "
@@ -213,7 +213,8 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
         f"the shortest has {shortest}; raise --max_prompt",
     )
 
-    # Print how many questions cannot be used, since this may be due to a mistake.
+    # Print how many questions are skipped, or have an answer that is not a number, since a mistake
+    # may be the cause.
     summary = f"{what}: {len(questions)} questions"
     skipped = len(rows) - len(questions)
     if skipped:

@@ -6,9 +6,10 @@
 The run forks the supervisor before JAX looks for devices, and the supervisor forks the workers. So
 a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
 it. A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
-which is replaced. An `async def` function then scores 0 on all answers that it has begun there.
-What a function does to its process does not reach the run, unless the function signals other
-processes. A function must itself end the programs that it starts in sessions of their own.
+which is replaced. If the function is an `async def`, all calls that it had begun in that worker
+score 0. What a function does to its process does not reach the run, unless the function signals
+other processes. If a function starts a program in a session of its own, the function must also end
+that program.
 """
 
 import asyncio
@@ -50,9 +51,9 @@ AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
 # each remaining answer might take --reward_timeout, too.
 MOST_LOST = 16
-# A worker gets at most this many calls at a time: shared memory has room for so many scores.
+# A worker gets at most this many calls at a time: its shared memory has room for as many scores.
 MOST_CALLS = 4096
-# Seconds after which the supervisor looks for scores, and for workers that are late or have ended.
+# Maximum seconds between the supervisor's checks for scores and for late or ended workers.
 SECONDS_BETWEEN_LOOKS = 0.1
 # The file for what functions print is emptied when it is larger than this.
 LOG_BYTES = 10 * 2**20
@@ -163,8 +164,8 @@ class Scoring:
         self.faults.setdefault(self.names[j], {})[i] = reason
 
     def lose(self, calls: list[Call], at_once: int, reason: str) -> None:
-        """Note that a worker was lost. calls: those of its task that it has not reported. The first
-        `at_once` of them may have begun, so they fail. The others return to the queue."""
+        """Note that a worker was lost. calls: the calls of its task that it has not reported. The
+        first `at_once` calls may have begun, so they fail. The others return to the queue."""
         for call in calls[:at_once]:
             self.fail(call, reason)
         self.queue[:0] = calls[at_once:]
@@ -192,23 +193,25 @@ class Supervisor:
 
     def main(self, end_of_run) -> None:
         """Score answers as the run asks, until the run ends."""
-        # Close this process's copy of the run's end of the pipe: only then does `recv` meet the end
-        # of the file when the run dies.
+        # Close this process's copy of the run's end of the pipe. Otherwise, `recv` would not raise
+        # EOFError when the run dies.
         end_of_run.close()
         # Signals are for the run, which then ends its workers. In a session of its own, this
-        # process gets no Ctrl-C from the terminal. Slurm signals all processes of a task, so ignore
-        # that: by a handler, since programs that functions start would inherit SIG_IGN.
+        # process gets no Ctrl-C from the terminal. Slurm signals all processes of a task, so this
+        # process must ignore signals. It does so by a handler, since programs that functions start
+        # would inherit SIG_IGN.
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         # JAX in a function must not take the devices of the run.
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-        # Garbage collection would write to the memory of modules, which workers share until then.
+        # Exempt all objects from garbage collection, which would write to the memory that workers
+        # share.
         gc.freeze()
         try:
             while asked := self.receive():
-                # Before the first answers, the directory of the log may not exist.
+                # Wait for the first answers: before them, the log's directory may not exist.
                 if not self.workers:
                     self.open_log()
                     self.workers = [self.new_worker() for _ in range(self.size)]
@@ -263,7 +266,7 @@ class Supervisor:
     def read(self, place: int, scoring: Scoring) -> None:
         """Note what a worker has reported. If it hangs or has ended, put another in its place."""
         worker = self.workers[place]
-        # This comes before `worker.read`: what a worker reported before it ended counts.
+        # Check this before `worker.read`, so that what a worker reported before it ended counts.
         fault = worker.why_ended()
         for call, outcome in worker.read():
             scoring.note(call, outcome)
@@ -278,9 +281,10 @@ class Supervisor:
 class Worker:
     """A worker as the supervisor sees it.
 
-    calls: those of its task that it has not reported, by their place in the task. at_once: how many
-    of these run at the same time. limit: seconds within which it must report the next one. scores:
-    of the calls of its task, in memory that the worker writes; NaN: no score yet.
+    calls: {place in the task: call}, the calls that the worker has not reported. at_once: how many
+    of these run at the same time. limit: seconds within which the worker must report the next call.
+    scores: the scores of the task's calls, in shared memory that the worker writes; NaN: no score
+    yet.
     """
 
     def __init__(self, functions, seconds: float, run):
@@ -313,7 +317,8 @@ class Worker:
             self.channel.sendall(pickle.dumps((j, arguments)))
 
     def read(self) -> list[tuple[Call, float | str]]:
-        """The calls that it has reported since the last `read`, with a score or why they failed."""
+        """The calls that the worker has reported since the last `read`, each with its score or why
+        it failed."""
         *lines, self.unread = (self.unread + self.receive()).split(b"\n")
         reports = [json.loads(line) for line in lines if line]
         scored = np.flatnonzero(~np.isnan(self.scores)).tolist()
@@ -338,7 +343,7 @@ class Worker:
         return data
 
     def why_ended(self) -> str:
-        """Why this worker scores no more answers, or "" if it does."""
+        """Why this worker can score no more answers, or "" if it still can."""
         if self.is_closed:
             # A process that ends closes its socket a moment before its exit code is known.
             self.process.join(1)
@@ -356,7 +361,7 @@ class Worker:
         return too_slow(self.seconds) if is_late else ""
 
     def kill(self) -> None:
-        """End the process and its process group: what functions have started there."""
+        """End the process and its process group, with the programs that functions have started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -371,7 +376,7 @@ def work(channel: socket.socket, scores, functions, seconds: float, inherited) -
 
     Report each call as soon as it ends: write its score to `scores`, at its place in the task, or
     send a line of JSON, [its place, why it failed]. An empty line at the end of a task wakes the
-    supervisor, which shared memory does not. inherited: connections of the supervisor.
+    supervisor, since a write to shared memory does not. inherited: connections of the supervisor.
     """
     try:
         protect_the_run()
@@ -399,9 +404,10 @@ def work(channel: socket.socket, scores, functions, seconds: float, inherited) -
 
 def protect_the_run() -> None:
     """Let this process neither outlive the run nor take the memory that the run needs."""
-    # Begin a process group: Worker.kill ends the group, and with it what functions have started.
+    # Begin a process group: Worker.kill ends the group, with the programs that functions started.
     os.setsid()
-    # What a function forks takes signals as usual: multiprocessing ends its processes by SIGTERM.
+    # Children that a function forks must not ignore signals: multiprocessing ends its processes by
+    # SIGTERM.
     # Signals are blocked during a fork, so that none reaches the child before its handlers are set.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
@@ -411,7 +417,8 @@ def protect_the_run() -> None:
     # If a function crashes the interpreter, print where.
     faulthandler.enable()
     if sys.platform == "linux":
-        # PR_SET_PDEATHSIG: a function that hangs would not notice that the supervisor was killed.
+        # PR_SET_PDEATHSIG: if the supervisor dies, the kernel kills this process, even while a
+        # function hangs.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         # If memory runs out, the kernel kills this process first.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
@@ -472,7 +479,7 @@ async def score_together(function, calls, seconds, report) -> None:
 
     async def score_one(place, row, answer):
         async with free:
-            # The time begins here, when the timeout is made.
+            # The time runs from here, and not while the call waits for `free`.
             limit = asyncio.timeout(seconds)
             try:
                 async with limit:

@@ -16,20 +16,20 @@ RewardFunction = Callable[[dict, str], float]
 
 # Names of the functions that have returned a score in this run.
 HAVE_WORKED = set()
-# A function that has never worked, and fails on all answers of a step, counts as broken. With fewer
-# answers than this, the failures may be chance.
+# A function that has never worked, and fails on all answers of a step, counts as broken. Fewer
+# failures than this may be chance.
 LEAST_FAILED = 4
 
 
 def name_of(function: RewardFunction) -> str:
-    """A function's name, or its type's name if it has none, as functools.partial(...) has none."""
+    """A function's name, or its type's name if it has none, such as a functools.partial."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def by_name(scores: np.ndarray, weighted: Sequence[tuple[RewardFunction, float]]) -> dict:
     """Returns {name in metrics and samples: a column of scores, or one answer's score}.
 
-    scores: [answers, 1 + functions], or [1 + functions] for one answer. The first is SOLVED's.
+    scores: [answers, 1 + functions], or [1 + functions] for one answer. Column 0 is SOLVED's score.
     weighted: train.py's REWARDS.
     """
     names = ["solved"] + [f"reward/{name_of(function)}" for function, _ in weighted]

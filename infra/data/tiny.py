@@ -59,7 +59,8 @@ def pairs_to_add() -> list[list[int]]:
     for _ in range(25000):
         a = rng.randint(100, 999)
         b = rng.randint(100, 999)
-        # Sort, since a + b and b + a are the same question, which must not be in both parts.
+        # Sort, since a + b and b + a are the same question: training and evaluation must not share
+        # one.
         pairs.add((min(a, b), max(a, b)))
     pairs = sorted(pairs)
     rng.shuffle(pairs)

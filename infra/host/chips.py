@@ -1,4 +1,4 @@
-"""Figures of known chips, and the memory of devices and hosts."""
+"""Specifications of known chips, and the memory of devices and hosts."""
 
 import math
 import os

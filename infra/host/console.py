@@ -69,7 +69,8 @@ def exit_on(errors, message: str):
     try:
         yield
     except BaseException as e:
-        # A panic in tokenizers, which is in Rust, is no Exception. It counts as one of `errors`.
+        # A panic in tokenizers, which is written in Rust, is not an Exception. Treat it as one of
+        # `errors`.
         if not isinstance(e, errors) and type(e).__name__ != "PanicException":
             raise
         check(False, f"{message}: {first_line(e)}")

@@ -41,7 +41,7 @@ def limits() -> Iterator[tuple[int, int]]:
             used = int((group / names[1]).read_text())
             statistics = (group / "memory.stat").read_text()
             cached = int(re.search(rf"^{names[2]} (\d+)", statistics, re.M)[1])
-        # The root has no limit, `max` is no number, and a container does not see its parents.
+        # The root has no limit, `max` is not a number, and a container does not see its parents.
         except (OSError, ValueError, TypeError):
             continue
         yield limit, used - cached

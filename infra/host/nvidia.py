@@ -22,7 +22,7 @@ OLDEST_DRIVER = {"13": 580, "12": 525}
 
 
 def find_devices() -> None:
-    """Let JAX look for devices, as it does when first asked. Exits with code 2 if it finds none.
+    """Make JAX look for devices. Exits with code 2 if it finds none.
 
     Also exits with code 2 if it finds no GPU where the run should use one: JAX_PLATFORMS names
     GPUs, or it is unset and the machine has GPUs.

@@ -54,11 +54,12 @@ def processes_of_this_machine() -> int:
 
 @contextlib.contextmanager
 def together(what: str):
-    """A context in which each process gets `what`, and which all processes leave at the same time.
-    Every process must enter it.
+    """A context in which each process loads or downloads something, and which all processes leave
+    at the same time. Every process must enter it.
 
-    Some processes may need minutes for this. If one process exits in the context, all exit, with
-    code 2: otherwise the others would wait for it, or abort when process 0 is gone.
+    what: the name of what is loaded, for the message. Some processes may need minutes to load it.
+    If one process exits in the context, all exit, with code 2: otherwise the others would wait for
+    it, or abort when process 0 is gone.
     """
     exited = None
     try:
@@ -156,7 +157,7 @@ def slurm_processes() -> Processes:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     gpus = None if visible is None else len(visible.split(","))
     gpus_are_shared = tasks_per_node > 1 and gpus != 1
-    # With another number of tasks, some task would have no GPU, or some GPU would be unused.
+    # With a different number of tasks, some task would have no GPU, or some GPU would be unused.
     check(
         not gpus_are_shared or gpus in (tasks_per_node, None),
         f"{tasks_per_node} tasks share the {gpus} GPUs of a node; "
@@ -172,7 +173,7 @@ def slurm_processes() -> Processes:
 
 # ---------------------------------------------------------------- the roll call
 def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
-    """Let all processes report to process 0 what they run. Returns what is wrong, or "".
+    """Have all processes report to process 0 what they run. Returns what is wrong, or "".
 
     JAX's own start-up aborts after a while, and does not name the absent processes.
     """
@@ -274,7 +275,7 @@ def bypass_proxies(hosts: set[str]) -> None:
         listed = env.get(name) or env.get("no_proxy") or env.get("NO_PROXY") or ""
         names = [host for host in listed.split(",") if host]
         env[name] = ",".join(names + sorted(hosts - set(names)))
-        # Python knows `*`, all hosts, only if it stands alone.
+        # Python takes `*` to mean all hosts only if the list has no other entry.
         if "*" in names and name != "no_grpc_proxy":
             env[name] = "*"
     # Keep JAX from warning about these variables and advising to unset them.
@@ -377,7 +378,7 @@ class StopSignal:
 
     def warned(self, number, _frame=None):
         """Handle a warning that SIGTERM will come: note the signal, but keep its handler. Otherwise
-        a repeated warning, or the SIGTERM after the notice of a preemption, would end a save."""
+        a repeated warning, or the SIGTERM after a preemption notice, would cut a save short."""
         self.number = number
 
 
@@ -417,15 +418,15 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
             if metadata(key, None) == "TRUE":
                 stop_signal.warned(signal.SIGTERM)
                 return
-            # From now on, the server answers when the value changes, or after ten seconds: the
-            # value may have changed before the server got the request.
+            # From now on, the server answers when the value changes, or after ten seconds. The time
+            # limit is for a value that has changed before the server gets the request.
             key = "preempted?wait_for_change=true&timeout_sec=10"
         except (OSError, ValueError):
             time.sleep(SECONDS_BETWEEN_TRIES)
 
 
 def check_for_stop(stop_signal: StopSignal) -> None:
-    """Let all processes stop together: raises Stop in all of them if any was asked to stop."""
+    """Make all processes stop together: raises Stop in all of them if any was asked to stop."""
     # Take the largest number, so that all processes raise the same.
     number = int(all_gather_processes(stop_signal.number).max())
     if number:

@@ -24,15 +24,15 @@ from jax.experimental.pallas import tpu as pltpu
 # Maximum bytes of VMEM for a block of keys, and for a block of scores.
 BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
-# Score of a slot that is not attended to.
+# Score of a masked slot. It is finite, so that exp(score - largest score) is never NaN.
 LEAST = -1e30
-# Maximum rows of a block, since the kernel of attention reads their lengths one by one.
+# Maximum rows of a block: the attention kernel reads the lengths of a block's rows one by one.
 MOST_ROWS = 16
 # Maximum queries per row of a block, if M has a suitable divisor; see `queries_of_block`.
 MOST_QUERIES = 1024
-# Slots that attention reads at once.
+# Maximum slots per block of the attention kernel.
 BLOCK_SLOTS = 512
-# Slots of one tile of bfloat16, which a write reads, changes and writes back.
+# Slots of a bfloat16 tile. To change one slot, `write_token` reads and writes back its whole tile.
 TILE_SLOTS = 16
 # Largest array of keys or values, in bytes, that XLA may hold in VMEM while all layers run.
 SMALL_CACHE = 2**24
@@ -126,9 +126,9 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     """Attention to the first length_B slots of a layer, merged with attention to other slots.
 
     others_out, others_lse: the results for the other slots. Returns [out, log-sum-exp] for all
-    slots. Blocks of slots beyond the longest row of a block of rows are not read. The softmax is
-    computed as in flash attention (arXiv 2205.14135): a slot in the running sums has the weight
-    exp(its score - largest score so far).
+    slots. For each block of rows, the kernel reads slots only up to its longest row. The softmax is
+    computed as in flash attention (arXiv 2205.14135): the running sums weight each slot by
+    exp(score - largest score so far).
     """
     _, B, K, S, H = keys.shape
     M = q_BKMH.shape[2]
@@ -140,7 +140,7 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     rows = min(rows_of_block(B, key_bytes, BLOCK_BYTES), rows_of_block(B, score_bytes, SCORE_BYTES))
 
     def cache_index(b, k, m, s, layer, lengths):
-        # Beyond the last block, repeat its index: a block already in VMEM is not read again.
+        # Past the last block, repeat the last index: a block already in VMEM is not copied again.
         last = last_block(lengths, b, rows, slots)
         return layer[0], b, k, jnp.minimum(s, last), 0
 

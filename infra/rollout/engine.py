@@ -1,9 +1,9 @@
-"""Rollouts: sample answers to prompts, with a prefill and then decode in stages.
+"""Rollouts: sample answers to prompts. Prefill the prompts, then decode in stages.
 
 Prompts have a KV cache of their own, which holds each prompt once for all of its answers. The
 answers have a second KV cache, in which all rows write the same slot in each step. The answers'
 cache grows from stage to stage, and rows that have ended leave the batch between stages. If a
-device cannot hold all of its rows at once, they are decoded in waves.
+device cannot hold all of its rows at once, the rows are decoded in waves.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,9 @@ class Engine:
     layout: Layout
     dtype: str  # compute dtype of training; evaluations use it, too
     rollout_dtype: str  # dtype of rollouts in training, or int8
-    max_answer: int  # most tokens of an answer
-    # {answers per prompt: answers that a device decodes at once}; without an entry, all answers
+    max_answer: int  # maximum tokens of an answer
+    # {answers per prompt: answers that a device decodes at once}. For other numbers of answers
+    # per prompt, a device decodes all of its answers at once.
     rows_by_group: dict[int, int] = field(default_factory=dict)
     # What `layouts.to_rollout` returns; None before `load` and after `unload`.
     weights: dict | None = None
@@ -67,8 +68,8 @@ class Engine:
         devices = np.array(jax.local_devices())
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
-        # The prompts are not known yet: choose the layout for one answer per device, to a prompt
-        # that is as long.
+        # The prompts are not known yet: choose the layout for one answer per device, and for
+        # prompts as long as the answers.
         size = RolloutSize(mesh.size, group=1, prompt_slots=max_answer, answer_slots=max_answer)
         layout = layouts.choose_layout("auto", model_cfg, mesh, dtype, size)
         engine = cls(model_cfg, tokenizer, layout, dtype, dtype, max_answer)
@@ -191,7 +192,7 @@ def make_engine(
 
 
 def with_stop_ids(model_cfg: ModelConfig, stop_ids: set[int]) -> ModelConfig:
-    """The config with more tokens that end an answer."""
+    """Returns the config with these ids added to its stop ids."""
     # The config is a static argument of jitted functions. Sort the ids, so that equal sets give
     # equal configs.
     return replace(model_cfg, stop_ids=tuple(sorted({*model_cfg.stop_ids, *stop_ids})))
@@ -208,7 +209,7 @@ def pad_prompts(prompts: list) -> tuple:
     """Returns (prompts of all processes, padded on the right, int32 [B, T]; their lengths [B])."""
     longest = max(len(prompt) for prompt in prompts)
     width = padded_length(int(all_gather_processes(longest).max()))
-    # Pad with token 0. Any token would do, since nothing that is used attends to pads.
+    # Pad with token 0. Any token would do, since only pads attend to pads.
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -228,7 +229,7 @@ def size_of_step(cfg, hosts: int, longest_prompt: int) -> RolloutSize:
 def padded_length(n: int) -> int:
     """Round n up to 2^k or 3 * 2^k.
 
-    A program is compiled for each length, so there must be few lengths.
+    XLA compiles a program for each length, so keep the number of lengths small.
     """
     power = 1 << (n - 1).bit_length()
     three_quarters = power * 3 // 4
@@ -237,8 +238,8 @@ def padded_length(n: int) -> int:
 
 def slots_for(until: int, max_answer: int) -> int:
     """Number of KV cache slots for the first `until` tokens of answers."""
-    # A program is compiled for each number of slots, so use few numbers. An answer fills at most
-    # max_answer slots.
+    # XLA compiles a program for each number of slots, so keep these numbers few. An answer fills at
+    # most max_answer slots.
     slots = min(padded_length(until), max_answer)
     # Round up to complete tiles, since the decode kernel writes tiles.
     return -(-slots // decode_kernel.TILE_SLOTS) * decode_kernel.TILE_SLOTS
@@ -255,7 +256,7 @@ def empty_answers(B: int, max_answer: int) -> dict:
 
 def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
     """Write tokens t .. until - 1, as returned by `decode`, into the answers of rows ids_B."""
-    # The last wave may have places without a row.
+    # The last wave may have places without a row; their id is -1.
     is_row = ids_B >= 0
     ids = ids_B[is_row]
     for name in ("tokens_BT", "logprobs_BT"):
@@ -302,7 +303,7 @@ def prefill_wave(
         state = prefill(
             weights, state, prompts, lengths, first, group=group, model_cfg=model_cfg, layout=layout
         )
-    # Wait, so that the caller's `progress` comes only after the prompts have run.
+    # Wait, so that the caller reports progress only after the prompts have run.
     jax.block_until_ready(state)
     return Wave(row_ids, is_live=row_ids >= 0, group=group, slots=slots, state=state)
 

@@ -2,8 +2,9 @@
 
 Keys and values are [L, B, K, S, H], where B counts answers or prompts: a prompt is cached once for
 all of its answers. In decode on TPUs, kernels read and write the cache in place, because slicing a
-layer out of it would make a copy. Letters are as in model.py. M counts the queries that attend to
-the same keys: G for an answer's keys, and G times the number of its answers for a prompt's keys.
+layer out of the cache would copy it. Letters are as in model.py. M counts the queries that attend
+to the same keys: G for the keys of an answer, and G times the answers per prompt for the keys of a
+prompt.
 """
 
 from typing import NamedTuple
@@ -88,7 +89,7 @@ def over_devices(run, layout, cache, *others):
     """Wrap `run` in a shard_map, where each device has its own rows and heads.
 
     Outside a shard_map, jax 0.10 all-gathers an array whose layout in memory is constrained, as in
-    `write_plain`, and Pallas kernels are not partitioned.
+    `write_plain`, and cannot partition Pallas kernels.
     """
     # Queries, keys and values of the new tokens are split by rows and heads.
     by_head = P(layout.rows, "tp")
@@ -130,8 +131,8 @@ def split_group(arrays, group):
 def write_plain(cache: Cache, k_BKTH, v_BKTH, layer, first=0, slot=0) -> Cache:
     """Write keys and values of T tokens to a layer in place, from row `first` and `slot` on."""
     start = (layer, first, 0, slot, 0)
-    # Fix the order of the dimensions in memory. With many rows, XLA would otherwise reorder
-    # them, and so copy the cache.
+    # Fix the order of the dimensions in memory. With many rows, XLA would otherwise choose another
+    # order, and copy the cache to change it.
     order = tuple(range(5))
     in_order = DeviceLayout(order)
 

@@ -24,8 +24,8 @@ from model import ModelConfig
 # replicated: every device has all weights. tp: weights are split by heads, F and V within a host.
 # fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
 # decode step all-gathers them layer by layer.
-# maxtext, as in the trainer MaxText: weights are split as in fsdp, and rows over dp only. XLA
-# chooses how to multiply by split weights: it sums partial products over the devices.
+# maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
+# sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 
 
@@ -59,7 +59,7 @@ class RolloutSize:
     prompt_slots: int  # KV cache slots per prompt: the padded length of the longest prompt
     answer_slots: int  # KV cache slots per answer: the maximum length of an answer
     quantised: bool = False  # whether the weight matrices are int8
-    dtype: str | None = None  # of weights that are not int8; None for the dtype of evaluations
+    dtype: str | None = None  # dtype of weights if not int8; None for the dtype of evaluations
 
     def of_device(self, layout: "Layout") -> tuple[int, int]:
         """Returns (answers per device, how many of these share a prompt)."""
@@ -96,7 +96,7 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     """Estimate the seconds of a decode step with replicated weights or tp.
 
     The estimate is the time to read the weights and the KV cache at full memory bandwidth, plus the
-    latency of the collectives. The collectives move few bytes, which do not count.
+    latency of the collectives. It ignores the few bytes that the collectives move.
     """
     chip = chips.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, size)
@@ -138,7 +138,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, size)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
-    # Of two equal estimates, `min` takes the first, which splits the weights over fewer devices.
+    # If two estimates are equal, `min` takes the first, which splits weights over fewer devices.
     fastest = min(fitting, key=ms.get)
     return fastest, f"estimated step: {', '.join(estimates)}"
 
@@ -154,7 +154,7 @@ def rollout_layout(
     """Returns (the Layout, a line of text that describes it and gives the reason).
 
     kind: one of LAYOUTS, or "auto" for the fastest that fits. dtype: dtype of the weights in
-    evaluations. These must fit even if rollouts are quantised.
+    evaluations. The weights must fit in this dtype even if rollouts are quantised.
     """
     if kind == "auto":
         layout, why = fastest_layout(cfg, mesh, dtype, size)
@@ -172,7 +172,7 @@ def rollout_layout(
 
 
 def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> Layout:
-    """Choose the rollout's layout and print it with the reason. Exits 2 if tp is not possible."""
+    """Choose the layout and print it with the reason. Exits with code 2 if tp is not possible."""
     layout, why = rollout_layout(kind, cfg, mesh, dtype, size)
     check(
         kind != "tp" or layout.mesh.shape["tp"] > 1,
@@ -231,8 +231,8 @@ def compiled_moves(
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
     the stack of `size` layers that begins with layer `first`.
     """
-    # specs: of each parameter in the rollout. cast_specs: of each parameter after the cast, while
-    # it is still on the training mesh.
+    # specs: PartitionSpec of each parameter in the rollout. cast_specs: PartitionSpec of each
+    # parameter after the cast, while the parameter is still on the training mesh.
     specs = {}
     cast_specs = {}
     for name in names:
@@ -308,7 +308,7 @@ def row_shards(layout: Layout) -> int:
 def rows_that_fit(
     cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, resting: int, group: int
 ) -> int:
-    """Number of rows that a device decodes at once, next to the weights and `resting` bytes.
+    """Number of rows that fit on a device at once, beside the weights and `resting` bytes.
 
     resting: see `make_engine`. group: rows that share a prompt. The KV cache of these rows and of
     their prompts takes half of the free memory. The other half is for the prefill, the logits, and
@@ -337,9 +337,9 @@ def rows_that_fit(
 class DecodeState(NamedTuple):
     """What decode carries from token to token, on all devices."""
 
-    prompts: tuple[Cache, ...]  # one per stack of layers; prompts are in the order of answers
+    prompts: tuple[Cache, ...]  # one per stack of layers; prompts in the order of their answers
     answers: tuple[Cache, ...]  # one per stack of layers
-    hidden_BD: jax.Array  # of the last token, after the last norm
+    hidden_BD: jax.Array  # hidden state of each answer's last token, after the final norm
 
 
 def shard_rows(a: np.ndarray, layout: Layout) -> jax.Array:
@@ -390,7 +390,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         # Copy one layer at a time. Otherwise XLA would make a temporary copy of the complete cache.
         def copy_layer(i, new):
             layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
-            # The default mode would also write NaN where an index is out of range.
+            # No index is out of range. The default mode would still test for that, to write NaN.
             layer = jnp.take(layer, index_B, 1, mode="clip")
             return jax.lax.dynamic_update_slice(new, layer, [i, 0, 0, 0, 0])
 

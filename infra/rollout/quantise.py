@@ -56,7 +56,7 @@ def cast(name: str, a, dtype, quantised: bool):
 
 
 def cast_spec(name: str, spec: P, quantised: bool):
-    """PartitionSpec of what `cast` returns. spec: PartitionSpec of the parameter that it takes."""
+    """PartitionSpec of the result of `cast`. spec: PartitionSpec of the parameter."""
     axes = contracted_axes(name)
     if not quantised or not axes:
         return spec

@@ -70,13 +70,13 @@ def invert_cdf(mass_BX, target_B) -> tuple:
 def in_columns(z_BV) -> tuple:
     """Arrange this device's logits in 128 columns: token v of the vocabulary in column v % 128.
 
-    Returns (logits [B, Y, 128], number of places left empty before the first one).
+    Returns (logits [B, Y, 128], number of places left empty before the first logit).
     """
     B, V = z_BV.shape
     if V % COLUMNS == 0:
         return z_BV.reshape(B, -1, COLUMNS), 0
     empty = jax.lax.axis_index("tp") * V % COLUMNS
-    # Every device has as many places as any of them may need.
+    # The size must be the same on all devices, so make it large enough for any `empty`.
     size = (V + 2 * (COLUMNS - 1)) // COLUMNS * COLUMNS
     padded = jnp.full((B, size), -jnp.inf)
     padded = jax.lax.dynamic_update_slice(padded, z_BV, (0, empty))
@@ -125,7 +125,7 @@ def most_likely(z_BV, top_B):
 
 
 def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V):
-    """The first token at which the CDF exceeds the target. V: vocabulary of a shard.
+    """The first token at which the CDF exceeds the target. V: size of a shard's vocabulary.
 
     The CDF runs column by column. Three short cumsums, over the 128 columns, over the shards and
     down a column, cost less than one over the whole vocabulary, and have less rounding error.

@@ -16,7 +16,7 @@ class Rows(NamedTuple):
     """What decode needs to know about each row."""
 
     prompt_length_B: jax.Array  # tokens of the row's prompt
-    id_B: jax.Array  # its index among the rows of all waves and processes; -1 if there is no row
+    id_B: jax.Array  # index among the rows of all waves and processes; -1 if there is no row
     live_B: jax.Array  # whether there is a row, and its stop token has not come
 
 
@@ -33,8 +33,8 @@ class Wave:
 
 def rows_of(wave: Wave, prompt_length_B: np.ndarray, layout: Layout) -> Rows:
     """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout."""
-    # The last wave may have places without a row. Their id is -1, which indexes the last row's
-    # length.
+    # The last wave may have places without a row. Their id is -1, which picks the length of the
+    # last row; their results are not used.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
     # Each device gets the entries of its own rows.
@@ -46,9 +46,9 @@ def rows_of(wave: Wave, prompt_length_B: np.ndarray, layout: Layout) -> Rows:
 
 
 def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int]:
-    """Returns (row_ids of each wave, number of rows of a prompt that stay together in a wave).
+    """Returns (row_ids of each wave, number of rows in a wave that share a prompt).
 
-    B: number of all rows. shards: number of parts that the rows are split into; devices may share
+    B: total number of rows. shards: number of parts that the rows are split into; devices may share
     a part. group: consecutive rows that share a prompt. at_once: maximum rows per part in a wave.
     """
     rows = B // shards
@@ -69,7 +69,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
 def halved(count: int, needed: int) -> int:
     """Halve the count while it stays a whole number and at least `needed`."""
-    # A program is compiled for each size, and halving leads to few sizes.
+    # XLA compiles a program for each size, and halving leads to few sizes.
     while count % 2 == 0 and count // 2 >= needed:
         count //= 2
     return count

@@ -34,27 +34,28 @@ def why_nothing_is_learned(steps: Sequence[dict]) -> str:
 
 
 def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
-    """Returns a cause, with the metric that shows it, and what to do. A cause that hides others
-    comes first."""
+    """Returns a cause, with the metric that shows it, and what to do. Causes that bring about
+    others are checked first: truncated answers, for example, are also wrong."""
     if mean["truncated"] > 0.5:
         longest = steps[-1]["len/answer_max"]
         return (
             f"{mean['truncated']:.0%} of the answers are truncated at {longest:.0f} tokens and "
-            "score 0: raise --max_answer, or ask for short answers by --system"
+            "score 0: raise --max_answer, or ask for short answers with --system"
         )
     if mean["solved"] > 1 - FEW:
         return f"{mean['solved']:.0%} of the answers are right already: take harder questions"
     if mean.get("no_number", 0) > 0.5:
         return (
-            f"{mean['no_number']:.0%} of the answers end in no number: ask for "
-            "<answer>number</answer> by --system, or begin with --sft_steps; look at samples.jsonl"
+            f"{mean['no_number']:.0%} of the answers end in no number: ask for <answer>"
+            "number</answer> with --system, or begin with --sft_steps; look at samples.jsonl"
         )
     if mean["solved"] < FEW:
         return (
             f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or take "
             "easier questions; look at samples.jsonl"
         )
-    # There are no scores of single answers here, but a constant mean suggests a constant score.
+    # The metrics have no scores of individual answers, but a constant mean suggests a constant
+    # score.
     for name in steps[-1]:
         is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
         values = [step.get(name) for step in steps]

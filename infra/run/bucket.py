@@ -105,7 +105,8 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
 def others_parts(process: int, processes: int) -> str:
     """A pattern that matches the files of other processes in a checkpoint of `processes` parts.
 
-    It does not match files that another number of processes wrote: this process may need them all.
+    It does not match files that a different number of processes wrote: this process may need all of
+    those.
     """
     return rf".*shards-(?!{process:05})\d+-of-{processes:05}"
 
@@ -119,11 +120,11 @@ def send_checkpoint(out: str, name: str, process: int, processes: int) -> None:
 
 
 def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
-    """Fetch this process's part of a checkpoint, or all parts if another number of processes wrote
-    them. Raises BucketError."""
+    """Fetch this process's part of a checkpoint, or all parts if a different number of processes
+    wrote them. Raises BucketError."""
     os.makedirs(f"{out}/{name}", exist_ok=True)
     excluded = (*STAYS_HERE, others_parts(process, processes))
-    # Keep newer local files: they were written while the bucket could not be reached.
+    # Keep newer local files: they may have been written while the bucket could not be reached.
     flag = "--skip-if-dest-has-newer-mtime"
     rsync(f"{bucket_of(out)}/{name}", f"{out}/{name}", excluded, flag)
 

@@ -136,15 +136,16 @@ def shard_files(directory: str) -> dict:
 
 
 def complete_checkpoint(directory: str) -> tuple[list, dict]:
-    """Returns (files of a checkpoint, what their headers keep), and verifies this process's share.
+    """Returns (paths of a checkpoint's files, `read_about` of one of them), and verifies this
+    process's share of the files.
 
     If the checkpoint has as many parts as there are processes, this process's own part is enough:
     each process may have its own disk. Otherwise, all parts must be here. Raises
     IncompleteCheckpoint if files are missing, and CheckpointError if a file is damaged.
     """
     index, count = jax.process_index(), jax.process_count()
-    # There may also be files of another run, or of another number of processes. A key is (number of
-    # the run, number of parts of its checkpoint), a value is ({part: path}, one header).
+    # The directory may also have files of another run, or of a different number of processes.
+    # {(number of the run, number of parts of its checkpoint): ({part: path}, one header)}
     runs = {}
     faults = []
     for (part, of), path in sorted(shard_files(directory).items()):
@@ -216,9 +217,9 @@ class ShardFiles:
             filled += out[in_out].size
         if filled != out.size:
             raise CheckpointError(
-                f"{self.paths[0]} and any other files have only {filled} of the {out.size} numbers "
-                f"of {name} that this process needs; on another mesh, --out must be a directory "
-                "that all processes share"
+                f"{self.paths[0]} and any files beside it have only {filled} of the {out.size} "
+                f"numbers of {name} that this process needs; on another mesh, --out must be a "
+                "directory that all processes share"
             )
         return out
 

@@ -22,8 +22,8 @@ from infra.run.bucket import AbsentError, BucketError, gcloud_retrying
 SECONDS_BETWEEN_SIGNS = 20
 # Long enough to see a late sign, or the next sign if one did not reach the bucket.
 SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
-# Between its last look for a claim and the end of writing its own, a run takes less time than this,
-# even to a bucket.
+# A run looks for a claim, and then writes its own. Both together take less time than this, even in
+# a bucket.
 SECONDS_TO_ARBITRATE = 5
 
 # File descriptors of the directories that this process has locked.
@@ -123,7 +123,7 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
     with locked(out, holder) as has_lock:
         # While we hold the lock, a claim of this machine for this directory is left over from a
         # killed process. Any other claim, or any claim without locks, may belong to a live run:
-        # another directory on this machine may go to the same bucket.
+        # another directory on this machine may be sent to the same bucket.
         is_for_this_directory = all(holder.get(name) == value for name, value in place(out).items())
         if holder and not (has_lock and is_for_this_directory):
             say(
@@ -131,13 +131,14 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
                 f"{SECONDS_TO_LOOK} s to see whether it still runs"
             )
             time.sleep(SECONDS_TO_LOOK)
-            if read_claim(path, bucket) != holder:
+            # A live run changes its claim, and a run that ends removes it.
+            if read_claim(path, bucket) not in ({}, holder):
                 raise in_use(out, holder)
         claim = new_claim(out)
         write_claim(path, bucket, claim)
         if bucket or not has_lock:
-            # If several runs saw no claim at once, the last one to write its claim wins. With {} or
-            # `holder`, our own claim could not be written yet; a later sign may be.
+            # If several runs saw no claim at once, the last one to write its claim wins. If we read
+            # {} or `holder`, our own claim was not written; a later sign of life may write it.
             time.sleep(SECONDS_TO_ARBITRATE)
             now = read_claim(path, bucket)
             if now not in ({}, holder, claim):
@@ -147,7 +148,7 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
 
 
 def place(out: str) -> dict:
-    """What a claim says of the directory: where it is."""
+    """The part of a claim that identifies the directory: its host and its path."""
     return {"host": socket.gethostname(), "directory": os.path.realpath(out)}
 
 

@@ -29,7 +29,8 @@ NO_NAME = "[\0-\x1f\ud800-\udfff]|.{1000}"
 
 
 def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
-    """Returns the Config of a command line. Its fields define the flags: types, choices and help.
+    """Returns the Config of a command line. The fields of `config_class` define the flags: their
+    types, choices and help.
 
     tiny: defaults for `--model tiny`, which is the default model. description: for --help.
     """

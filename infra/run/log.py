@@ -65,10 +65,10 @@ class Terminal:
         self.advised = -math.inf
 
     def begin(self, phase: str, step: int, done: int = 0, total: int = 0, samples: int = 1) -> None:
-        """Begin a phase of a step. An evaluation asks its questions in rounds, and begins once for
+        """Begin a phase of a step. An evaluation asks its questions in rounds, and calls this for
         each round: after `done` of `total` questions, with `samples` answers each.
 
-        total: 0 if the phase does not go by questions.
+        total: 0 for a phase that does not count questions.
         """
         # Use the same words as the lines of steps.
         is_supervised = self.sft_steps and step <= self.sft_steps

@@ -64,8 +64,8 @@ WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl|report\.html
 def comparable(flags: dict) -> dict:
     """The flags of a run that must not change when it resumes.
 
-    In place of `batch`, this has the questions per step, batch * processes: a run may resume on
-    another number of processes. train.py sets `require_processes` to the number of processes.
+    In place of `batch`, this has the questions per step, batch * processes: a run may resume on a
+    different number of processes. train.py sets `require_processes` to the number of processes.
     """
     # An old run lacks the flags that were added later. It did what their defaults do now; for
     # `rollout_dtype`, that was to sample in `dtype`.
@@ -102,8 +102,8 @@ def exit_without_bucket():
 
 @contextlib.contextmanager
 def claimed_out(out: str) -> Iterator[None]:
-    """In the context, no other run uses the directory `out`. Every process makes it, and process 0
-    claims it. Exits with code 2 if another run uses it."""
+    """In the context, no other run uses the directory `out`. Every process makes the directory, and
+    process 0 claims it. Exits with code 2 if another run uses it."""
     fault = ""
     with contextlib.ExitStack() as claims:
         with exit_on(OSError, f"{out} cannot be made a directory; choose another --out"):
@@ -127,8 +127,8 @@ def keep_compiled(out: str) -> None:
     if jax.config.jax_compilation_cache_dir:
         return
     jax.config.update("jax_compilation_cache_dir", f"{out}/compiled")
-    # JAX has already compiled a program, when the processes connected. It found no cache then, and
-    # would not look again.
+    # JAX already compiled a program when the processes connected. It found no cache at that time,
+    # and would not look again.
     compilation_cache.reset_cache()
 
 
@@ -353,8 +353,7 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     if bucket.bucket_of(out):
         # The only older checkpoint on the disk is the one that the run resumed from.
         at_once = 2 if done else 1
-    # Count the space of the present checkpoints as free: at_once includes those that will still be
-    # there.
+    # Count the space of the present checkpoints as free: `at_once` includes the ones that stay.
     old = sum(files.directory_bytes(path) for path in present)
     free = shutil.disk_usage(out).free + old
     need_gib, free_gib = worst_disk(out, (at_once * size + final) / GIB, free / GIB)

@@ -61,9 +61,9 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
     q = q_BNTH.transpose(0, 2, 1, 3)
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
-    # `is_causal` masks later keys. For segments, JAX turns the mask into a bfloat16 bias [T, T] of
-    # each row, which the kernel reads. If each segment were given as a row of its own,
-    # `query_seq_lengths` could replace the mask, but attention would move more bytes.
+    # `is_causal` masks later keys. For segments, JAX turns the mask into a bfloat16 bias [T, T] for
+    # each row, which the kernel reads. If each segment were a row of its own, `query_seq_lengths`
+    # could replace the mask, but attention would move more bytes.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)
@@ -90,7 +90,7 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
 
     _, N, T, H = q_BNTH.shape
     # The kernel needs complete blocks of tokens, and a head dim of 64 or a multiple of 128. A block
-    # has 512 tokens; a row of fewer tokens is one block, of a multiple of 128.
+    # has 512 tokens; a shorter row is one block, padded to a multiple of 128 tokens.
     block = min(512, -(-T // 128) * 128)
     pad_T = -T % block
     pad_H = -H % (64 if H <= 64 else 128)

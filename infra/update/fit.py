@@ -36,7 +36,7 @@ from infra.update.state import abstract_gradients, abstract_rows, abstract_state
 HOST_BYTES_OF_A_TOKEN = 100
 # The search for the largest micro-batch ends at this many rows.
 MOST_ROWS = 2**20
-# What leaves more memory to a rollout. An update also takes less with it, and with --remat full.
+# Ways to leave more memory for a rollout. They also help an update, and so does --remat full.
 ROLLOUT_ADVICE = "--offload optimizer or params, a smaller --max_answer or more devices"
 ADVICE = f"--remat full, {ROLLOUT_ADVICE}"
 
@@ -60,8 +60,8 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
 
 
 def check_host_memory(cfg, width: int) -> None:
-    """Exit with code 2 if the rows of a step would take more than a quarter of the host's memory,
-    which the processes of a host share. Every process must call this."""
+    """Exit with code 2 if the rows of a step would take more than a quarter of this process's share
+    of the host's memory. Every process must call this."""
     sequences = cfg.batch * cfg.npq
     gib = sequences * width * HOST_BYTES_OF_A_TOKEN / GIB
     most = total_memory() / GIB / 4 / processes_of_this_machine()
@@ -129,7 +129,7 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class UpdatePrograms:
-    """The trainer's functions of an update. fit.py compiles the first two, but runs neither."""
+    """The trainer's functions for an update. fit.py compiles the first two, but runs neither."""
 
     gradients: Callable  # (params, rows): gradients of a micro-batch
     # (param, its optimizer state, grad, factor, lr): the updated parameter and state
@@ -192,7 +192,7 @@ class MemoryEstimate(NamedTuple):
 
     rows: int  # about the number of rows that fit
     rest_gib: float  # GiB without any rows
-    row_gib: float  # GiB that each row adds, at least
+    row_gib: float  # lower bound of the GiB that each row adds
 
 
 def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> MemoryEstimate:
@@ -247,7 +247,8 @@ def largest_that_fits(
             n0, n1 = (fits, too_many) if fits and too_many in tried else sorted(tried)[:2]
             n = where_line_meets(limit, n0, tried[n0][0], n1, tried[n1][0])
         if fits and n <= fits:
-            # The compiler may overestimate a try that does not fit: extrapolate from one that fits.
+            # The compiler may overestimate a try that does not fit: extrapolate from the largest
+            # try that fits.
             gib, _ = tried[fits]
             n = where_line_meets(limit, fits, gib, fits + 1, gib + estimate.row_gib)
             if n <= fits:
@@ -305,16 +306,16 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
 
 
 def search_or_remember(search, limit, most, program):
-    """Returns (largest that fits, its GiB, a number that does not fit, its GiB) of the process that
-    fits least. The last two are 0 if all numbers that were tried fit.
+    """Returns (largest that fits, its GiB, a number that does not fit, its GiB) of the process on
+    which the fewest rows fit. The last two are 0 if all numbers that were tried fit.
 
-    search() -> (largest that fits, {n: (GiB, whether n rows fit)}). program: all else that the
-    result depends on.
+    search() -> (largest that fits, {n: (GiB, whether n rows fit)}). program: everything else that
+    the result depends on.
     """
     program = (*program, limit, most, jax.__version__, code_hash())
     key = hashlib.sha256(repr(program).encode()).hexdigest()
     path = os.path.expanduser("~/.cache/podgrpo/micro_batch.json")
-    # If the user's cache cannot be read, the search is made again.
+    # If the user's cache cannot be read, search again.
     cache = {}
     with contextlib.suppress(CheckpointError):
         cache = files.read_json(path)

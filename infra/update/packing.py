@@ -24,8 +24,8 @@ class Packing:
 
 
 def row_width(longest: int, mesh) -> int:
-    """Tokens per row: the longest sequence's length, rounded up to a multiple of 8 * tp, as the
-    loss splits the tokens of a row over tp."""
+    """Tokens per row: the longest sequence's length, rounded up to a multiple of 8 * tp, because
+    the loss splits the tokens of a row over tp."""
     unit = 8 * mesh.shape["tp"]
     return -(-longest // unit) * unit
 
@@ -66,15 +66,16 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, se
     answer_lengths = np.array([len(answer) for answer in answers])
     lengths = answer_lengths + [len(prompt) for prompt in prompts]
     parts = [range(len(lengths))[m::minibatches] for m in range(minibatches)]
-    # Pack each minibatch separately, as a row belongs to one update.
+    # Pack each minibatch separately, because a row belongs to one update.
     rows_M = []
     for part in parts:
         kept = [i for i in part if is_packed[i]]
         packed = pack(lengths[kept], width)
         rows_M.append([[kept[i] for i in row] for row in packed])
 
-    # A host with fewer rows adds empty micro-batches, as every process runs every jitted call. If
-    # no host has a row, there is still one micro-batch: the optimizer takes a step with gradient 0.
+    # A host with fewer rows adds empty micro-batches, because every process must run every jitted
+    # call. If no host has a row, there is still one micro-batch: the optimizer takes a step with
+    # gradient 0.
     needed_M = [max(1, -(-len(rows) // height)) for rows in rows_M]
     micro_batches_M = all_gather_processes(needed_M).max(0)
     micro_batches = []

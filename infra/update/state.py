@@ -121,8 +121,8 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
 def initial_state(
     weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer, adapters: dict | None = None
 ) -> dict:
-    """The state before the first step, without `base`, from the model's files. wanted: its
-    abstract_state. adapters: what lora.read returns."""
+    """The state before the first step, without `base`, from the model's files. wanted: from
+    `abstract_state`. adapters: what lora.read returns."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
     if cfg.lora:
         params = lora.first_adapters(adapters, cfg, weights.cfg, shardings["params"])
@@ -142,5 +142,5 @@ def initial_state(
 
 @partial(jax.jit, static_argnames="dtype")
 def reference(params, dtype):
-    """A copy of the policy for the KL, on the devices, with the same sharding."""
+    """The reference of the KL: a copy of the policy in `dtype`, on the devices, sharded alike."""
     return jax.tree.map(lambda a: jax.device_put(a, model.DEVICE).astype(dtype), params)
