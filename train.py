@@ -701,15 +701,12 @@ def update_policy(state, batches, step, cfg, setup):
     Returns (state, metrics of each micro-batch, gradient norm of each optimizer step).
     """
     static = dict(cfg=cfg, model_cfg=setup.model_cfg, mesh=setup.mesh)
-    policies = {"old_logprobs": "params", "ref_logprobs": "ref"}
+    policies = {"old_logprobs": weights_of(state), "ref_logprobs": weights_of(state, "ref")}
     fields = token_fields(cfg, supervised=step <= cfg.sft_steps)
     needed = sorted(policies.keys() & fields.keys())
     for rows in itertools.chain.from_iterable(batches):
         # Compute both before adding either, so that in float32 the calls share a compiled program.
-        rows |= {
-            name: target_logprobs(weights_of(state, policies[name]), rows, **static)
-            for name in needed
-        }
+        rows |= {name: target_logprobs(policies[name], rows, **static) for name in needed}
     parts = []
     norms = []
     lr = learning_rate(cfg, step)

@@ -10,6 +10,8 @@ import pytest
 from conftest import ROOT, run, until
 from pods import write
 
+from infra.cloud import slurm_job
+
 BANNER = "Welcome to site 7\n"
 
 
@@ -154,6 +156,27 @@ def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
             assert (site / "requeued").read_text() == "requeue 7\n"
             assert "launch.sh: the time limit is near: requeueing job 7, which will resume" in text
         assert ("raise --time" in text) == (wanted == 138), text
+
+
+def test_a_warning_while_the_tasks_start_reaches_them(site, monkeypatch):
+    class Warned(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            assert until((site / "up").exists, [self], seconds=60)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    # Without a signal, the tasks end by themselves.
+    srun = SRUN.replace("while :", "for _ in {{1..100}}").format(said="saved", code=143)
+    stand_in(site, "srun", srun)
+    monkeypatch.chdir(site)
+    monkeypatch.setenv("PATH", f"{site}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_job.subprocess, "Popen", Warned)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    try:
+        assert slurm_job.run_tasks(["train"]) == (143, True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_job_tells_its_tasks_how_many_cpus_are_theirs(site, monkeypatch):

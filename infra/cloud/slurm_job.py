@@ -42,6 +42,9 @@ def run_tasks(command: list[str]) -> tuple[int, bool]:
     # Without --kill-on-bad-exit, the other tasks would wait for a task that failed.
     srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", *command]
     tasks = subprocess.Popen(srun, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
+    # Pass on a warning that came before `tasks` was set. A second warning changes nothing.
+    for number in tuple(warnings):
+        tasks.send_signal(number)
     failed = []
     for line in tasks.stderr:
         print(line, end="", file=sys.stderr, flush=True)

@@ -70,11 +70,11 @@ def abstract_base(cfg, model_cfg, mesh) -> dict:
     return model.nest(base)
 
 
-def weights_of(state: dict, trained: str = "params") -> dict:
+def weights_of(state: dict, trained: str = "params") -> dict | None:
     """All weights of the policy, or of the reference if `trained` is "ref": with --lora, the frozen
-    weights and the adapters, whose names differ."""
-    if "base" not in state:
-        return state[trained]
+    weights and the adapters, whose names differ. None if the state has no reference."""
+    if "base" not in state or trained not in state:
+        return state.get(trained)
     # This makes a new dict of the same arrays.
     base = state["base"]
     return base | {"layers": base["layers"] | state[trained]["layers"]}
