@@ -63,8 +63,16 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     assert (row["question"], row["answer"]) == (ASK, "2")
     # The prompt ends with the last question, without its answer.
     assert columns.messages_of(row, "Think.") == columns.messages_of(row, "") == turns
-    row["turns"] = turns[1:]
+    row["prompt_messages"] = turns[1:]
     assert columns.messages_of(row, "Think.") == [SYSTEM, *turns[1:]]
+
+
+@pytest.mark.parametrize("turns", [None, ["text"], [{"role": "user", "content": "Other"}]])
+def test_a_column_named_turns_is_not_the_prompt(turns, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": ASK, "answer": "2", "turns": turns}))
+    (row,) = load_rows(str(path), False)
+    assert columns.messages_of(row, "") == [{"role": "user", "content": ASK}]
 
 
 def test_an_empty_column_that_was_chosen_is_not_replaced_by_another(tmp_path, capsys):

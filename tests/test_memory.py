@@ -274,6 +274,17 @@ def test_plan_of_a_rollout_in_waves_makes_them_equal(tmp_path, monkeypatch):
     assert "32 rows per device, 16 at once" in printed_plan("here --micro_batch 8")
 
 
+@pytest.mark.parametrize("batch, npq, fix", [(64, 8, "--batch 32"), (1, 512, "a smaller --npq")])
+def test_a_step_that_is_too_large_for_the_host_is_refused(batch, npq, fix, monkeypatch, capsys):
+    # A process may take a quarter: here, half of what the step takes.
+    bytes_of_step = batch * npq * 100 * fit.HOST_BYTES_OF_A_TOKEN
+    monkeypatch.setattr(fit, "total_memory", lambda: 2 * bytes_of_step)
+    monkeypatch.setattr(fit, "processes_of_this_machine", lambda: 1)
+    with pytest.raises(SystemExit):
+        fit.check_host_memory(SimpleNamespace(batch=batch, npq=npq), 100)
+    assert f"; try {fix}" in capsys.readouterr().err
+
+
 def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     """A plan finds the largest micro-batch that fits, and estimates what other micro-batches
     take."""

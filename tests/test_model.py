@@ -236,8 +236,13 @@ def test_final_loads_in_transformers_as_its_own_class(name, tmp_path):
     saved = hf_model(name)
     on = eight_devices(saved.cfg)
     params, _ = load(saved.directory, on)
-    hf.write_final(str(tmp_path), saved.directory, params, saved.cfg, on, about={})
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    # Brackets in the name are no pattern.
+    out = tmp_path / "run[1]"
+    out.mkdir()
+    hf.write_final(str(out), saved.directory, params, saved.cfg, on, about={})
+    modes = {path.stat().st_mode for path in (out / "final").iterdir()}
+    assert len(modes) == 1, "other users cannot read some files"
+    again = transformers.AutoModelForCausalLM.from_pretrained(out / "final")
     architecture = {"tied": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     assert type(again).__name__ == architecture.get(name, "LlamaForCausalLM")
     tokens = random_prompts(saved.cfg, (11, 11))

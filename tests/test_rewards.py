@@ -396,6 +396,11 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), entry])
         text = f"train.py: REWARDS holds {shown}, not (function, weight) such as (correct, 1.0)"
         assert refused("--out", tmp_path / "run") == text
+    monkeypatch.setattr(
+        train, "REWARDS", [(functools.partial(max), 1.0), (functools.partial(min), 1.0)]
+    )
+    text = refused("--out", tmp_path / "run")
+    assert text.startswith("train.py: REWARDS holds several functions named partial, but")
 
 
 def test_solved_is_one_named_function(monkeypatch, tmp_path):

@@ -44,8 +44,8 @@ def value_of(row: Any, name: str) -> Any:
 
 
 def rename(row: dict, chosen: dict[str, str]) -> dict:
-    """Returns a row with `question` and `answer`, and with `turns` if its prompt is a list of
-    messages.
+    """Returns a row with `question` and `answer`, and with `prompt_messages` if its prompt is a
+    list of messages.
 
     The question is the user's last message. If an assistant's message follows, it is the answer,
     unless the row already has one. Raises an error for messages of any other form.
@@ -71,13 +71,13 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     roles = [turn["role"] for turn in turns]
     if roles[-1:] != ["user"] or not {*roles} <= {"system", "user", "assistant"}:
         raise ValueError(f"messages with roles {roles} do not end with a user's message")
-    return row | {"question": turns[-1]["content"], "turns": turns}
+    return row | {"question": turns[-1]["content"], "prompt_messages": turns}
 
 
 def messages_of(row: dict, system: str) -> Sequence[dict]:
     """The messages of a row's prompt. A row's own system message replaces --system. Without either,
     there is no system message."""
-    turns = row.get("turns") or [{"role": "user", "content": row["question"]}]
+    turns = row.get("prompt_messages") or [{"role": "user", "content": row["question"]}]
     if turns[0]["role"] == "system" or not system:
         return turns
     return [{"role": "system", "content": system}, *turns]

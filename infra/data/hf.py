@@ -403,11 +403,11 @@ def write_final(
                 f.write(chat.CHAT_TEMPLATE)
         files.write_json(f"{unfinished}/podgrpo.json", about)
         # safetensors creates files that other users cannot read. Give them an ordinary file's mode.
-        for path in glob.glob(f"{unfinished}/**/*.safetensors", recursive=True):
-            shutil.copymode(f"{unfinished}/podgrpo.json", path)
+        for path in glob.glob("**/*.safetensors", root_dir=unfinished, recursive=True):
+            shutil.copymode(f"{unfinished}/podgrpo.json", f"{unfinished}/{path}")
         # Flush the files to disk before the rename: the name final/ says that they are complete.
-        for path in glob.glob(f"{unfinished}/**", recursive=True):
-            files.flush_to_disk(path)
+        for path in ("", *glob.glob("**", root_dir=unfinished, recursive=True)):
+            files.flush_to_disk(f"{unfinished}/{path}")
         # Rename an older final/ before deleting it, so that no final/ is ever incomplete.
         shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
         if os.path.isdir(final):

@@ -156,7 +156,7 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     if row.get("demonstration") is not None:
         texts.append("demonstration")
     contents = [(column, row[column]) for column in texts]
-    contents += [("messages", turn["content"]) for turn in row.get("turns", [])]
+    contents += [("messages", turn["content"]) for turn in row.get("prompt_messages", [])]
     for column, text in contents:
         if not isinstance(text, str) or not text.strip() or re.search(refused, text):
             raise ValueError(f"{column} = {text!a:.50} is not text, or holds a special token")

@@ -47,6 +47,13 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
             case _:
                 what = name_of(entry) if callable(entry) else repr(entry)
                 check(False, f"REWARDS holds {what}, not (function, weight) such as (correct, 1.0)")
+    names = [name_of(function) for function, _ in weighted]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    check(
+        not twice,
+        f"REWARDS holds several functions named {', '.join(twice)}, but a metric has one name; set "
+        "their __name__, or define them with def",
+    )
     for function in functions:
         name = name_of(function)
         try:

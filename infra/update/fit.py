@@ -65,11 +65,13 @@ def check_host_memory(cfg, width: int) -> None:
     sequences = cfg.batch * cfg.npq
     gib = sequences * width * HOST_BYTES_OF_A_TOKEN / GIB
     most = total_memory() / GIB / 4 / processes_of_this_machine()
+    batch = int(cfg.batch * most / gib)
+    fix = f"--batch {batch}" if batch else "a smaller --npq or --max_answer"
     check(
         gib <= most,
         f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences, in rows of {width} tokens, "
         f"take {gib:.1f} GiB of this host's memory; a process may take a quarter of its share, "
-        f"{most:.1f} GiB; try --batch {max(1, int(cfg.batch * most / gib))}",
+        f"{most:.1f} GiB; try {fix}",
     )
 
 

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): adapters of the matrices in all layers, and PEFT's files of them.
+"""LoRA (arXiv 2106.09685): adapters for the matrices of all layers, and their files for PEFT.
 
 With --lora R, a matrix W computes x W + (x A) B scale, with scale = lora_alpha / R. Only A and B
 are trained: they are the `params` of the state, in float32. The model that the run starts from is
@@ -75,7 +75,7 @@ def trained_shapes(cfg, model_cfg: model.ModelConfig) -> dict:
 
 
 def check_rank(cfg, model_cfg: model.ModelConfig) -> None:
-    """Exit with code 2 if the rank is larger than that of a full matrix."""
+    """Exit with code 2 if the rank is larger than the rank of a full matrix."""
     check(
         cfg.lora <= model_cfg.D,
         f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, the rank of a full matrix; "
@@ -93,10 +93,10 @@ def trained(params: dict, cfg) -> dict:
 
 
 def flops_of_a_token(cfg, model_cfg: model.ModelConfig) -> int:
-    """Operations that a trained token takes more than with all weights trained; below 0.
+    """Operations that --lora adds per trained token; negative if it saves operations.
 
-    Training a matrix takes six operations a parameter and token. A frozen one takes four: its
-    gradient is not computed.
+    Training takes six operations per parameter and token. A frozen parameter takes four, since
+    its gradient is not computed.
     """
     if not cfg.lora:
         return 0
@@ -129,7 +129,7 @@ def random_adapters(model_cfg: model.ModelConfig, rank: int, seed: int) -> dict:
 def first_adapters(found: dict | None, cfg, model_cfg, shardings: dict) -> dict:
     """The adapters that a run starts from, nested, on the devices.
 
-    found: what `read` returns for --adapter, or None for new adapters.
+    found: the result of `read` for --adapter, or None for new adapters.
     """
     values = found or random_adapters(model_cfg, cfg.lora, cfg.seed)
     placed = {}
@@ -234,8 +234,8 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
     """The adapters in the directory --adapter, {flat name: float32 NumPy array}, or None without
     the flag.
 
-    Exits with code 2 if their rank or alpha is not that of the flags. Raises CheckpointError if the
-    files are not an adapter of all matrices of this model.
+    Exits with code 2 if rank or alpha differ from the flags. Raises CheckpointError if the files
+    are not adapters for all matrices of this model.
     """
     if not cfg.adapter:
         return None
@@ -259,7 +259,7 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
 
 
 def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
-    """What `read` returns, from adapter_model.safetensors. Raises CheckpointError."""
+    """The adapters in adapter_model.safetensors, as `read` returns them. Raises CheckpointError."""
     tensors = hf.read_safetensors(path)
     shapes = adapter_shapes(model_cfg, cfg.lora)
     adapters = {}
@@ -272,7 +272,7 @@ def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
             # A missing tensor counts as one of size 0.
             layers = []
             for i in range(model_cfg.L):
-                # Take out what was read: what is left in the end does not belong here.
+                # Remove each tensor that is read: any tensor left at the end does not belong here.
                 key = f"{module_of(matrix, i)}.lora_{side}.weight"
                 found = tensors.pop(key, np.empty(0))
                 if found.shape != wanted or not np.isfinite(found).all():
