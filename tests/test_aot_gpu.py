@@ -129,7 +129,9 @@ def test_offloaded_7b_fits_one_gpu(tmp_path, record_property):
 
 
 # ---------------------------------------------------------------- the rollout's decode loop
-@pytest.mark.parametrize("size, tp", [("3B", 1), ("7B", 2), ("Qwen3-8B", 2)])
+@pytest.mark.parametrize(
+    "size, tp", [("3B", 1), ("7B", 2), pytest.param("Qwen3-8B", 2, marks=pytest.mark.soak)]
+)
 def test_decoding_for_gpus_reads_weights_and_cache_once(size, tp, record_property):
     """A decode step reads the weights and the KV cache once, and GPUs exchange only sums over tp.
     Before each layer had arrays of its own, every step copied all weights, so that a 3B on eight

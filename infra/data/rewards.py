@@ -47,6 +47,7 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
             case _:
                 what = name_of(entry) if callable(entry) else repr(entry)
                 check(False, f"REWARDS holds {what}, not (function, weight) such as (correct, 1.0)")
+    # Metrics and faults of a function are stored under its name.
     names = [name_of(function) for function, _ in weighted]
     twice = sorted({name for name in names if names.count(name) > 1})
     check(
