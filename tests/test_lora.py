@@ -564,6 +564,8 @@ def test_a_run_leaves_merged_weights_and_adapters_and_resumes(tmp_path, record_p
     jax.tree.map(assert_array_equal, files_of(out / "final"), wanted)
 
 
+# test_a_run_leaves_merged_weights_and_adapters_and_resumes is its short form.
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_killed_run_with_adapters_is_the_undisturbed_one(
     tmp_path, tmp_path_factory, record_property
