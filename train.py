@@ -968,8 +968,7 @@ def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
     shapes = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
     state = run.load(without_base(shapes))
     if state is None:
-        start = setup.weights, shapes, cfg, setup.mesh, optimizer, setup.adapters
-        state = initial_state(*start)
+        state = initial_state(setup.weights, shapes, cfg, setup.mesh, optimizer, setup.adapters)
     if cfg.lora:
         state["base"] = lora.load_base(setup.weights, cfg, setup.mesh)
     run.begin(state)

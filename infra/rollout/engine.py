@@ -84,8 +84,9 @@ class Engine:
         saved.
         """
         dtype, quantised = (self.dtype, False) if exact else quantise.dtypes(self)
-        how = dict(lora_scale=self.lora_scale)
-        self.weights = layouts.to_rollout(params, self.layout, dtype, quantised, **how)
+        self.weights = layouts.to_rollout(
+            params, self.layout, dtype, quantised, lora_scale=self.lora_scale
+        )
 
     def unload(self) -> None:
         """Free the memory of the weights for the update."""

@@ -205,8 +205,9 @@ def to_rollout(
     """
     names = tuple(name for name in model.flatten(params) if not model.is_adapter(name))
     training_mesh = params["norm_D"].sharding.mesh
-    how = dtype, quantised, lora_scale
-    move_top, move_stack = compiled_moves(names, training_mesh, layout, *how)
+    move_top, move_stack = compiled_moves(
+        names, training_mesh, layout, dtype, quantised, lora_scale
+    )
     layers = params["layers"]
     weights = move_top({name: a for name, a in params.items() if name != "layers"})
     stacks = []

@@ -53,8 +53,7 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     width = row_width(longest_prompt + cfg.max_answer, mesh)
     # Parameters and optimizer state stay on the devices during the rollout.
     resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
-    sizes = longest_prompt, resting
-    engine = make_engine(cfg, model_cfg, mesh, tokenizer, *sizes, lora.scale(cfg))
+    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting, lora.scale(cfg))
     micro_batch = choose_micro_batch(cfg, model_cfg, mesh, width, programs)
     return width, micro_batch, engine
 

@@ -169,11 +169,10 @@ def difference(was: dict, now: dict) -> str:
     if found == now["files"]:
         return ""
     # Report the first file that differs.
-    for name in sorted(found | now["files"]):
-        before = found.get(name, "missing")
-        after = now["files"].get(name, "missing")
-        if before != after:
-            break
+    names = found | now["files"]
+    name = min(name for name in names if found.get(name) != now["files"].get(name))
+    before = found.get(name, "missing")
+    after = now["files"].get(name, "missing")
     return (
         f"the adapters belong to {was['model']}, whose {name} has the checksum {before}; that "
         f"of {now['model']} is {after}"
