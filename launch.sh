@@ -169,7 +169,7 @@ cmd_plan() {
       # Run on the CPU: otherwise JAX would find libtpu, and look for a TPU.
       (plan cpu "$type" "${job[@]}" "${@:2}")
       ;;
-    *) die "plan knows no $1: a100-N, h100-N, h200-N, and TPU types such as v6e-8" ;;
+    *) die "plan does not know $1: a100-N, h100-N, h200-N, and TPU types such as v6e-8" ;;
   esac
 }
 
@@ -228,10 +228,10 @@ check_words() {
       yes:*) is_value='' && continue ;;
       :--*=*) ;;
       :--*) is_value=yes ;;
-      *) die "$word is no flag; up, logs and such stand right after $type" ;;
+      *) die "$word is not a flag; up, logs and such stand right after $type" ;;
     esac
     sed -n '/^class Config/,/^$/p' "$here/train.py" | grep -c "^    ${flag#--}: " >/dev/null ||
-      die "$flag is no flag; see bash launch.sh cpu --help"
+      die "$flag is not a flag; see bash launch.sh cpu --help"
   done
   [ -z "$is_value" ] || die "$word needs a value"
 }
@@ -257,7 +257,7 @@ cmd_slurm() {
     if ! kill -0 "$sbatch" 2>/dev/null; then
       cat "$scratch/job" >&2
       wait "$sbatch" || exit
-      die 'sbatch names no job' 1
+      die 'sbatch printed no job number' 1
     fi
     sleep 0.2
   done
@@ -280,7 +280,7 @@ cmd_slurm() {
     sleep 1
   done
   wait "$sbatch" || code=$?
-  # For sbatch, a cancelled job has ended, even with code 0, while its tasks still save.
+  # sbatch ends as soon as the job is cancelled, even with code 0, while the job's tasks still save.
   while [[ "$(squeue --noheader --jobs="$id" --format=%T 2>/dev/null)" = *COMPLETING* ]]; do sleep 1; done
   case "$code$(scontrol show job "$id" 2>/dev/null)" in 0*JobState=CANCELLED*) code=143 ;; esac
   sleep 2 # until tail has printed the last lines

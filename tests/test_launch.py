@@ -200,18 +200,18 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "plan h100-12": "there is no h100-12; after h100- comes 1, 2, 4, 8 or a multiple of 8",
         "plan a100-": "there is no a100-",
         "plan h200-016": "there is no h200-016",
-        "plan b200-8": "plan knows no b200-8: a100-N, h100-N, h200-N, and TPU types such as",
+        "plan b200-8": "plan does not know b200-8: a100-N, h100-N, h200-N, and TPU types such as",
         "h100-8 --lr 1": "h100-8 is only for plan: plan h100-8; to train on GPUs: gpu or slurm",
         "tpu": "unknown command tpu",
         "v6e-8 --zone": "needs a value",
-        "v6e-8 --spot down": "down is no flag",
-        "v6e-8 --steps 5 --lr=1 --name x stop": "stop is no flag; up, logs and such stand right",
-        "v6e-8 run all --steps 5": "all is no flag",
-        "v6e-8 --learning_rate 1e-5": "--learning_rate is no flag",
-        "v6e-8 --dryrun --batch=1": "--dryrun is no flag",
-        "v6e-8 --model_dir x": "--model_dir is no flag",
+        "v6e-8 --spot down": "down is not a flag",
+        "v6e-8 --steps 5 --lr=1 --name x stop": "stop is not a flag; up, logs and such stand right",
+        "v6e-8 run all --steps 5": "all is not a flag",
+        "v6e-8 --learning_rate 1e-5": "--learning_rate is not a flag",
+        "v6e-8 --dryrun --batch=1": "--dryrun is not a flag",
+        "v6e-8 --model_dir x": "--model_dir is not a flag",
         "v6e-8 --steps": "--steps needs a value",
-        "v6e-8 yes": "yes is no flag",
+        "v6e-8 yes": "yes is not a flag",
         "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
@@ -474,7 +474,7 @@ def test_nothing_from_a_vm_is_evaluated(cloud):
     assert not trap.exists()
     (pod / "run.id").write_text(f"a[$(touch {trap})]\n")
     text = cloud.launch("v6e-1 logs --name vm", code=1)
-    assert "is not as it should be" in text and not trap.exists(), text
+    assert "cannot be read" in text and not trap.exists(), text
     (pod / "run.flags").write_bytes(f"--steps\0x\0$(touch {trap})\0".encode())
     cloud.launch("v6e-1 fetch --name vm", code=1)
     assert not trap.exists()

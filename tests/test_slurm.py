@@ -114,7 +114,8 @@ def test_a_job_that_is_not_taken_ends_the_launcher(site):
     stand_in(site, "sbatch", 'echo "no such partition" >&2; exit 1')
     assert end(site, launch(site, "slurm")) == (1, "no such partition\n")
     stand_in(site, "sbatch", "echo maintenance")
-    assert end(site, launch(site, "slurm")) == (1, "maintenance\nlaunch.sh: sbatch names no job\n")
+    lines = "maintenance\nlaunch.sh: sbatch printed no job number\n"
+    assert end(site, launch(site, "slurm")) == (1, lines)
 
 
 # ---------------------------------------------------------------- the job, from inside

@@ -34,7 +34,7 @@ check_type() {
   hosts=$((devices > one_host ? devices / 4 : 1))
 }
 
-# Print a command for the user: this slice's type, action $1, and the options that the user gave but --down and --yes.
+# Print a command for the user: this slice's type, action $1, and the user's options except --down and --yes.
 again() {
   printf 'bash launch.sh %s' "$type $1"
   [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
@@ -140,7 +140,7 @@ patiently() {
   return 1
 }
 # ---------------------------------------------------------------- Google Cloud: a slice comes and goes
-# Print the state of the VM in $zone. Without a VM, print that of its queued request, if --queued or $1 is given.
+# Print the state of the VM in $zone. Without a VM, print the state of its queued request, if --queued or $1 is given.
 state_now() {
   local now=''
   now="$(vm describe --format='value(state)')" || is_missing || return 1
@@ -162,7 +162,7 @@ find_slice() {
     fi
     fault="$(fault)"
     why "$fault"
-    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # other zones fail alike
+    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # other zones would fail, too
     say "going on without $zone"
   done
   zone=''
@@ -331,7 +331,7 @@ pack() {
   # shellcheck disable=SC2016 # another shell expands $f
   shell "$(printf 'cd %q && git ls-files -coz --exclude-standard | xargs -0 sh -c %q sh >%q' "$here" \
     'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
-    die "$here is no git checkout, so git cannot list the files to send"
+    die "$here is not a git checkout, so git cannot list the files to send"
   shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")" || exit
   run env COPYFILE_DISABLE=1 tar -C "$here" --null -T "$to_send/run.sent" -czf "$packed.unfinished" ||
     die 'this tree could not be packed, and nothing was sent; see the message of tar' 1
@@ -340,7 +340,7 @@ pack() {
   size="$(($(wc -c <"$packed") / 1000000))"
   say "this tree has $size MB, packed"
   if [ "$size" -gt 100 ]; then
-    say "that is much to send to $hosts workers; the largest files, which .gitignore may leave out:"
+    say "that is a lot to send to $hosts workers; the largest files, which .gitignore may leave out:"
     (cd "$here" && xargs -0 du -k <"$to_send/run.sent" | sort -rn | head -n 5) >&2 || :
   fi
 }
@@ -434,7 +434,7 @@ fetch() {
   out="$(tail -n 1 "$scratch/results")"
   case "$out" in
     gs://*) say "its results are in $out" && return ;;
-    */* | .*) die "worker 0 names its results $out, which is no name of a directory" 1 ;;
+    */* | .*) die "worker 0 names its results $out, which is not the name of a directory" 1 ;;
   esac
   run mkdir -p "$to"
   say "fetching ${out:-the results} to $to"
@@ -448,7 +448,7 @@ fetch() {
 }
 
 RESUMES='With --out gs://..., the command that started the run resumes it'
-WATCH_ENDS='the watch ends; the run may go on'
+WATCH_ENDS='no longer following; the run may go on'
 # Run to the end. Start again after the VM was repaired or, with --spot, made again. A life of a run lasts until the run
 # ends or its VM fails; $1 is the action that the first life begins with.
 live_and_finish() { # up|start|follow LINE FLAGS...
@@ -546,7 +546,7 @@ cmd_tpu_logs() {
   [ -n "$dry_run" ] || {
     read -r lines && read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
   } <"$there"
-  case "$lines$run_id" in *[!0-9.]*) die "run.log or run.id on worker 0 is not as it should be" 1 ;; esac
+  case "$lines$run_id" in *[!0-9.]*) die "run.log or run.id on worker 0 cannot be read" 1 ;; esac
   [ ${#flags[@]} -gt 0 ] || [ -n "$dry_run" ] || die "run.flags on worker 0 has no flags" 1
   # Print the last 50 lines of the log first.
   live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${flags[@]+"${flags[@]}"}

@@ -62,7 +62,7 @@ def main(command: list[str]) -> int:
         say(f"the time limit is near: requeueing job {job}, which will resume")
         subprocess.run(["scontrol", "requeue", job], check=False)
     if is_warned and code == NO_STEP:
-        say("the job made no step before its time limit, nor would it the next time: raise --time")
+        say("the job completed no step before its time limit: raise --time")
     # If a signal ended srun, the code is the negative signal number.
     return code if code >= 0 else 128 - code
 
