@@ -54,7 +54,7 @@ def all_commands():
 KINDS = {
     # tests/test_learning_tools.py tests the flags of these tools, which run for hours.
     r"python tools/(compare_trl|ablations|word_problems)\.py": "hours",
-    r"python train\.py --model out/words": "hours",
+    r"python train\.py --model out/(words|smollm2)": "hours",
     r"bash launch\.sh test": "tests",
     r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh (cpu|report)": "run",
     r"bash launch\.sh (gpu|slurm|plan|v6e-16)": "dry run",
