@@ -37,6 +37,8 @@ import train
 from infra.data import hf
 from infra.host.files import CheckpointError
 from infra.rollout import layouts
+from infra.rollout.engine import Engine
+from infra.rollout.sampling import Sampling
 from infra.update import lora
 from infra.update.fit import device_bytes, estimate_by_sizes
 from infra.update.state import (
@@ -48,6 +50,7 @@ from infra.update.state import (
     without_base,
 )
 from test_kernel import mesh, relative
+from tools import abstract_rollout
 from tools.sizes import model_of_size
 
 RANK = 4
@@ -339,18 +342,33 @@ def test_state_holds_masters_and_moments_of_adapters_alone():
 
 
 # ---------------------------------------------------------------- the rollout
-@pytest.mark.parametrize("kind, quantised", [("tp", False), ("fsdp", True)])
-def test_rollout_gets_the_merged_weights(kind, quantised):
-    """The weights of a rollout are those of the model W + scale A B, cast or quantised."""
+def rollout_weights(kind, dtype, quantised, adapters):
+    """Returns (layout, the weights of a rollout with adapters, those of the model W + scale A B)."""
     cfg = train.Config(**LORA)
     on = mesh(2, 2, 2)
     weights = update_case().weights
-    adapters = adapters_of(SMALL)
     state = lora_state(cfg, SMALL, on, weights, adapters)
     layout = layouts.layout_of(kind, 2 if kind == "tp" else 1, on)
-    got = layouts.to_rollout(weights_of(state), layout, "float32", quantised, lora.scale(cfg))
+    got = layouts.to_rollout(weights_of(state), layout, dtype, quantised, lora.scale(cfg))
     plain = place(merged(weights, adapters, lora.scale(cfg)), on)
-    wanted = layouts.to_rollout(plain, layout, "float32", quantised)
+    return layout, got, layouts.to_rollout(plain, layout, dtype, quantised)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_plan_compiles_a_rollout_with_adapters(quantised):
+    """The abstract weights that a plan compiles for have the shapes and shardings of a rollout."""
+    layout, got, _ = rollout_weights("tp", "bfloat16", quantised, adapters_of(SMALL))
+    dtype = jnp.dtype("bfloat16")
+    abstract = abstract_rollout.abstract_weights(SMALL, layout, dtype, quantised, RANK)
+    got, abstract = model.flatten(got), model.flatten(abstract)
+    assert got.keys() == abstract.keys()
+    for name, a in got.items():
+        assert (a.shape, a.dtype) == (abstract[name].shape, abstract[name].dtype)
+        assert a.sharding.is_equivalent_to(abstract[name].sharding, a.ndim)
+
+
+def test_an_int8_rollout_gets_the_merged_weights():
+    _, got, wanted = rollout_weights("fsdp", "float32", True, adapters_of(SMALL))
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     got, wanted = model.flatten(got), model.flatten(wanted)
     for name, a in wanted.items():
@@ -359,6 +377,39 @@ def test_rollout_gets_the_merged_weights(kind, quantised):
         atol = 1 if a.dtype == jnp.int8 else 1e-6
         assert_allclose(got[name], a, atol=atol, rtol=1e-6, err_msg=name)
         assert (np.asarray(got[name]) == np.asarray(a)).mean() > 0.5
+
+
+@pytest.mark.parametrize("kind", ["tp", "fsdp", slow("replicated"), slow("maxtext")])
+def test_a_rollout_with_adapters_samples_from_the_merged_model(kind, record_property):
+    layout, *both = rollout_weights(kind, "float32", False, adapters_of(SMALL))
+    prompts = np.random.default_rng(3).integers(1, SMALL.V, (8, 5)).tolist()
+    outs = []
+    for weights in both:
+        sampler = Engine(SMALL, None, layout, "float32", "float32", 6, weights=weights)
+        outs.append(sampler.generate(prompts, jax.random.key(5), Sampling()))
+    got, wanted = outs
+    assert_array_equal(got["tokens_BT"], wanted["tokens_BT"])
+    error = np.abs(got["logprobs_BT"] - wanted["logprobs_BT"]).max()
+    record_property("largest error", f"{error:.1e}")
+    assert 0 < error < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["tp", "fsdp"])
+def test_a_bfloat16_rollout_does_not_round_small_adapters_away(kind):
+    """Here, A B is much smaller than the distance of two bfloat16 near W."""
+    adapters = {name: 0.03 * a for name, a in adapters_of(SMALL).items()}
+    _, got, rounded = rollout_weights(kind, "bfloat16", False, adapters)
+    zeros = {name: np.zeros_like(w) for name, w in update_case().weights.items()}
+    products = merged(zeros, adapters, 1.5)
+    for name in lora.adapted_matrices(SMALL):
+        of_stack = got["layers"][0][name.removeprefix("layers/")]
+        w = jax.tree.map(lambda a: np.asarray(a[1]), of_stack)
+        assert w.base.dtype == w.a.dtype == w.b.dtype == jnp.bfloat16
+        product = model.merge(w) - w.base.astype(np.float32)
+        assert relative(product, products[name][1]) < 0.02
+        # If the sum is rounded to bfloat16, most of it is W again.
+        of_sum = np.asarray(rounded["layers"][0][name.removeprefix("layers/")][1])
+        assert (of_sum == w.base).mean() > 0.5
 
 
 def test_the_reference_is_the_base_with_the_adapters_of_its_time():

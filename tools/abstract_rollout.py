@@ -12,6 +12,7 @@ from infra.rollout import engine, layouts, quantise
 from infra.rollout.layouts import Layout, RolloutSize
 from infra.rollout.sampling import Sampling
 from infra.rollout.waves import Rows
+from infra.update import lora
 from model import ModelConfig
 
 
@@ -21,11 +22,17 @@ def abstract(a, spec: P, layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
-def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> dict:
+def abstract_weights(
+    cfg: ModelConfig, layout: Layout, dtype, quantised: bool, lora_rank: int = 0
+) -> dict:
     """Shapes and shardings of a rollout's weights."""
     place = partial(abstract, layout=layout)
+    shapes = model.shapes(cfg)
+    # As in `layouts.to_rollout`, adapters stay beside matrices that are not quantised.
+    if lora_rank and not quantised:
+        shapes |= lora.adapter_shapes(cfg, lora_rank)
     weights = {}
-    for name, shape in model.shapes(cfg).items():
+    for name, shape in shapes.items():
         master = jax.ShapeDtypeStruct(shape, jnp.float32)
         cast = partial(quantise.cast, name, dtype=dtype, quantised=quantised)
         # A quantised matrix becomes two arrays, with a spec for each.
@@ -33,6 +40,8 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
         specs = layouts.rollout_spec(name, layout, quantised)
         weights[name] = jax.tree.map(place, a, specs)
     weights = model.nest(weights)
+    # The scale of adapters does not change what is compiled.
+    layers = model.adapted(weights["layers"], 1.0)
 
     # Split the layers into stacks, as `layouts.to_rollout` does.
     stacks = []
@@ -42,14 +51,16 @@ def abstract_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -
             shape = (n, *a.shape[1:])
             return jax.ShapeDtypeStruct(shape, a.dtype, sharding=a.sharding)
 
-        stack = jax.tree.map(cut, weights["layers"])
+        stack = jax.tree.map(cut, layers)
         stacks.append(stack)
     return weights | {"layers": tuple(stacks)}
 
 
-def lower_decode(model_cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize):
+def lower_decode(
+    model_cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, lora_rank: int = 0
+):
     """Lower `decode` for the last stage of a rollout, with all of its rows."""
-    weights = abstract_weights(model_cfg, layout, dtype, size.quantised)
+    weights = abstract_weights(model_cfg, layout, dtype, size.quantised, lora_rank)
     B = size.answers
     _, group = size.of_device(layout)
     empty_state = partial(

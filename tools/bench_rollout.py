@@ -43,15 +43,16 @@ FLAGS = dict(
     prompt=256,  # tokens
     answer=1024,  # tokens
     dtype="bfloat16",  # or float32, or int8: matrices in int8, the rest in train.py's default
+    lora=0,  # rank of adapters; only with aot
     transformers=0,  # 1 = also time transformers' generate
 )
 
 
 # ---------------------------------------------------------------- compiled for absent devices
-def check_loop(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> str:
+def check_loop(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, lora_rank: int) -> str:
     """Compile the last stage of decoding, and describe the traffic, memory and time of a step."""
     chip = chips.chip(layout.mesh.devices.flat[0])
-    program = abstract_rollout.lower_decode(cfg, layout, dtype, size).compile()
+    program = abstract_rollout.lower_decode(cfg, layout, dtype, size, lora_rank).compile()
     text = program.as_text()
     traffic = hlo.loop_traffic(text, cfg.L)
 
@@ -203,6 +204,7 @@ def main(argv=None) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
     is_int8 = args.dtype == "int8"
     check(not (args.transformers and is_int8), "--transformers compares equal weights: not int8")
+    check(args.aot or not args.lora, "--lora needs --aot")
     models = args.model.split(",")
     absent_types = args.aot.split(",")
     kinds = args.layout.split(",")
@@ -227,7 +229,7 @@ def main(argv=None) -> None:
         layout, why = layouts.rollout_layout(kind, cfg, mesh, dtype, size)
         print(f"{name} on {absent or devices[0].device_kind}: {why}", flush=True)
         setting = cfg, layout, dtype, size
-        text = check_loop(*setting) if absent else measure(name, *setting, args)
+        text = check_loop(*setting, args.lora) if absent else measure(name, *setting, args)
         print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
 
 

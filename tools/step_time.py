@@ -47,7 +47,7 @@ def plan_rollout(
     at_once = waves[0].shape[1]
     wave = replace(size, answers=at_once * shards, group=group)
     dtype, _ = quantise.dtypes(cfg)
-    decode = abstract_rollout.lower_decode(model_cfg, layout, dtype, wave)
+    decode = abstract_rollout.lower_decode(model_cfg, layout, dtype, wave, cfg.lora)
     chip = chips.chip(mesh.devices.flat[0])
 
     def clock_of(hlo):

@@ -23,7 +23,7 @@ def table(cfg, plan: Callable) -> str:
     if cfg.lora:
         marks = (
             f"With `--lora {cfg.lora}`. - n: not one row fits, by n GiB. + n: the update fits, and "
-            "the rollout, whose merged weights come on top of the frozen ones, is n GiB too large."
+            "the rollout, whose weights come on top of the frozen ones, is n GiB too large."
         )
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "

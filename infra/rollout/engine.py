@@ -77,8 +77,7 @@ class Engine:
         return engine
 
     def load(self, params: dict, exact: bool = False) -> None:
-        """Cast or quantise parameters for the rollout, and move them to its layout. Adapters are
-        merged with their matrices.
+        """Cast or quantise parameters for the rollout, and move them to its layout.
 
         exact: use the compute dtype of training, so that an evaluation measures the model that is
         saved.

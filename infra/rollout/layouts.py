@@ -199,11 +199,16 @@ def to_rollout(
     params: dict, layout: Layout, dtype, quantised: bool = False, lora_scale: float = 0.0
 ) -> dict:
     """Cast or quantise the parameters on the training mesh, then move them to a rollout's layout.
-    Adapters are first merged with their matrices; lora_scale is their scale.
+
+    lora_scale: scale of adapters, if there are any. Adapters stay beside their matrices, as in the
+    update. In bfloat16, the sum W + scale A B would lose most of a small A B to rounding, and the
+    sampler would not be the policy that is trained. int8 weights are merged: an int8 differs more
+    from W anyway.
 
     Returns the weights of the rollout, in which `layers` is a tuple of stacks of layers.
     """
-    names = tuple(name for name in model.flatten(params) if not model.is_adapter(name))
+    names = model.flatten(params)
+    names = tuple(name for name in names if not (quantised and model.is_adapter(name)))
     training_mesh = params["norm_D"].sharding.mesh
     move_top, move_stack = compiled_moves(
         names, training_mesh, layout, dtype, quantised, lora_scale
@@ -259,8 +264,10 @@ def compiled_moves(
         return jax.tree.map(move_array, a, *from_and_to)
 
     def move_layer(layer):
-        layer = model.adapted(layer, lora_scale)
-        return {name: move(f"layers/{name}", model.merge(w)) for name, w in layer.items()}
+        if quantised:
+            layer = {name: model.merge(w) for name, w in model.adapted(layer, lora_scale).items()}
+        moved = {name: move(f"layers/{name}", w) for name, w in layer.items()}
+        return model.adapted(moved, lora_scale)
 
     def move_top(params):
         return {name: move(name, params[name]) for name in sorted(params)}
@@ -273,7 +280,7 @@ def compiled_moves(
     # XLA may drop sharding constraints, but not the shardings of a program's outputs.
     place = partial(NamedSharding, layout.mesh)
     top_shardings = jax.tree.map(place, model.nest(specs))
-    layer_shardings = top_shardings.pop("layers")
+    layer_shardings = model.adapted(top_shardings.pop("layers"), lora_scale)
     return (
         jax.jit(move_top, out_shardings=top_shardings),
         jax.jit(move_stack, static_argnames="size", out_shardings=layer_shardings),
