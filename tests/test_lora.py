@@ -343,7 +343,7 @@ def test_state_holds_masters_and_moments_of_adapters_alone():
 
 # ---------------------------------------------------------------- the rollout
 def rollout_weights(kind, dtype, quantised, adapters):
-    """Returns (layout, the weights of a rollout with adapters, those of the model W + scale A B)."""
+    """Returns (layout, weights of a rollout with adapters, those of the model W + scale A B)."""
     cfg = train.Config(**LORA)
     on = mesh(2, 2, 2)
     weights = update_case().weights
@@ -402,14 +402,14 @@ def test_a_bfloat16_rollout_does_not_round_small_adapters_away(kind):
     zeros = {name: np.zeros_like(w) for name, w in update_case().weights.items()}
     products = merged(zeros, adapters, 1.5)
     for name in lora.adapted_matrices(SMALL):
-        of_stack = got["layers"][0][name.removeprefix("layers/")]
-        w = jax.tree.map(lambda a: np.asarray(a[1]), of_stack)
+        short = name.removeprefix("layers/")
+        w = jax.tree.map(lambda a: np.asarray(a[1]), got["layers"][0][short])
         assert w.base.dtype == w.a.dtype == w.b.dtype == jnp.bfloat16
         product = model.merge(w) - w.base.astype(np.float32)
         assert relative(product, products[name][1]) < 0.02
         # If the sum is rounded to bfloat16, most of it is W again.
-        of_sum = np.asarray(rounded["layers"][0][name.removeprefix("layers/")][1])
-        assert (of_sum == w.base).mean() > 0.5
+        of_sum = rounded["layers"][0][short][1]
+        assert (np.asarray(of_sum) == w.base).mean() > 0.5
 
 
 def test_the_reference_is_the_base_with_the_adapters_of_its_time():

@@ -237,8 +237,7 @@ def compiled_moves(
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
     the stack of `size` layers that begins with layer `first`.
     """
-    # specs: PartitionSpec of each parameter in the rollout. cast_specs: PartitionSpec of each
-    # parameter after the cast, while the parameter is still on the training mesh.
+    # PartitionSpecs of parameters in the rollout, and after the cast, still on the training mesh.
     specs = {}
     cast_specs = {}
     for name in names:
