@@ -360,11 +360,14 @@ def test_a_plan_compiles_a_rollout_with_adapters(quantised):
     layout, got, _ = rollout_weights("tp", "bfloat16", quantised, adapters_of(SMALL))
     dtype = jnp.dtype("bfloat16")
     abstract = abstract_rollout.abstract_weights(SMALL, layout, dtype, quantised, RANK)
-    got, abstract = model.flatten(got), model.flatten(abstract)
+    got = model.flatten(got)
+    abstract = model.flatten(abstract)
     assert got.keys() == abstract.keys()
     for name, a in got.items():
-        assert (a.shape, a.dtype) == (abstract[name].shape, abstract[name].dtype)
-        assert a.sharding.is_equivalent_to(abstract[name].sharding, a.ndim)
+        planned = abstract[name]
+        assert a.shape == planned.shape
+        assert a.dtype == planned.dtype
+        assert a.sharding.is_equivalent_to(planned.sharding, a.ndim)
 
 
 def test_an_int8_rollout_gets_the_merged_weights():
@@ -389,7 +392,8 @@ def test_a_rollout_with_adapters_samples_from_the_merged_model(kind, record_prop
         outs.append(sampler.generate(prompts, jax.random.key(5), Sampling()))
     got, wanted = outs
     assert_array_equal(got["tokens_BT"], wanted["tokens_BT"])
-    error = np.abs(got["logprobs_BT"] - wanted["logprobs_BT"]).max()
+    difference = got["logprobs_BT"] - wanted["logprobs_BT"]
+    error = np.abs(difference).max()
     record_property("largest error", f"{error:.1e}")
     assert 0 < error < 1e-5
 
@@ -403,13 +407,16 @@ def test_a_bfloat16_rollout_does_not_round_small_adapters_away(kind):
     products = merged(zeros, adapters, 1.5)
     for name in lora.adapted_matrices(SMALL):
         short = name.removeprefix("layers/")
-        w = jax.tree.map(lambda a: np.asarray(a[1]), got["layers"][0][short])
+        stack = got["layers"][0]
+        w = jax.tree.map(lambda a: np.asarray(a[1]), stack[short])
         assert w.base.dtype == w.a.dtype == w.b.dtype == jnp.bfloat16
         product = model.merge(w) - w.base.astype(np.float32)
         assert relative(product, products[name][1]) < 0.02
         # If the sum is rounded to bfloat16, most of it is W again.
-        of_sum = rounded["layers"][0][short][1]
-        assert (np.asarray(of_sum) == w.base).mean() > 0.5
+        stack = rounded["layers"][0]
+        of_sum = np.asarray(stack[short][1])
+        is_base = of_sum == w.base
+        assert is_base.mean() > 0.5
 
 
 def test_the_reference_is_the_base_with_the_adapters_of_its_time():
