@@ -40,7 +40,7 @@ from jax.sharding import Mesh
 #
 # Array names end in their shapes: N tokens on all devices, n tokens on one device; C tokens of a
 # chunk, c of these on one device; D model width, d columns of D on one device or in one tile;
-# V vocabulary, or the part of it in one shard or tile; P parts of V. In formulas, ' transposes.
+# V vocabulary, or the part of it in one shard or tile; P parts of V. In formulas, ' is a transpose.
 
 # Mesh axes that shard the LM head. Devices along these axes work on each chunk together.
 HEAD_AXES = ("fsdp", "tp")
@@ -70,7 +70,7 @@ def grpo_terms(
     """The loss above, token by token. Returns (loss_N, stats), float32 [N], 0 where weight is 0.
 
     vectors, float32 [N] each:
-      weight             weight_i, which aggregates and normalises. 0 masks the token, even if other
+      weight             weight_i, including normalisation. 0 masks the token, even if other
                          vectors are not finite there.
       advantage          A
       old_logprobs       optional: without it, the ratio is 1
@@ -174,9 +174,9 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
 # ---------------------------------------------------------------- a chunk in Pallas
 # The two kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
 # sublanes, and per-token values lie along lanes. The forward saves z - max in bfloat16, where max
-# is the maximum of `step_rows` rows. Rounding is least for logits near the maximum, which matter
-# most. The backward computes dz in VMEM and uses it for both GEMMs. Exponentials have base 2,
-# because the hardware computes powers of 2.
+# is the maximum of `step_rows` rows. Rounding errors are smallest for logits near the maximum,
+# which matter most. The backward computes dz in VMEM and uses it for both GEMMs. Exponentials have
+# base 2, because the hardware computes powers of 2.
 @dataclass(frozen=True)
 class Blocks:
     """The sizes of a chunk, and of the tiles that the kernels split it into."""
@@ -475,7 +475,7 @@ def rows_to_columns(dW_VD, shards):
 def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
     """Returns (logp, logsumexp, entropy) over all of V, [C] each.
 
-    row_C: each target's row of this shard of the head. reductions: over this shard.
+    row_C: each target's row of this shard of the head. reductions: of this shard's logits.
     """
     # Only one device has the target's row of the head; the others get zeros.
     w_CD = head_VD.at[row_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -514,9 +514,9 @@ def token_gradients(settings, logp_c, entropy_c, vectors_c):
 def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, inputs, i, carry):
     """Compute chunk i: the body of the loop in `on_one_device`.
 
-    forward, backward: in plain JAX or in Pallas. order: see `order_in_chunks`. inputs: hidden
-    states, targets and vectors of all n tokens. carry: (dW, results), to which the chunk adds its
-    dW and the results of its tokens: logp and entropy, and with terms also loss and dh.
+    forward, backward: functions in plain JAX or in Pallas. order: see `order_in_chunks`. inputs:
+    hidden states, targets and vectors of all n tokens. carry: (dW, results), to which the chunk
+    adds its dW and the results of its tokens: logp and entropy, and with terms also loss and dh.
     """
     dW_VD, results = carry
     token_c = order[i]
@@ -576,7 +576,7 @@ def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
     shards = D // d
     blocks = settings.blocks
 
-    # Exchange the head's columns for rows. Zeros pad the head to equally many rows on each device.
+    # Exchange the head's columns for rows, after padding V with zeros to a multiple of `shards`.
     rows_each = cdiv(V, shards)
     padding = rows_each * shards - V
     head_Vd = jnp.pad(head_Vd.astype(h_nD.dtype), ((0, padding), (0, 0)))
@@ -698,7 +698,7 @@ def fused_loss_backward(settings, saved, cotangents):
     extra = {"d_logp": d_logp_N, "d_entropy": d_entropy_N}
     extra = {name: d for name, d in extra.items() if not isinstance(d, SymbolicZero)}
     if extra:
-        # The derivatives of this loss with respect to logp and entropy are the cotangents.
+        # This loss is linear: the cotangents are its derivatives with respect to logp and entropy.
         def linear_terms(logp, entropy, v):
             loss = v.get("d_logp", 0) * logp + v.get("d_entropy", 0) * entropy
             return loss, {}

@@ -9,35 +9,35 @@
 #   bash launch.sh TYPE [options] [flags]       train on a TPU slice, such as v4-16, v5litepod-16, v5p-16, v6e-16:
 #                                               up, setup and run in one command; Ctrl-C detaches
 #   bash launch.sh TYPE ACTION [options]        one of:
-#     up        find or make the TPU VM               setup    send this tree and .env, install
+#     up        find or create the TPU VM             setup    send this tree and .env, install
 #     run       start train.py on all workers, and follow it
 #     logs      follow the run again
-#     status    state of the VM, workers' last lines  stop     SIGTERM to train.py on all workers
-#     fetch     bring final/, config.json, *.jsonl and profile/ into out/NAME/, or name the bucket that has them
+#     status    state of the VM, workers' last lines  stop     send SIGTERM to train.py on all workers
+#     fetch     copy final/, config.json, *.jsonl and profile/ to out/NAME/, or print the bucket that has them
 #     ssh [WORKER|all] [COMMAND]   a shell on worker 0, or a command in ~/podgrpo
 #     down      delete the VM, or its queued request  test     test loss, model, rollout on worker 0
-#     --name NAME  --zone A,B (tried in turn)  --spot (made again when preempted)  --queued (wait for capacity)
+#     --name NAME  --zone A,B (tried in turn)  --spot (recreated when preempted)  --queued (wait for capacity)
 #     --create "FLAGS" (any other flags of gcloud's create)  --down (delete the VM after the run has finished)
 #     --ssh "FLAGS" (for every ssh and scp: --internal-ip, --tunnel-through-iap)  --yes (down does not ask)
-#   bash launch.sh plan [TYPE] [flags]          what fits on TYPE or on this machine, and how fast; needs no TPU
+#   bash launch.sh plan [TYPE] [flags]          what fits on TYPE or here, and how long a step takes; needs no TPU
 #     TYPE is a TPU type, or a100-N, h100-N, h200-N: N GPUs in hosts of 8.  --sweep micro_batch=8,16 compares values
 #   bash launch.sh report OUT [OUT ...]         curves, flags and answers of runs, as a page: OUT/report.html
 #   bash launch.sh test [pytest arguments]      the quick tests; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
 # With --dry-run anywhere in the call, the commands are printed, and nothing is run.
 # All other flags are train.py's. By default, gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K.
-# --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside this file:
+# --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside launch.sh:
 # bash reads it. PYTHON names the Python for .venv, 3.11 or newer; by default: python3.12, python3.11, python3, or uv's.
 # Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
-# Exit code: 0; 2 for a mistake in the call; that of train.py, pip, tests or an ssh command; 1 if gcloud or ssh fails.
+# Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to the caller's directory
 venv="$here/.venv"
 dry_run=''
 exec 3>&1 # dry runs print here, even where the output of a command is captured
-# JAX_PLATFORMS for GPUs. If there is no GPU, JAX then fails instead of training on the CPU.
+# JAX_PLATFORMS for GPUs. With this value, JAX fails if there is no GPU, instead of training on the CPU.
 gpus=cuda,cpu
-# Default flags of gpu, slurm and TPU slices. The user's flags follow them, and of a repeated flag the last one counts.
+# Default flags of gpu, slurm and TPU slices. The user's flags follow them: if a flag is repeated, the last one counts.
 job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --eval_data gsm8k --max_prompt 1024 --max_answer 1024)
 
 say() { printf 'launch.sh: %s\n' "$1" >&2; }
@@ -47,7 +47,7 @@ shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n
 # Run a command, or print it under --dry-run, quoted for a shell.
 run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3; fi; }
 # shellcheck source=infra/cloud/gcloud.sh
-. "$here/infra/cloud/gcloud.sh" # the actions of a TPU type
+. "$here/infra/cloud/gcloud.sh" # the actions of launch.sh TYPE
 # shellcheck source=infra/cloud/cuda.sh
 . "$here/infra/cloud/cuda.sh" # which CUDA to install
 # ---------------------------------------------------------------- this machine
@@ -58,7 +58,7 @@ setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") $extra"
   if ! grep -qxF "$mark" "$venv/installed" 2>/dev/null; then
-    # Without pip, .venv is missing, or making it was cut short.
+    # If pip is missing, .venv does not exist, or its creation was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
     drop_other_cuda "$extra"
     [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'
@@ -87,7 +87,7 @@ make_venv() {
 # uv uses this machine's Python if only ensurepip is missing, or else downloads one. If uv is not installed, get it from
 # the package index, or else from its own installer.
 make_venv_with_uv() {
-  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # newer ones are untested
+  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # newer versions are untested
   if command -v uv >/dev/null; then
     run uv "${make[@]}"
   elif python3 -m pip --version >/dev/null 2>&1; then
@@ -102,7 +102,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. .env goes to its environment, hidden from ps and logs.
+# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. Its environment gets .env, which ps and logs do not show.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -115,7 +115,7 @@ program() {
   set -- env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$path" "$@"
   if [ -z "$dry_run" ]; then exec "$@"; else run "$@"; fi
 }
-# train.py or plan.py replaces this shell, or the subshell of the call, so that signals reach the program.
+# The program replaces the shell, or the subshell, that calls `train` or `plan`, so that signals reach the program.
 train() { program train.py "$@"; }      # PLATFORM FLAGS...
 plan() { program tools/plan.py "$@"; } # PLATFORM [TYPE] FLAGS...
 
@@ -218,8 +218,8 @@ split() {
   while IFS= read -r word; do [ -z "$word" ] || words+=("$word"); done <<<"$text"
 }
 
-# Check, before a VM is made and paid for, that all words are flags of train.py and their values. Another word may be an
-# action in the wrong place.
+# Exit unless all words are flags of train.py and their values. Check this before a VM is created and paid for. A word
+# that is neither may be an action in the wrong place.
 check_words() {
   local word flag is_value=''
   for word in "$@"; do
@@ -280,7 +280,7 @@ cmd_slurm() {
     sleep 1
   done
   wait "$sbatch" || code=$?
-  # sbatch ends as soon as the job is cancelled, even with code 0, while the job's tasks still save.
+  # When the job is cancelled, sbatch exits at once, possibly with code 0, although the job's tasks are still saving.
   while [[ "$(squeue --noheader --jobs="$id" --format=%T 2>/dev/null)" = *COMPLETING* ]]; do sleep 1; done
   case "$code$(scontrol show job "$id" 2>/dev/null)" in 0*JobState=CANCELLED*) code=143 ;; esac
   sleep 2 # until tail has printed the last lines

@@ -6,8 +6,8 @@ R rank of adapters.
 `wq_LDNH` has shape [L, D, N, H]; the scan over layers removes L, but weights keep their names.
 
 Parameters are a nested dict of arrays, with layers stacked on L. Master weights are float32,
-sharded over the mesh axes `dp, fsdp, tp`. The forward pass casts weights to the compute dtype,
-accumulates matmuls in float32, and computes norms and softmax in float32.
+sharded over the mesh axes `fsdp` and `tp`, and replicated over `dp`. The forward pass casts weights
+to the compute dtype, accumulates matmuls in float32, and computes norms and softmax in float32.
 Architectures: Qwen2 (arXiv 2407.10671), Qwen3 (2505.09388), Llama 3 (2407.21783).
 """
 
@@ -96,7 +96,7 @@ FAMILIES = {
 def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     """The ModelConfig for a Hugging Face config.json.
 
-    generation: the content of generation_config.json, or {} without one. It may name more stop ids.
+    generation: generation_config.json, which may name more stop ids; {} if there is no such file.
     Raises NotImplementedError for a model that this file does not support, and ValueError,
     TypeError or other exceptions for malformed values.
     """
@@ -223,7 +223,7 @@ def refuse_unsupported(config: dict) -> None:
 
 
 # ---------------------------------------------------------------- parameters
-# our name: (Hugging Face name, dimensions there, switch). "NH" is one dimension of size N * H.
+# our name: (Hugging Face name, Hugging Face dimensions, switch). "NH" is one dimension, N * H.
 # A model has the tensor only if this switch of its ModelConfig is on; None: every model has it.
 TENSORS = {
     "embed_VD": ("model.embed_tokens.weight", "V D", None),
@@ -293,7 +293,7 @@ def shardings(names, mesh: Mesh) -> dict:
 def adapter_names(name: str) -> tuple[str, str]:
     """The names of a matrix's adapters A and B: for "wq_LDNH", "wq_a_LDR" and "wq_b_LRNH"."""
     stem, dims = name.rsplit("_", 1)
-    # A matmul sums over D, or else over all dimensions between L and D.
+    # A matmul sums over D if D follows L, and otherwise over all dimensions between L and D.
     summed = "D" if dims[1] == "D" else dims[1:-1]
     kept = dims[1 + len(summed) :]
     return f"{stem}_a_L{summed}R", f"{stem}_b_LR{kept}"
@@ -330,7 +330,7 @@ def dequantise(w, dtype) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix W of one layer, to which a product of low rank is added: W + scale A B
+    """A frozen matrix W of one layer plus a low-rank product: W + scale A B
     (LoRA, arXiv 2106.09685)."""
 
     base: jax.Array  # W
@@ -340,8 +340,8 @@ class Adapted:
 
 
 def adapted(weights: dict, scale: float) -> dict:
-    """Join the matrices in a dict of layers' weights with their adapters, if there are any: returns
-    the weights without adapters, some of them Adapted."""
+    """Join matrices with their adapters. weights: the weights and adapters of layers, by name.
+    Returns the weights by name; a matrix that has adapters becomes an Adapted that holds them."""
     joined = {}
     for name, w in weights.items():
         a, b = adapter_names(name)
@@ -367,7 +367,7 @@ def matmul(equation: str, x, w) -> jax.Array:
         of_x, of_w = inputs.split(",")
         summed = "".join(letter for letter in of_w if letter not in out)
         kept = of_w.replace(summed, "")
-        # In "BNTH,NHD->BTD", the letters of `summed` are not side by side in x.
+        # Drop the summed letters one by one: in "BNTH,NHD->BTD", x has a T between N and H.
         rows = "".join(letter for letter in of_x if letter not in summed)
         xa = matmul(f"{of_x},{summed}R->{rows}R", x, w.a).astype(x.dtype)
         return matmul(equation, x, w.base) + w.scale * matmul(f"{rows}R,R{kept}->{out}", xa, w.b)
@@ -472,8 +472,8 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
 
 
 # ---------------------------------------------------------------- the training forward
-# Remat policies. Besides the input of a layer, the backward pass keeps the values with these names;
-# the rest is recomputed. Gathered weights have no name, so the backward pass gathers them again.
+# Remat policies. The forward pass saves each layer's input and the values with these names. The
+# backward pass recomputes the rest. Gathered weights have no name, so they are gathered again.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
@@ -548,8 +548,8 @@ def look_up(embed_Vd, tokens_BT, dtype):
 def rows_at_once(B, T):
     """Number of rows per chunk, given B rows of T tokens.
 
-    A chunk is skipped only if all its rows are padding. To compute little padding, a chunk has at
-    most B / 8 rows, but at least one.
+    A chunk is skipped only if all its rows are padding, so small chunks compute less padding: a
+    chunk has at most B / 8 rows, but at least one.
     """
     return max(1, min(TOKENS_AT_ONCE // T, B // 8))
 
@@ -568,8 +568,8 @@ def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, options):
         return options.attend(q, k, v, segments_BT), None
 
     def run(x_BTD, masters):
-        # Adapters have masters, and the frozen weights beside them have none: w is a constant, so
-        # the backward pass forms no gradient of a frozen weight.
+        # With --lora, only adapters have masters. The frozen weights are read from w, which is a
+        # constant, so the backward pass computes no gradients for them.
         trained = {name: w[name] for name in masters}
         trained, masters = with_gradients_to(trained, masters)
         own_w = adapted(w | trained, options.lora_scale)
@@ -630,7 +630,7 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     """Hidden states after the last norm, [B, T, D] in options.dtype; multiply by `head` for logits.
 
     Differentiate with respect to `params`: gradients are float32 and reduce-scattered. The
-    backward pass keeps the inputs of all layers, [L, B, T, D], and what options.remat keeps.
+    forward saves the inputs of all layers, [L, B, T, D], and the values that options.remat names.
 
     rows: `tokens`, `positions`, `segments`, int32 [B, T]. A token attends to tokens of its own
     segment, up to and including itself. Segment 0 is padding; chunks that hold only padding are
@@ -640,11 +640,11 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
       at_rest            the layers where they are stored. The forward reads their values, and
                          fetches one layer at a time. It may be None if the layers are stored on the
                          devices: then the forward reads params["layers"].
-      params["layers"]   the masters: the same layers on the devices, or with --lora the adapters
-                         of at_rest alone. They only receive gradients,
-                         because JAX puts a gradient where the differentiated argument is. Nothing
-                         reads their values, so XLA never copies them from the host.
-    `with_gradients_to` passes gradients from the weights that a layer reads on to its masters.
+      params["layers"]   the masters: the layers on the devices, or with --lora the adapters alone.
+                         Masters only receive gradients, because JAX puts a gradient where the
+                         differentiated argument is. Nothing reads the values of the masters, so
+                         XLA never copies them from the host.
+    `with_gradients_to` adds the gradients of a layer's weights to the gradients of its masters.
     """
     used = {name: param for name, param in params.items() if name != "head_VD"}
     at_rest = at_rest or jax.lax.stop_gradient(params["layers"])
@@ -693,7 +693,7 @@ def cached_forward(
     # The embedding is an array or Quantised, whose int8 and scale are both looked up.
     x = jax.tree.map(lambda table: table[tokens_BT], weights["embed_VD"])
     x_BTD = constrain(dequantise(x, weights["norm_D"].dtype), layout.mesh, layout.rows)
-    # As the scan's carry, a cache is updated in place; as its xs and ys, it would be copied.
+    # A cache is the scan's carry, so it is updated in place; as xs and ys, it would be copied.
     new_caches = []
     for stack, cache in zip(weights["layers"], caches, strict=True):
         carry = x_BTD, cache, 0

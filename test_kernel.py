@@ -1,6 +1,6 @@
 """Test the GRPO loss (kernel.py) against float64 NumPy, token by token, and against Liger.
 
-    python test_kernel.py           these tests alone; prints each comparison's largest error last
+    python test_kernel.py           these tests alone, then the largest error of each comparison
     bash launch.sh test             these and the tests in tests/ (tests/test_loss.py: over meshes)
 
 The Pallas kernels are compiled on a TPU and interpreted elsewhere.
@@ -68,23 +68,23 @@ def relative(a, b):
 
 # ---------------------------------------------------------------- inputs and the reference
 IMPLS = ("jax", "pallas", "full")
-# What the loss knows of a token: see `grpo_terms`.
+# The vectors that the loss takes, one number per token: see `grpo_terms`.
 VECTORS = ("weight", "advantage", "old_logprobs", "sampler_logprobs", "ref_logprobs")
 KNOBS = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.3, "is_cap": 1.5, "entropy_bonus": 0.05}
-# Everything that a gradient can be taken of: the loss, and sums of logprobs and of entropies with
-# random cotangents.
+# All the outputs that have gradients: the loss, and sums of the logprobs and of the entropies,
+# weighted by random cotangents.
 EVERYTHING = "loss logp entropy"
 
 
 @cache
 def blocks(impl, cores=1):
-    """Blocks so small that tests reach every edge; on a TPU, as small as it can compile."""
+    """Blocks so small that tests reach every edge; on a TPU, the smallest blocks that compile."""
     if impl != "pallas":
         return kernel.Blocks(128)
     sizes = {"chunk_tokens": 128, "tile_vocab": 32, "vmem_bytes": 8 << 20}
     if jax.default_backend() == "tpu":
         return kernel.Blocks(**sizes, tile_tokens=128, tile_hidden=128, step_rows=16)
-    # In the interpreter, unwritten memory reads as NaN. Two cores can race, and one core is faster.
+    # In the interpreter, unwritten memory reads as NaN. Races need two cores; one core is faster.
     interpret = pltpu.InterpretParams(
         num_cores_or_threads=cores,
         detect_races=cores > 1,
@@ -184,7 +184,7 @@ def numpy_token(logp, entropy, token, knobs):
 
 
 def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
-    """The loss in float64. The gradients are of the parts that `of` names, as in EVERYTHING.
+    """The loss in float64, and the gradients of the sum of the parts in `of` (see EVERYTHING).
 
     Returns (loss [N], {statistic: [N]}, dh [N, D], dW [V, D], a Counter of clip and cap cases).
     """
@@ -225,7 +225,7 @@ def numpy_loss(h, W, y, v, cotangents, T, of="loss", **knobs):
 # ---------------------------------------------------------------- running kernel.py
 @partial(jax.jit, static_argnames=("impl", "T", "of", "on", "cores", *KNOBS))
 def gradients(h, W, y, v, cotangents, impl, T, of, on, cores, **knobs):
-    """Returns (loss, {statistic: [N]}, dh, dW) of grpo_loss; gradients are of the parts in `of`."""
+    """Returns (loss, {statistic: [N]}, dh, dW) of grpo_loss. `of`: the parts to differentiate."""
 
     def objective(h, W):
         loss, tokens = kernel.grpo_loss(
@@ -351,7 +351,7 @@ def test_loss_equals_numpy(impl, record_property):
         errors, cases = check_loss(impl, inputs, T, of, eps, entropy_bonus=bonus)
         worst[dtype] = max(worst[dtype], *errors)
         seen += cases
-    # All three sides of the clip with either sign of the advantage, and both sides of the cap.
+    # Six cases of the clip (below, within, above; either sign of the advantage), two of the cap.
     assert len(seen) == 8, seen
     assert min(seen.values()) > 5, seen
     for dtype, error in worst.items():
@@ -360,7 +360,7 @@ def test_loss_equals_numpy(impl, record_property):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_masked_tokens_are_as_if_they_were_not_there(impl):
-    """This holds whatever masked tokens contain. If all tokens are masked, everything is 0."""
+    """Masked tokens may contain anything. If all tokens are masked, all results are 0."""
     # loss_inputs puts NaN and infinity into masked tokens; replace these by zeros.
     dirty_inputs = loss_inputs(296, 203, 1.3, 9)
     hidden, head, targets, vectors, cotangents = dirty_inputs
@@ -386,7 +386,7 @@ def test_masked_tokens_are_as_if_they_were_not_there(impl):
 
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
 def test_loss_equals_liger(kind, record_property):
-    """Compare Liger's three ways to weigh answers, off-policy, with KL and importance weights."""
+    """Compare with three of Liger's loss types, off-policy, with KL and importance weights."""
     torch = pytest.importorskip("torch")
     liger = pytest.importorskip("liger_kernel.chunked_loss", exc_type=ImportError)
     # Liger takes answers of equal length, each with one advantage, and masks their ends.
@@ -397,7 +397,7 @@ def test_loss_equals_liger(kind, record_property):
     v["advantage"] = np.repeat(v["advantage"][:B], T)
     lengths = rng.integers(1, T + 1, B)
     mask = np.float32(np.arange(T) < lengths[:, None])
-    # The weight of each token: by the length of its answer, or one weight for all.
+    # A token's weight depends on the length of its answer, or is the same for all tokens.
     weights = {"grpo": 1 / lengths / B, "bnpo": 1 / mask.sum(), "dr_grpo": 1 / (B * T)}
     theirs = liger.LigerFusedLinearGRPOLoss(
         beta=0.3,
@@ -427,7 +427,7 @@ def test_loss_equals_liger(kind, record_property):
     v["weight"] = np.float32(weight.ravel())
     inputs = (hidden, head, targets, v, cotangents)
     *_, cases = numpy_loss(*inputs, 0.7)
-    # All three sides of the clip with either sign of the advantage, and both sides of the cap.
+    # Six cases of the clip (below, within, above; either sign of the advantage), two of the cap.
     assert len(cases) == 8
     assert min(cases.values()) > 10
     worst = 0.0

@@ -68,7 +68,7 @@ from model import DEVICE, REMAT
 
 # Start reading at the bottom: `train` is the algorithm.
 # Array names end in their shapes: B answers of a host, T tokens of an answer, G groups of Q
-# answers, M minibatches, N tokens of a micro-batch's rows, flattened; D and V are as in model.py.
+# answers, M minibatches, N tokens of a flattened micro-batch; D and V are as in model.py.
 
 # ---------------------------------------------------------------- Config: every flag
 SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
@@ -77,11 +77,11 @@ SYSTEM = "Think step by step, then give the final number as <answer>number</answ
 @dataclasses.dataclass(frozen=True)
 class Config:
     # The comment beside a flag is its help text. The type of a numeric flag gives its range.
-    # what to train, on what
+    # the model, the data and the run
     model: str = "tiny"  # tiny (built in) | hub id or Hugging Face directory: Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
     columns: str = ""  # columns of all data sets, as question=...,answer=...; "" = the usual names
-    eval_data: str = ""  # held-out sets, as [name=]data,... | none; "" = data's own, if any
+    eval_data: str = ""  # held-out sets: [name=]data,... | none; "" = data's held-out set, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
     seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
@@ -95,18 +95,18 @@ class Config:
     truncated: Literal["zero", "mask"] = "zero"  # mask = truncated answers have no loss, as in DAPO
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # not for evaluations; auto = dtype
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # only in training; auto = dtype
     # the rewards
     reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO; with --lora, the default is 10 times as high
-    sft_lr: NonNegative = 1e-5  # learning rate of the supervised steps; with --lora as for lr
+    sft_lr: NonNegative = 1e-5  # supervised learning rate; default 10x with --lora, except for tiny
     warmup: Natural = 5  # steps of linear warm-up, in GRPO and in the supervised steps
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # of lr and sft_lr, after warm-up
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # for lr and sft_lr, after warm-up
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"  # sgd has no momentum
     b2: Fraction = 0.99  # second-moment decay of adamw, momentum decay of lion
-    weight_decay: NonNegative = 0.0  # of matrices only; multiplied by the learning rate
+    weight_decay: NonNegative = 0.0  # applied to matrices only; multiplied by the learning rate
     grad_clip: NonNegative = 1.0  # largest global norm of the gradient; 0 = no clipping
     clip_low: Fraction = 0.2  # clip the probability ratio to [1 - clip_low, 1 + clip_high]
     clip_high: NonNegative = 0.28  # see clip_low; the default is larger than clip_low, as in DAPO
@@ -118,7 +118,7 @@ class Config:
     ppo_epochs: Positive = 1  # passes over a step's answers
     minibatches: Positive = 1  # updates per pass
     micro_batch: Natural = 0  # rows per device in one forward/backward; 0 = the largest that fits
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto = float32 on CPU only
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype; auto = float32 on CPU
     loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPU in bfloat16
     attention: Literal["auto", *ATTENTION] = "auto"  # auto in bfloat16 = splash (TPU), cudnn (GPU)
     remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | nothing
@@ -136,9 +136,9 @@ class Config:
     process_id: Process = 0  # number of this process, from 0
     start_timeout: Natural = 20  # seconds to wait for the other processes; launch.sh sets 900
     # evaluation, and what the run leaves behind
-    eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after
+    eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after GRPO
     eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all
-    eval_samples: Positive = 1  # answers per held-out question; 2 or more: set eval_temperature
+    eval_samples: Positive = 1  # answers per held-out question; 2 or more need eval_temperature
     eval_temperature: NonNegative = 0.0  # 0 = greedy
     top_k: Natural = 0  # sampled evaluation: only the k most likely tokens; 0 = all
     top_p: Probability = 1.0  # sampled evaluation: only the top tokens of this total probability
@@ -363,7 +363,7 @@ class Setup:
 
 # ---------------------------------------------------------------- rollout and advantages
 def rows_of_step(rows: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
-    """This host's batch * npq rows of a step: `per_host` of `rows`, each repeated.
+    """Choose `per_host` of `rows` for this host's step, and repeat each to get batch * npq rows.
 
     number: the step's number in its phase (supervised or GRPO), counted from 0. Repeats of a row
     are consecutive: the answers to one question form its group.
@@ -608,7 +608,7 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     # Report logprobs as the negative log-likelihood.
     stats["nll"] = -stats.pop("logp")
     sums = {name: a.sum() for name, a in stats.items()}
-    # Also log the maximum of these: the mean hides a single outlier.
+    # Also log the maximum of these stats, because the mean hides a single outlier.
     with_maximum = {"ratio", "logprob_gap"} & stats.keys()
     maxima = {name: stats[name].max() for name in sorted(with_maximum)}
     return loss, {"loss": loss, "sum": sums, "max": maxima}
@@ -705,7 +705,7 @@ def update_policy(state, batches, step, cfg, setup):
     fields = token_fields(cfg, supervised=step <= cfg.sft_steps)
     needed = sorted(policies.keys() & fields.keys())
     for rows in itertools.chain.from_iterable(batches):
-        # Compute both before adding either, so that in float32 the calls share a compiled program.
+        # Compute both before adding either: a new field in `rows` would cause a recompile.
         rows |= {name: target_logprobs(policies[name], rows, **static) for name in needed}
     parts = []
     norms = []
@@ -896,7 +896,7 @@ def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
 
 # ---------------------------------------------------------------- set up: from flags to arrays
 def reward_pool(cfg: Config) -> RewardPool:
-    """Workers that call SOLVED, and the functions of REWARDS."""
+    """Workers that call SOLVED and the functions of REWARDS."""
     functions = [SOLVED] + [function for function, _ in REWARDS]
     log = f"{cfg.out}/rewards.log"
     return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
@@ -932,7 +932,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     }
     check_data(cfg, questions, examples)
 
-    # What fits on the disk and in memory, given the longest prompt.
+    # Check that the run fits on the disk and in memory, given the longest prompt.
     asked = itertools.chain(questions, *held_out.values())
     longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)

@@ -34,8 +34,8 @@ cuda() {
 # Succeed if JAX's plugin for CUDA $1 is in .venv.
 has_plugin() { compgen -G "$venv/lib/python3*/site-packages/jax_plugins/xla_cuda$1" >/dev/null; }
 
-# Before .venv gets jax's extra $1, remove the plugin for the other CUDA, as JAX accepts only one plugin. Also remove
-# that CUDA's cuDNN, as both cuDNN packages have files of the same names.
+# Before .venv gets jax's extra $1, remove the plugin for the other CUDA version, as JAX accepts only one plugin. Also
+# remove the other version's cuDNN, as both cuDNN packages have files of the same names.
 drop_other_cuda() {
   local other
   case "$1" in cuda12) other=13 ;; cuda13) other=12 ;; *) return 0 ;; esac
@@ -52,7 +52,7 @@ check_gpus() {
 }
 
 # Install what compiles for $1, such as h100-8: JAX's CUDA plugin, and cuDNN, whose version JAX reads. Compilation needs
-# no driver. If .venv has CUDA for training, use that. The extra of the jax package pins the plugin to jax's version.
+# no driver. If .venv already has the plugin for CUDA 12, use CUDA 12. jax's extra pins the plugin to jax's version.
 setup_absent_gpus() {
   local cuda=13
   case "$(uname -sm)" in

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A TPU slice in Google Cloud, and a run on it. launch.sh sources this file; the two set these variables:
+# A TPU slice in Google Cloud, and a run on it. launch.sh sources this file. The two files set these variables:
 #
 #   $type $devices $hosts $image    the slice, from check_type
 #   $name $zones $options           its name, the zones where it may be, and the launcher's options but --down and --yes
-#   $spot $queued $create_flags     how to make it
+#   $spot $queued $create_flags     how to create it
 #   $ssh_flags                      how to reach its workers, from --ssh
 #   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# The slice's state, such as its zone, is in local variables of cmd_tpu. The functions that it calls set these.
+# The slice's state, such as its zone, is in local variables of cmd_tpu. The functions that cmd_tpu calls set them.
 # ---------------------------------------------------------------- Google Cloud: types, and errors of gcloud
-# Set $type, $devices, $hosts, $image and $all_zones, or say why there is no such slice.
+# Set $type, $devices, $hosts, $image and $all_zones, or exit and say why there is no such slice.
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
 check_type() {
   local size sizes='1 4 8 16 32 64 128 256' larger='' cores=1 one_host=8
@@ -61,7 +61,7 @@ queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zo
 # Faults of gcloud, one per line: a word; a pattern; advice. The first pattern that matches counts. `network` precedes
 # `login`, because gcloud advises "auth login" when it is offline. `busy` precedes `quota`, because a 429, too many
 # requests per minute, may mention a quota. Every 401, 403 and 404 ends in "... which is the active account specified by
-# ...": only the last pattern may match that. The texts are from gcloud 528 and the services behind it.
+# ...": no pattern but the last may match this ending. The patterns match the texts of gcloud 528 and its services.
 faults() {
   cat <<END
 network; Max retries exceeded; is this machine online?
@@ -96,14 +96,14 @@ fault() { # [TEXT]
   while IFS=';' read -r word pattern _; do
     if [[ "$text" =~ ${pattern# } ]]; then break; fi
   done < <(faults)
-  # Zones without capacity mention reservations even if none was asked for.
+  # If a zone has no capacity, the error mentions reservations even if the user asked for none.
   if [ "$word" = reservation ]; then
     case " ${create_flags[*]-} " in *' --reserved '*) ;; *) word=capacity ;; esac
   fi
   printf '%s %s\n' "$word" "$(short_form "$text")"
 }
-# Shorten gcloud's output to its ERROR, or else to its last lines. If ssh failed, the ERROR says only that, so prepend
-# the workers that failed and ssh's own last line.
+# Shorten gcloud's output to its ERROR, or else to its last lines. If ssh failed, the ERROR does not say why, so
+# prepend the workers that failed and ssh's own last line.
 short_form() { # TEXT
   local text="$1" noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
   case "$text" in
@@ -122,7 +122,7 @@ short_form() { # TEXT
 }
 # Print a fault and the advice for it.
 why() { say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"; }
-# Succeed if the fault may be temporary. Even `missing` may be: ssh may not find a VM that `describe` finds.
+# Succeed if the fault may be temporary. Even `missing` may be temporary: ssh may miss a VM that `describe` finds.
 may_pass() { [[ "${1%% *}" =~ ^(missing|network|busy|refused|other|command)$ ]]; }
 
 DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds between tries, an hour in all
@@ -139,7 +139,7 @@ patiently() {
   why "$fault"
   return 1
 }
-# ---------------------------------------------------------------- Google Cloud: a slice comes and goes
+# ---------------------------------------------------------------- Google Cloud: find, create and delete a slice
 # Print the state of the VM in $zone. Without a VM, print the state of its queued request, if --queued or $1 is given.
 state_now() {
   local now=''
@@ -155,7 +155,7 @@ is_missing() { [[ "$(fault)" = missing* ]]; }
 find_slice() {
   local now fault
   for zone in ${zones//,/ }; do
-    # If the fault may pass, ask again: if an existing VM were missed, a second one would be made, and paid for, too.
+    # If the fault may be temporary, ask again: if this call missed a VM, a second one would be created, and paid for.
     if now="$(state_now || { may_pass "$(fault)" && sleep 10 && state_now; })"; then
       [ -z "$now$dry_run" ] || return 0
       continue
@@ -168,7 +168,7 @@ find_slice() {
   zone=''
 }
 
-# Find the slice, for an action that needs it.
+# Find the slice, or exit if there is none.
 need_slice() {
   find_slice
   [ -n "$zone" ] || die "there is no $name in $zones; make it: $(again up)"
@@ -185,8 +185,8 @@ create() {
   fi
 }
 
-# Create the slice. If gcloud fails, look for the slice all the same: gcloud waits for half an hour, and the slice may
-# come later. Returns 1 if there is no slice, or 2 if another try may succeed.
+# Create the slice. If gcloud fails, look for the slice anyway: gcloud gives up after half an hour, but the slice may
+# still be created later. Returns 1 if there is no slice, or 2 if another try may succeed.
 create_or_find() {
   local fault now
   if create; then return 0; fi
@@ -198,7 +198,7 @@ create_or_find() {
   say "gcloud gave up, but $name is ${now:-perhaps} there"
 }
 
-# Delete the VM in $zone and its queued request, however it was made. If that fails, say why and return 1.
+# Delete the VM in $zone and its queued request, if they exist. If that fails, say why and return 1.
 delete() {
   local failed=''
   say "deleting $name in $zone"
@@ -377,7 +377,7 @@ start() { # FLAGS...
   return "$code"
 }
 
-# Print all workers' logs until all runs have ended. Returns the code of the first to fail, or 75 if the slice is gone.
+# Print all workers' logs until all runs have ended. Returns the code of the first run to fail, or 75 if the VM is gone.
 follow() { # LINE of worker 0's log to begin with
   local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on; follow it: $(again logs); or end it: $(again stop)"; exit 130' INT
@@ -427,7 +427,7 @@ stop_rest() {
   workers all "bash infra/cloud/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
-# Unless worker 0 finds the run's results in a bucket, copy them from worker 0 to out/$name, and make report.html there.
+# Copy the run's results from worker 0 to out/$name, and make report.html there, unless they are in a bucket.
 fetch() {
   local out to="out/$name"
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
@@ -449,8 +449,8 @@ fetch() {
 
 RESUMES='With --out gs://..., the command that started the run resumes it'
 WATCH_ENDS='no longer following; the run may go on'
-# Run to the end. Start again after the VM was repaired or, with --spot, made again. A life of a run lasts until the run
-# ends or its VM fails; $1 is the action that the first life begins with.
+# Take a run to its end, even if its VM is repaired or, with --spot, preempted. Each life of the run lasts until the run
+# ends or its VM fails. $1 is the action that begins the first life.
 live_and_finish() { # up|start|follow LINE FLAGS...
   local code now life="$1" line="$2"
   shift 2
@@ -495,8 +495,8 @@ one_life() { # up|again|start|follow LINE FLAGS...
 # ---------------------------------------------------------------- Google Cloud: the actions
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
-  # The zone of the slice, once it is known; the zones where something may cost money; the ID of the followed run; the
-  # directory of the packed tree; the log of all calls of gcloud; `alpha` where ssh needs gcloud's alpha commands.
+  # zone: the slice's, once known. maybe_paid: zones where something may cost money. run_id: ID of the followed run.
+  # to_send: directory of the packed tree. log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`.
   local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
@@ -538,7 +538,7 @@ cmd_tpu_run() {
 cmd_tpu_logs() {
   local lines='' flag flags=() there="$scratch/there"
   need_slice
-  # If this VM is preempted, the run needs its flags again on a new VM. Read them, each up to its NUL, as data.
+  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each flag ends in a NUL.
   persistently workers 0 'wc -l <run.log && cat run.id run.flags' >"$there" || {
     [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
     die "no run was started there: $(again run)" 1

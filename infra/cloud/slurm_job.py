@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 def run_tasks(command: list[str]) -> tuple[int, bool]:
     """Run the command as tasks. Returns (exit code, whether Slurm has warned of the time limit).
-    The exit code is that of the first task that failed, or 0 if none did."""
+    The exit code is the code of the first task that failed, or 0 if no task failed."""
     env = os.environ.copy()
     # Since Slurm 22.05, srun does not take the number of CPUs per task from sbatch, so pass it on.
     if "SLURM_CPUS_PER_TASK" in env:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# launch.sh runs these actions by ssh on each TPU worker, in ~/podgrpo. Every action can safely be repeated: gcloud
+# launch.sh runs these actions over ssh on each TPU worker, in ~/podgrpo. Every action can safely be repeated: gcloud
 # repeats a command when its connection breaks.
 #
 #   bash infra/cloud/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
@@ -13,8 +13,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# A run holds run.lock from before its start until its end. A probe takes a shared lock for a moment. `start` waits for
-# that moment to pass, so that it does not mistake a probe for a run.
+# A run holds run.lock from before its start until its end. `is_free` probes run.lock by holding a shared lock
+# for a moment. `start` waits for that moment to pass, so that it does not mistake a probe for a run.
 is_free() { flock -n -s run.lock true; }
 
 unpack() {

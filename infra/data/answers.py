@@ -8,7 +8,7 @@ import fractions
 import re
 from collections.abc import Iterator
 
-# Digits, with or without thousands separators, and decimals: 7, 1,450.25, .5
+# A decimal number, with or without thousands separators, such as `7`, `1,450.25` or `.5`.
 DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 TOKEN = re.compile(
     rf"""
@@ -40,8 +40,8 @@ EQUALS = set("=\u2248")
 JOINING = {"and", "or", "to", "by", "over", "through", "x", "vs"}
 MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
 # After a number, a short string of letters is a product of variables, as in 2 xy, unless it is one
-# of these units or words. Only UNITS and TIMES may follow without a space, as in 5cm: 5m may be a
-# product.
+# of these units or words. Only UNITS and TIMES may follow without a space, as in 5cm. A single
+# letter without a space, as in 5m, counts as a variable.
 UNITS = set(
     "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
     "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
@@ -61,10 +61,10 @@ SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 def final_number(text: str) -> fractions.Fraction | None:
     r"""Returns the final answer in a text, or None if the answer is not a number.
 
-    The answer is the last <answer>, even if it is nested or not closed; else the last \boxed{};
-    else the rest of the last line with ####. Empty marks are skipped; if all marks of that kind are
-    empty, there is no answer. Without any of these marks, the answer is the last number of the
-    text, unless that number is part of a formula.
+    The answer may be marked by <answer>, even nested or not closed; by \boxed{}; or by #### before
+    it on its line. If a text has several kinds of marks, only <answer> counts, or else \boxed{}.
+    The last mark that counts and is not empty has the answer; if all are empty, there is no answer.
+    Without marks, the answer is the last number of the text, unless it is part of a formula.
     """
     marked = (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S)
@@ -118,8 +118,8 @@ def fraction_text(match: re.Match) -> str:
 
 
 def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
-    """Returns the number of a marked answer, as 5 in `2 + 3 = 5`, or the last number of an unmarked
-    text. Returns None if there is no number, or it is part of a larger expression."""
+    """Returns the number that a marked answer states, such as 5 for `2 + 3 = 5`, or the last number
+    of an unmarked text. Returns None if there is no number, or if it is part of a formula."""
     # Most answers are a short integer and nothing else, which is quick to read.
     if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
         # Also strip control characters such as \x1f, which `\s` matches and `int` refuses.

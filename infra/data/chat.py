@@ -195,7 +195,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a chat template so that it renders as with transformers' `apply_chat_template`.
+    """Compile a chat template so that it renders as it does in transformers' `apply_chat_template`.
 
     A template comes from whoever published the model. jinja2's sandbox lets a template use nothing
     but the values that it is given. Raises jinja2.TemplateError.

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 # The usual names of columns. If a data set has several of these names, the first one counts: a data
-# set with both `answer` and `solution` has the derivation in `solution`. A dot leads into a column
-# that is a dict.
+# set with both `answer` and `solution` has the derivation in `solution`. `outer.inner` is the key
+# `inner` of the dicts in a column `outer`.
 NAMES = {
     "question": ("question", "problem", "prompt", "messages"),
     "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "solution"),
@@ -56,7 +56,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     for ours, theirs in chosen.items():
         value = value_of(original, theirs)
         if theirs != ours:
-            # A column that was not chosen must not stand in for a chosen one without a value.
+            # If the chosen column has no value here, do not fall back to the column named `ours`.
             row.pop(ours, None)
             if value is not None:
                 row[ours] = value

@@ -33,8 +33,8 @@ def named_sets(eval_data: str) -> dict[str, str]:
 
 
 def questions_at_once(sequences: int, samples: int, devices: int) -> int:
-    """Number of questions that a host answers in one round, `samples` times each. The answers of a
-    round are about as many as a rollout's `sequences`, and divide over the host's `devices`."""
+    """Number of questions that a host answers in one round, `samples` times each. A round has about
+    as many answers as a rollout has `sequences`, and their number is a multiple of `devices`."""
     # The least number of questions whose answers divide over the devices.
     unit = devices // math.gcd(samples, devices)
     units = sequences // (samples * unit)
@@ -42,7 +42,7 @@ def questions_at_once(sequences: int, samples: int, devices: int) -> int:
 
 
 def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, decode) -> list[dict]:
-    """The answers of one round of an evaluation as rows of evals.jsonl, in the order of questions.
+    """The answers of one round of an evaluation as rows of evals.jsonl, in the order of `asked`.
 
     asked: (name of the set, row of the data) of each question of this round and of later rounds.
     samples: answers per question. out, solved_B, reward_B: the answers of this host, from
@@ -80,16 +80,17 @@ def pass_at_k(right: int, n: int, k: int) -> float:
     """The probability that at least one of k answers is right, if they are drawn without
     replacement from n answers, of which `right` are right. This is the unbiased estimator of arXiv
     2107.03374."""
-    # All k answers are wrong if all of them are drawn from the n - right wrong answers.
+    # All k answers are wrong if all of them are drawn from the `n - right` answers that are wrong.
     all_wrong = math.comb(n - right, k) / math.comb(n, k)
     return 1 - all_wrong
 
 
 def eval_metrics(solved_QK) -> dict[str, float]:
-    """The metrics of a set, from the score of each of its Q questions' K answers.
+    """The metrics of a set. solved_QK: the scores of the K answers to each of its Q questions.
 
     solved: the mean score. stderr: its standard error over questions, NaN for a single question.
-    With K > 1 also pass@k for k = 1, 2, 4, ... and K; an answer passes if its score is at least 1.
+    If K > 1, there is also pass@k for k = 1, 2, 4, ... and K. An answer is right if its score is at
+    least 1.
     """
     solved_QK = np.asarray(solved_QK, np.float64)
     Q, K = solved_QK.shape
@@ -101,7 +102,6 @@ def eval_metrics(solved_QK) -> dict[str, float]:
     metrics = {"solved": float(mean_Q.mean()), "stderr": stderr}
     if K == 1:
         return metrics
-    # How many of each question's answers are right.
     right_Q = (solved_QK >= 1).sum(1).tolist()
     powers = [2**i for i in range(K.bit_length()) if 2**i < K]
     for k in [*powers, K]:

@@ -141,7 +141,7 @@ def refuse_other_weights(directory: str) -> None:
 
 
 class ModelFiles:
-    """The open safetensors of a model.
+    """The safetensors files of a model, held open.
 
     The names, shapes and dtypes of all tensors are checked before any weight is read, so that a
     mistake ends the run at once. Raises CheckpointError.
@@ -248,8 +248,8 @@ def open_tensors(directory):
 def place(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """Returns a global array whose shards are read(index), NumPy arrays. Each process reads only
-    its own shards, one at a time."""
+    """Returns a global array. read(index) returns one shard as a NumPy array. Each process reads
+    only its own shards, one at a time."""
     shape = tuple(shape)
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -299,8 +299,8 @@ def save(
 
     `dtype` is "float32", "bfloat16" or "float16". Tensors are all-gathered one by one, and process
     0 writes them to files of up to `file_bytes` each. If there are several files, it also writes
-    an index. The caller adds config.json and the tokenizer. Adapters are merged with their
-    matrices; lora_scale is their scale.
+    an index. The caller adds config.json and the tokenizer. Adapters are merged into the matrices
+    that they adapt; lora_scale is the adapters' scale.
     """
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     layers = model.adapted(params["layers"], lora_scale)
@@ -330,7 +330,8 @@ def save(
 
 
 def split_into_files(tensors, itemsize, file_bytes):
-    """Returns the tensors of each file, in order: up to `file_bytes`, or one larger tensor."""
+    """Returns a list of tensors for each file. A file holds at most `file_bytes`, or one larger
+    tensor. The tensors keep their order."""
     groups = [[]]
     filled = 0
     for tensor in tensors:
@@ -374,10 +375,11 @@ def write_final(
     """Write OUT/final. Every process must call this; process 0 writes. The directory appears under
     its name once it is complete.
 
-    It has the parameters, in the dtype that the model's config.json names, else float32, and the
-    model's *.json, *.txt and *.jinja. If it had no chat template, the one that was used is added.
-    `about` goes into podgrpo.json: the step, commit and system prompt of the training. lora_scale:
-    as for `save`. Every process calls write_more(directory) before the directory is complete.
+    OUT/final has the parameters, and the model's *.json, *.txt and *.jinja files. If the model has
+    no chat template, CHAT_TEMPLATE is added. The parameters are in bfloat16 or float16 if the
+    model's config.json names that dtype, and otherwise in float32. `about` goes into podgrpo.json:
+    the step, commit and system prompt of the training. lora_scale: as for `save`. Every process
+    calls write_more(directory) before the directory is complete.
     """
     final = f"{out}/final"
     unfinished = f"{final}.tmp"

@@ -25,8 +25,8 @@ from infra.data.tiny import make_tiny
 from infra.host.console import exit_on, first_line, say, warn
 from infra.host.processes import together
 
-# Seconds to wait before each retry; up to twice as many in a run of many processes. The hub counts
-# requests over windows of five minutes.
+# Seconds to wait before each retry; up to twice as long in a run of many processes. Together, the
+# waits are longer than five minutes, the window over which the hub counts requests.
 PATIENCE = (5, 10, 20, 40, 80, 160)
 # If the hub asks for a longer wait, the retry waits that long, but at most LONGEST_WAIT seconds.
 LONGEST_WAIT = 600
@@ -76,7 +76,7 @@ def fault(error: BaseException) -> tuple[str, float] | None:
     """
     if is_offline():
         return None
-    # The HTTP library that huggingface_hub uses; its name depends on the version.
+    # Import this alias: huggingface_hub uses the package httpx or httpx2, depending on its version.
     from huggingface_hub.utils import httpx
 
     broken = (
@@ -170,8 +170,7 @@ def reach() -> str:
 
     If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
     would retry for half a minute. They read the setting at import, so call this before importing
-    them.
-    The hub counts as reachable if it accepts the connection, whatever it responds.
+    them. The hub counts as reachable if it accepts the connection, whatever it responds.
     """
     if is_offline():
         return ""
@@ -221,7 +220,7 @@ def model_directory(cfg: Any, *patterns: str) -> str:
         return snapshot_download(cfg.model, allow_patterns=patterns)
 
     missing = f"model {cfg.model} is not a directory here (for a plan, config.json is enough)"
-    # Some hosts may have such a directory, and others not.
+    # The directory may exist on some hosts and not on others.
     with together(f"model {cfg.model}"):
         if os.path.isdir(cfg.model):
             return cfg.model

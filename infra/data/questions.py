@@ -124,7 +124,7 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
         with exit_on(Exception, failure):
             return read()
     # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
-    # Some hosts may have such a directory, and others not.
+    # The directory may exist on some hosts and not on others.
     with together(name):
         if os.path.exists(path):
             with exit_on(Exception, failure):
@@ -201,7 +201,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     shortest = min(map(len, encoded))
     empty = tokenizer.render(columns.messages_of({"question": ""}, cfg.system))
     fixed = len(tokenizer.encode([empty])[0])
-    # If questions are left, this is no mistake: their own system messages replace --system.
+    # Even if --system is too long, questions that have their own system message may be left.
     check(
         questions or fixed < cfg.max_prompt,
         f"--system and the chat template alone take {fixed} tokens of max_prompt = "

@@ -249,7 +249,7 @@ class Supervisor:
             for worker in self.workers:
                 if scoring.queue and not worker.calls and worker.process.is_alive():
                     # The first shares are large, to save messages; the last ones are small, so that
-                    # all workers end together. A single worker gets all.
+                    # all workers finish at the same time. A single worker gets all calls.
                     calls = scoring.take(1 / (2 * self.size - 1))
                     worker.give(calls, [arguments[i] for _, i in calls])
             channels = [worker.channel for worker in self.workers]
@@ -439,7 +439,7 @@ def reporter(channel: socket.socket, scores: np.ndarray) -> Callable[[int, float
     directory = os.open(".", os.O_RDONLY)
 
     def report(place, outcome):
-        # End a child that the function forked and that returned from the function.
+        # If the function forked, and this is the child returning from the function, end the child.
         if os.getpid() != process:
             os._exit(0)
         # If the function closed a standard stream, end this process: otherwise, what other

@@ -22,7 +22,7 @@ LEAST_FAILED = 4
 
 
 def name_of(function: RewardFunction) -> str:
-    """A function's name, or its type's name if it has none, such as a functools.partial."""
+    """The name of a function, or of its type if it has none (a functools.partial has none)."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -76,8 +76,8 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
 def report(faults: dict[str, dict[int, str]]) -> int:
     """Print which functions failed, with one reason for each. Returns the number of failures.
 
-    Exits with code 2 if a function failed on all answers that it was called with, at least
-    LEAST_FAILED, and has never worked: the run would train on nothing.
+    Exits with code 2 if a function failed on LEAST_FAILED answers or more and has never returned a
+    score: the run would train on nothing.
     """
     for name, messages in faults.items():
         # Lower case sorts last, so `max` prefers "not called, ..." to "TooSlow: ...".

@@ -75,7 +75,6 @@ def arith(held_out: bool) -> list[dict]:
     they teach the format and a mostly wrong procedure, and leave the right one to GRPO.
     """
     part = slice(2000) if held_out else slice(2000, 22000)
-    # One demonstration in four is right.
     return [
         {
             "question": f"What is {a} + {b}?",

@@ -36,7 +36,7 @@ HOP_SECONDS = 1e-6
 # derived:
 # - The clock is the chip's peak divided by the operations that its matrix units do in a cycle, a
 #   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, and v6e has
-#   as many cells as 16 of them.
+#   as many cells as 16 such units.
 # - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Half of the
 #   links' bandwidth is for sending.
 CHIPS = {

@@ -1,5 +1,5 @@
-"""The host's memory. A container, or a job on a cluster, may take only a part of it: its control
-groups have limits, see https://docs.kernel.org/admin-guide/cgroup-v2.html and, for version 1,
+"""The host's memory, and how much of it this process may use. Control groups limit a container or
+a job on a cluster: see https://docs.kernel.org/admin-guide/cgroup-v2.html and, for version 1,
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html."""
 
 import os

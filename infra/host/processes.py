@@ -32,8 +32,8 @@ from infra.host import nvidia
 from infra.host.console import check, erase_status, exit_on, first_line, open_streams, warn
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
-# Flags that may differ between the processes of a run. In place of `processes`, `connect` compares
-# the number of processes that each has found.
+# Flags that may differ between the processes of a run. `connect` does not compare the flag
+# `processes`, but the number of processes that each process has found.
 FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
 START_ALL = "`bash launch.sh TYPE` starts all"
 
@@ -47,7 +47,7 @@ def all_gather_processes(value) -> np.ndarray:
 
 def processes_of_this_machine() -> int:
     """How many of the run's processes share this machine. Every process must call this."""
-    # JAX gathers integers of 32 bits.
+    # JAX gathers signed 32-bit integers. The shift drops one bit, so that the hash fits.
     machines = all_gather_processes(zlib.crc32(socket.gethostname().encode()) >> 1)
     return int((machines == machines[jax.process_index()]).sum())
 
@@ -151,9 +151,9 @@ def slurm_processes() -> Processes:
     tasks_per_node = tasks // len(nodes)
     # Two jobs on the same node must not choose the same port.
     port = 12000 + int(env["SLURM_JOB_ID"]) % 20000
-    # If several tasks of a node see the same GPUs, each task takes one of them. A task that sees a
-    # single GPU got this one from Slurm. Without CUDA_VISIBLE_DEVICES, every task sees all GPUs,
-    # but they cannot be counted here.
+    # If several tasks of a node see the same GPUs, each task takes one of them. If a task sees a
+    # single GPU, Slurm has given it a GPU of its own. Without CUDA_VISIBLE_DEVICES, every task sees
+    # all GPUs, but they cannot be counted here.
     visible = env.get("CUDA_VISIBLE_DEVICES")
     gpus = None if visible is None else len(visible.split(","))
     gpus_are_shared = tasks_per_node > 1 and gpus != 1
@@ -233,7 +233,7 @@ def call_the_roll(processes, names, facts, seconds):
                 facts_of[index] = its_facts
                 absent = [i for i in absent if i not in facts_of]
             except (OSError, ValueError, TypeError):
-                # Nothing connected for a while, or something that is not a process of this run.
+                # Nothing has connected for a while, or a program that is not part of this run has.
                 print(f"waiting for {', '.join(names[i] for i in absent)}", flush=True)
     fault = first_difference(names, facts_of)
     if absent:
@@ -285,7 +285,7 @@ def bypass_proxies(hosts: set[str]) -> None:
 def connect(cfg) -> None:
     """Connect to the run's other processes, if it has any, once all have reported the same flags
     and code. Then look for devices. Exits with code 2 if a process is absent or differs, or if
-    `check_devices` does."""
+    `check_devices` fails."""
     with exit_on(
         Exception,
         "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; fix them, "
@@ -418,8 +418,8 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
             if metadata(key, None) == "TRUE":
                 stop_signal.warned(signal.SIGTERM)
                 return
-            # From now on, the server answers when the value changes, or after ten seconds. The time
-            # limit is for a value that has changed before the server gets the request.
+            # From now on, the server answers when the value changes, or after ten seconds. Without
+            # this time limit, a change between two requests would go unnoticed.
             key = "preempted?wait_for_change=true&timeout_sec=10"
         except (OSError, ValueError):
             time.sleep(SECONDS_BETWEEN_TRIES)
@@ -427,7 +427,7 @@ def wait_for_preemption(stop_signal: StopSignal) -> None:
 
 def check_for_stop(stop_signal: StopSignal) -> None:
     """Make all processes stop together: raises Stop in all of them if any was asked to stop."""
-    # Take the largest number, so that all processes raise the same.
+    # Take the largest number, so that all processes stop for the same signal.
     number = int(all_gather_processes(stop_signal.number).max())
     if number:
         raise Stop(number)

@@ -36,7 +36,7 @@ REFUSED = (
 
 
 class BucketError(OSError):
-    """A command of gcloud failed; the message ends with the last error that gcloud printed."""
+    """A gcloud command failed; the message ends with the last error that gcloud printed."""
 
 
 class AbsentError(BucketError):

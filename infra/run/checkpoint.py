@@ -31,7 +31,7 @@ from infra.run import bucket
 SHARDS = "shards-{:05}-of-{:05}.safetensors"
 # {name of a dtype in NumPy: its name in safetensors}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
-# Stands in a file's header until the checksum is known.
+# Placeholder in a file's header until the checksum is known.
 NO_CHECKSUM = b"0" * 8
 
 
@@ -87,12 +87,12 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
 
 
 def read_about(path: str) -> dict:
-    """What save_shards kept in a file's header. Raises CheckpointError if the file is damaged."""
+    """Read `about` and `crc32` from a header. Raises CheckpointError if the file is damaged."""
     try:
         # safe_open raises an error if the sizes in the header do not add up to the file's size.
         with safe_open(path, "np") as f:
             about = f.metadata()
-        # Both must be there: a missing one raises KeyError.
+        # A header without `run` or `crc32` raises KeyError.
         return about | {"run": int(about["run"]), "crc32": about["crc32"]}
     except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__} {e}") from None
@@ -235,8 +235,8 @@ def overlap_of(index, start, shape):
 
 
 def load_shards(paths: list, tree):
-    """Load the arrays of `tree` (shapes, dtypes, shardings) from a checkpoint's files, which any
-    mesh may have saved. Raises CheckpointError if numbers are missing."""
+    """Load the arrays of `tree` (shapes, dtypes, shardings) from a checkpoint's files. A run on
+    another mesh may have saved them. Raises CheckpointError if numbers are missing."""
     saved = ShardFiles(paths)
     arrays = [
         hf.place(array.shape, array.sharding, partial(saved.read, name, array.dtype))
@@ -355,6 +355,6 @@ class Saver:
 
 def too_old(steps: list, newest: int, kept: int) -> list:
     """Returns the steps up to `newest`, except the last `kept` of them."""
-    # Steps after the newest complete checkpoint may still be being written.
+    # Processes may still be writing checkpoints of steps after `newest`.
     steps = [step for step in steps if step <= newest]
     return steps[: max(0, len(steps) - kept)]

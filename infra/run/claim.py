@@ -121,9 +121,9 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
     path = f"{out}/claim.json"
     holder = read_claim(path, bucket)
     with locked(out, holder) as has_lock:
-        # While we hold the lock, a claim of this machine for this directory is left over from a
-        # killed process. Any other claim, or any claim without locks, may belong to a live run:
-        # another directory on this machine may be sent to the same bucket.
+        # If we hold the lock, a claim of this machine for this directory is left over from a killed
+        # process. In all other cases, the claim may belong to a live run: for example, a run that
+        # sends another directory of this machine to the same bucket.
         is_for_this_directory = all(holder.get(name) == value for name, value in place(out).items())
         if holder and not (has_lock and is_for_this_directory):
             say(
@@ -137,8 +137,8 @@ def claimed(out: str, bucket: str = "", say: Callable[[str], Any] = print) -> It
         claim = new_claim(out)
         write_claim(path, bucket, claim)
         if bucket or not has_lock:
-            # If several runs saw no claim at once, the last one to write its claim wins. If we read
-            # {} or `holder`, our own claim was not written; a later sign of life may write it.
+            # If several runs start at the same time, the last one to write its claim wins. If we
+            # read {} or `holder`, writing our claim failed; a later sign of life may write it.
             time.sleep(SECONDS_TO_ARBITRATE)
             now = read_claim(path, bucket)
             if now not in ({}, holder, claim):
@@ -179,7 +179,7 @@ def signs_of_life(path: str, bucket: str, claim: dict) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        # A sign under way would bring the claim back. Wait for it, but not long: gcloud may hang.
+        # A sign still being written would restore the claim. Wait, but not long: gcloud may hang.
         thread.join(SECONDS_BETWEEN_SIGNS)
         with contextlib.suppress(OSError):
             os.unlink(path)

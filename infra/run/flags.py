@@ -190,7 +190,7 @@ def check_together(cfg) -> None:
 
 
 def check_lora(cfg) -> None:
-    """Exit with code 2 if the flags of adapters contradict each other."""
+    """Exit with code 2 if the LoRA flags contradict each other."""
     if cfg.lora:
         check(
             cfg.offload == "none",

@@ -1,4 +1,4 @@
-"""Output for people: lines of steps, the .jsonl files of a run, and the summary at the end."""
+"""Output of a run: the lines that it prints, its .jsonl files, and the summary at the end."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from infra.host.console import exit_on, first_line, say, show_status, warn
 from infra.run import advice
 from infra.update.lora import adapter_shapes
 
-# The line that a step prints, formatted from its metrics: in a fixed order, greppable.
+# The lines that steps print, with metrics in a fixed order that grep and scripts can rely on.
 SFT_LINE = (
     "sft {step}/{total} | nll {nll:.3f} | gnorm {grad_norm:.2f} | lr {lr:.1e} | "
     "upd {time/update_s:.1f}s"
@@ -33,7 +33,7 @@ SFT_STEPS_PER_LINE = 10
 
 # ---------------------------------------------------------------- the terminal
 class Terminal:
-    """Prints the lines of a run's steps, and below them, on a terminal, a status.
+    """Prints the lines of a run's steps and, on a terminal, a status below them.
 
     The status shows the phase, the step, tokens per second and the time left, until the next status
     replaces it. Without a terminal, a status is printed as a line of its own, but only if nothing
@@ -70,7 +70,7 @@ class Terminal:
 
         total: 0 for a phase that does not count questions.
         """
-        # Use the same words as the lines of steps.
+        # Use the same words as SFT_LINE and GRPO_LINE.
         is_supervised = self.sft_steps and step <= self.sft_steps
         kind = "sft" if is_supervised else "step"
         self.phase = phase
@@ -101,7 +101,7 @@ class Terminal:
     def time_left(self) -> str:
         """The time left, as text; "" before a second step has ended, and after the last step.
 
-        It follows from the mean time of the steps after the first one, which compiles.
+        The estimate uses the mean time of the steps after the first one, which compiles.
         """
         if self.ended < 2 or self.last_step == self.total_steps:
             return ""
@@ -157,7 +157,7 @@ def step_line(metrics: dict, total: int) -> str:
 
 
 class DashForNaN(string.Formatter):
-    """Formats NaN, an undefined number such as the clip fraction of no tokens, as `-`."""
+    """Formats NaN as `-`. The clip fraction, for example, is NaN if no tokens are trained."""
 
     def format_field(self, value, spec: str) -> str:
         is_defined = not isinstance(value, float) or not math.isnan(value)
@@ -313,7 +313,7 @@ def print_summary(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {seconds / 60:.1f} minutes")
     if evaluations:
         last = evaluations[-1]
-        # A run that goes on by --resume force may have evaluated other sets at first.
+        # A run that was resumed with --resume force may have evaluated other sets before.
         first = next(row for row in evaluations if row.keys() == last.keys())
         shown = [first] if first is last else [first, last]
         print_answers(out, [row["step"] for row in shown])
@@ -328,7 +328,7 @@ def print_summary(out: str, sft_steps: int, steps: int, seconds: float) -> None:
 
 
 def with_interval(row: dict, name: str) -> str:
-    """The fraction solved of an evaluation, with half the width of its 95% interval."""
+    """The fraction of questions solved, with half the width of its 95% confidence interval."""
     text = f"{row[name]:.1%}"
     stderr = row.get(name.removesuffix("solved") + "stderr")
     # A set of one question has no standard error.
@@ -342,7 +342,7 @@ SHOWN = 3
 
 
 def print_answers(out: str, steps: list[int]) -> None:
-    """Print the answers to the first questions of each held-out set after these steps."""
+    """Print answers to the first questions of each held-out set, from evaluations after `steps`."""
     answers = [row for row in read_jsonl(f"{out}/evals.jsonl") if row["step"] in steps]
     shown = {}
     for row in answers:

@@ -21,7 +21,7 @@ from infra.update.state import without_base
 
 
 class Run:
-    """A run whose directory, `cfg.out`, is claimed by this run and by no other.
+    """A run. The caller has claimed its directory, `cfg.out`, so that no other run uses it.
 
     step: the last complete step. skipped: consecutive skipped updates up to that step. Both go into
     checkpoints.

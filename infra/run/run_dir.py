@@ -57,7 +57,7 @@ FREE_ON_RESUME = FREE_PER_PROCESS | {
     "profile",
 }
 # This matches the names that `put_aside` moves. config.json and compiled/ stay: the new run
-# replaces the first, and can use the second.
+# overwrites config.json and can use compiled/.
 WRITTEN = r"step_\d{6}|final|profile|(metrics|samples|evals)\.jsonl|report\.html|rewards\.log"
 
 
@@ -67,8 +67,8 @@ def comparable(flags: dict) -> dict:
     In place of `batch`, this has the questions per step, batch * processes: a run may resume on a
     different number of processes. train.py sets `require_processes` to the number of processes.
     """
-    # An old run lacks the flags that were added later. It did what their defaults do now; for
-    # `rollout_dtype`, that was to sample in `dtype`.
+    # An old run's config.json lacks the flags that were added later. Fill in the values that
+    # describe what the old run did: for example, it sampled in `dtype`.
     older = {"rollout_dtype": flags.get("dtype"), "eval_samples": 1, "truncated": "zero"}
     older |= {"lora": 0, "lora_alpha": 32, "adapter": ""}
     flags = older | flags
@@ -79,7 +79,7 @@ def comparable(flags: dict) -> dict:
 
 def write_config(out: str, flags: dict) -> None:
     """Write config.json on every process, since each may have its own disk, and send it to the
-    run's bucket. Exits as in `exit_without_bucket` if that fails."""
+    run's bucket. If the bucket cannot be used, exits as `exit_without_bucket` does."""
     versions = {module.__name__: module.__version__ for module in (jax, optax, np)}
     content = {"config": flags, "commit": commit(), "versions": versions}
     files.write_json(f"{out}/config.json", content)
@@ -167,8 +167,8 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
 
 
 def send_what_is_here(out: str, done: int) -> None:
-    """Send to the bucket of a finished run what the run could not send. Exits with code 1 if the
-    results still cannot be sent."""
+    """Send the results and the last checkpoint of a finished run to its bucket, in case the run
+    could not. Exits with code 1 if the results still cannot be sent."""
     if not bucket.bucket_of(out):
         return
     send_results(out)
@@ -194,7 +194,7 @@ def refuse_other_run(out, flags, resume):
     found = {name for name in os.listdir(out) if not re.match(harmless, name)}
     if not found:
         return
-    # The user may have named a directory of something else by mistake.
+    # By mistake, the user may have named a directory that is not a run.
     with exit_on(Exception, f"{out} exists and is not a run of podgrpo; choose another --out"):
         flags_there = comparable(files.read_json(f"{out}/config.json")["config"])
     changed = [
@@ -272,7 +272,7 @@ def find_checkpoint(out, step):
 
 
 def fault_of(error, directory):
-    """What is wrong with a checkpoint, or "" if only its writing was cut short."""
+    """The fault of a checkpoint, as text; "" if a process was only killed during the write."""
     if not isinstance(error, checkpoint.IncompleteCheckpoint):
         return str(error)
     count = jax.process_count()

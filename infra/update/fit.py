@@ -307,8 +307,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
 
 
 def search_or_remember(search, limit, most, program):
-    """Returns (largest that fits, its GiB, a number that does not fit, its GiB) of the process on
-    which the fewest rows fit. The last two are 0 if all numbers that were tried fit.
+    """Returns (largest micro-batch that fits, its GiB, one that does not fit, its GiB) from the
+    process on which the fewest rows fit. The last two are 0 if every micro-batch tried fits.
 
     search() -> (largest that fits, {n: (GiB, whether n rows fit)}). program: everything else that
     the result depends on.

@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685): adapters for the matrices of all layers, and their files for PEFT.
 
-With --lora R, a matrix W computes x W + (x A) B scale, with scale = lora_alpha / R. Only A and B
+With --lora R, x W becomes x W + scale (x A) B, with scale = lora_alpha / R. Only A and B
 are trained: they are the `params` of the state, in float32. The model that the run starts from is
 the state's `base`, in the compute dtype. The names of A and B end in their shapes, as all names of
 parameters do, so the code that shards, gathers and updates parameters also serves adapters.
@@ -111,15 +111,15 @@ def load_base(weights: hf.ModelFiles, cfg, mesh) -> dict:
 
 
 def random_adapters(model_cfg: model.ModelConfig, rank: int, seed: int) -> dict:
-    """{flat name: float32 NumPy array} of new adapters: B is 0, and A is normal, with variance 1
-    over its number of inputs. The values do not depend on the mesh."""
+    """{flat name: float32 NumPy array} of new adapters: B is 0, and A is normal with variance
+    1 / (its number of inputs). The values do not depend on the mesh."""
     adapters = {}
     for number, (name, shape) in enumerate(adapter_shapes(model_cfg, rank).items()):
         # B begins with L and R, and A ends with R.
         if model.letters(name).startswith("LR"):
             adapters[name] = np.zeros(shape, np.float32)
         else:
-            # A generator for each array: another array's size does not change its values.
+            # Each array has its own generator, so other arrays' sizes do not change its values.
             rng = np.random.default_rng([seed, number])
             inputs = math.prod(shape[1:-1])
             adapters[name] = rng.standard_normal(shape, np.float32) * np.float32(inputs**-0.5)
@@ -191,7 +191,7 @@ def write(directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh,
 
     Every process must call this; process 0 writes. base: directory or hub id of the base.
     """
-    # Adapters are small, so each device may have a copy of one of them.
+    # Adapters are small, so copy one whole adapter at a time to every device.
     to_all = jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))
     tensors = {}
     for matrix in adapted_matrices(model_cfg):

@@ -15,10 +15,10 @@ class Packing:
     """This host's sequences in rows, and for each minibatch (M) the totals over all hosts."""
 
     shape: tuple[int, int]  # (this host's rows in a micro-batch, tokens per row)
-    # For each minibatch, its micro-batches, the same number on every host. A micro-batch is
+    # The micro-batches of each minibatch. All hosts have the same number. A micro-batch is
     # {row of this host: [index of each sequence in the row]}.
     micro_batches: list[list[dict]]
-    answers_M: np.ndarray  # over all hosts, the number of answers with a loss, packed or not
+    answers_M: np.ndarray  # number of answers with a loss on all hosts, packed or not
     answer_tokens_M: np.ndarray  # number of tokens of these answers
     counts: dict  # the step's totals, from `count_tokens`
 

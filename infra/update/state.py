@@ -1,7 +1,7 @@
 """The state of training, {params, opt, and with --beta also ref}, and the memory that holds it.
 
 Master weights and optimizer state are float32 and sharded over the mesh; --offload keeps some of
-them in the host's memory. With --lora, params, opt and ref are of the adapters alone, and the state
+them in the host's memory. With --lora, params, opt and ref cover the adapters alone, and the state
 also has `base`, the frozen weights. The trainer passes in its optimizer: optimizer(cfg, name) ->
 the optax transformation for the parameter `name`.
 """
@@ -64,7 +64,7 @@ def abstract_base(cfg, model_cfg, mesh) -> dict:
     """Shapes of the frozen weights, which are in the compute dtype, since nothing updates them."""
     base = {}
     for name, shape in model.shapes(model_cfg).items():
-        # They are sharded as if they were trained.
+        # Frozen weights are sharded like trained ones.
         sharding = NamedSharding(mesh, model.spec(name))
         base[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype), sharding=sharding)
     return model.nest(base)
@@ -142,5 +142,5 @@ def initial_state(
 
 @partial(jax.jit, static_argnames="dtype")
 def reference(params, dtype):
-    """The reference of the KL: a copy of the policy in `dtype`, on the devices, sharded alike."""
+    """The KL's reference: a copy of `params` in `dtype`, on the devices, with the same sharding."""
     return jax.tree.map(lambda a: jax.device_put(a, model.DEVICE).astype(dtype), params)
