@@ -173,8 +173,8 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
 
 # ---------------------------------------------------------------- a chunk in Pallas
 # The two kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
-# sublanes, and per-token values lie along lanes. The forward saves z - max in bfloat16, where max
-# is the maximum of `step_rows` rows. Rounding errors are smallest for logits near the maximum,
+# sublanes, and per-token values lie along lanes. The forward saves z - max in the dtype of h, where
+# max is the maximum of `step_rows` rows. Rounding errors are smallest for logits near the maximum,
 # which matter most. The backward computes dz in VMEM and uses it for both GEMMs. Exponentials have
 # base 2, because the hardware computes powers of 2.
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: in
             # h is bfloat16, dh and the sum of dh are float32. If D has several tiles, h and dh have
             # two buffers each.
             h_and_dh = C * d * (10 if d >= D else 16)
-            # W in bfloat16, and dW in and dW out in float32, have two buffers each.
+            # Each has two buffers: W in bfloat16, the old dW in float32, and the new dW in float32.
             head_and_dW = V * d * 20
             # z and dz are bfloat16. z has two buffers, and dz has one.
             z_and_dz = V * C * 6
@@ -373,8 +373,8 @@ def backward_grid(blocks, h_CD, tile_max):
     d = blocks.tile_hidden
     columns_of_h = BlockSpec((C, d), lambda i, j, _: (0, i))
     tile_of_head = BlockSpec((V, d), lambda i, j, _: (j, i))
-    # The first chunk does not read dW. In this chunk, the index of dW's tile stays 0 along V, so
-    # that no other tile along V is fetched.
+    # The first chunk ignores the old dW. In this chunk, the index of dW's tile stays 0 along V,
+    # so that only tile 0 is fetched.
     tile_of_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,

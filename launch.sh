@@ -58,7 +58,7 @@ setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") $extra"
   if ! grep -qxF "$mark" "$venv/installed" 2>/dev/null; then
-    # If pip is missing, .venv does not exist, or its creation was cut short.
+    # A missing pip means that .venv does not exist, or that its creation was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
     drop_other_cuda "$extra"
     [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'

@@ -70,7 +70,7 @@ class ModelConfig:
 
     @property
     def n_multiplied(self) -> int:
-        """Number of parameters used in matmuls: all but an untied embedding, which is looked up."""
+        """Number of parameters, without an untied embedding: it is looked up, not multiplied."""
         return self.n_params - (0 if self.tied else self.V * self.D)
 
 
@@ -114,7 +114,7 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
         stop_ids += [i for i in ids if i not in stop_ids]
     if not all(type(i) is int and 0 <= i < V for i in stop_ids):
         raise ValueError(f"eos_token_id = {stop_ids} holds ids outside of vocab_size = {V}")
-    # `refuse_unsupported` has checked that all values of a setting are equal.
+    # `refuse_unsupported` has checked that a setting has the same value in all of its places.
     rope = {name: values[0] for name, values in rope_settings(config).items()}
     cfg = ModelConfig(
         V=V,
@@ -434,7 +434,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     dtype = x_BTD.dtype
 
     # Name values for the policies in REMAT. `save` also rounds matmul outputs to the compute dtype,
-    # because the backward pass may keep them.
+    # because they may be kept for the backward pass.
     def save(a):
         return checkpoint_name(a.astype(dtype), "dot")
 
@@ -537,7 +537,7 @@ def look_up(embed_Vd, tokens_BT, dtype):
     """Embeddings [B, T, D] of this device's tokens, without gathering the table.
 
     Each device looks up its columns of the table for the tokens of all devices along fsdp. An
-    all-to-all then gives each device all columns for its own tokens.
+    all-gather over tp and an all-to-all over fsdp give it all columns for its own tokens.
     """
     tokens = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
     x = embed_Vd[tokens].astype(dtype)
@@ -621,7 +621,7 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
         layers = params["layers"], at_rest
         x, _ = jax.lax.scan(run_layer, split_rows(x_BTD, chunk), layers)
     x_BTD = x.reshape(-1, T, cfg.D)[:B]
-    # Remat the norm: its backward pass would otherwise keep float32 hidden states.
+    # Remat the norm: otherwise, float32 hidden states would be kept for its backward pass.
     norm = jax.checkpoint(rms_norm, static_argnums=2)
     return norm(x_BTD, params["norm_D"].astype(options.dtype), cfg.rms_eps)
 
@@ -641,9 +641,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
                          fetches one layer at a time. It may be None if the layers are stored on the
                          devices: then the forward reads params["layers"].
       params["layers"]   the masters: the layers on the devices, or with --lora the adapters alone.
-                         Masters only receive gradients, because JAX puts a gradient where the
-                         differentiated argument is. Nothing reads the values of the masters, so
-                         XLA never copies them from the host.
+                         Masters only receive gradients. They are on the devices because JAX puts
+                         a gradient where its argument is. Nothing reads the values of the masters,
+                         so XLA never copies them from the host.
     `with_gradients_to` adds the gradients of a layer's weights to the gradients of its masters.
     """
     used = {name: param for name, param in params.items() if name != "head_VD"}

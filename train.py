@@ -5,7 +5,7 @@
 
 One step: sample `npq` answers to each of `batch` questions per host, score them, turn each group's
 scores into advantages, update the policy. A host is a JAX process. Each host has its own questions,
-and every host runs every jitted call. Process 0 prints and writes.
+and every host runs every jitted call. Process 0 prints, and writes the results.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ class Config:
     eval_data: str = ""  # held-out sets: [name=]data,... | none; "" = data's held-out set, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
-    seed: Natural = 1  # for the order of questions, for sampling, and for the tiny model's weights
+    seed: Natural = 1  # for the order of questions, sampling, new adapters and the tiny model
     steps: Steps = 200  # GRPO steps
     sft_steps: Steps = 0  # supervised steps before GRPO, on a row's `demonstration` or `answer`
     # the rollout; lengths are in tokens
@@ -95,7 +95,7 @@ class Config:
     truncated: Literal["zero", "mask"] = "zero"  # mask = truncated answers have no loss, as in DAPO
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # only in training; auto = dtype
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # not in evaluations; auto = dtype
     # the rewards
     reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
@@ -119,7 +119,7 @@ class Config:
     minibatches: Positive = 1  # updates per pass
     micro_batch: Natural = 0  # rows per device in one forward/backward; 0 = the largest that fits
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype; auto = float32 on CPU
-    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas on TPU in bfloat16
+    loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas (bf16 on TPU v4-6)
     attention: Literal["auto", *ATTENTION] = "auto"  # auto in bfloat16 = splash (TPU), cudnn (GPU)
     remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | nothing
     offload: Literal["none", "optimizer", "params"] = "none"  # kept in host memory; params = both
@@ -134,7 +134,7 @@ class Config:
     coordinator: str = ""  # host:port of process 0; "" = ask Slurm or the TPU slice, or run alone
     processes: Processes = 1  # number of JAX processes; only with a coordinator
     process_id: Process = 0  # number of this process, from 0
-    start_timeout: Natural = 20  # seconds to wait for the other processes; launch.sh sets 900
+    start_timeout: Natural = 20  # seconds to wait for the other processes; 900 with launch.sh TYPE
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after GRPO
     eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all
@@ -350,7 +350,7 @@ class Setup:
     model_dir: str  # Hugging Face directory of the model that the run starts from
     model_cfg: model.ModelConfig
     mesh: Mesh
-    weights: hf.ModelFiles  # the weights that the run starts from, unless it resumes
+    weights: hf.ModelFiles  # the model's weights; a resumed run needs them only with --lora
     adapters: dict | None  # the adapters that the run starts from, if --adapter names some
     questions: list[dict]  # rows of the data; `prompt_ids` are the prompt's token ids
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
@@ -619,8 +619,8 @@ def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics). params: all
     weights of the policy; with --lora, the gradients are of the adapters alone."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # XLA drops these copies of offloaded layers, because nothing reads their values: the forward
-    # fetches each layer from `at_rest`, which is `params` here.
+    # XLA drops the copies that this makes of offloaded layers, because nothing reads their values:
+    # the forward fetches each layer from `at_rest`, which is `params` here.
     on_device = jax.device_put(lora.trained(params, cfg), DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)

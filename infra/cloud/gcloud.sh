@@ -296,7 +296,7 @@ workers() {
   reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
 
-# Run a command on workers, and retry while the connection or gcloud fails. Returns 75 if the slice is gone.
+# Run a command on workers, and retry while the connection or gcloud fails. Returns 75 if the slice is not READY.
 persistently() {
   local delay code fault now
   for delay in $DELAYS ''; do
@@ -363,7 +363,7 @@ send() { # FLAGS..., which may need more packages
     bash infra/cloud/worker.sh unpack $secrets $(printf '%q ' "$@") 8>&-"
 }
 
-# Start train.py on all workers. Returns 75 if the slice is gone.
+# Start train.py on all workers. Returns 75 if the slice is not READY.
 start() { # FLAGS...
   local code=0
   run_id="$$.$(date +%s)"
@@ -377,7 +377,7 @@ start() { # FLAGS...
   return "$code"
 }
 
-# Print all workers' logs until all runs have ended. Returns the code of the first run to fail, or 75 if the VM is gone.
+# Print all workers' logs until all runs end. Returns the code of the first failure, or 75 if the VM is not READY.
 follow() { # LINE of worker 0's log to begin with
   local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on; follow it: $(again logs); or end it: $(again stop)"; exit 130' INT
@@ -427,7 +427,7 @@ stop_rest() {
   workers all "bash infra/cloud/worker.sh stop $run_id" >/dev/null 2>&1 || :
 }
 
-# Copy the run's results from worker 0 to out/$name, and make report.html there, unless they are in a bucket.
+# Copy the run's results from worker 0 to a folder in out/$name, and make its report.html, unless a bucket has them.
 fetch() {
   local out to="out/$name"
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return

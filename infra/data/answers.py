@@ -1,7 +1,7 @@
 r"""Read the final number of a text as an exact fraction, or None if the answer is not a number.
 
-Words, a unit, a currency sign or a percent sign may stand around the number, but no other
-mathematics: no part of 2\pi, x^2 + 1 or (1, 2) is compared as if it were the answer.
+Words, a unit, a currency or percent sign may stand around the number, and `x =` or `2 + 3 =` before
+it, but no other mathematics: no part of 2\pi, x^2 + 1 or (1, 2) is compared as the answer.
 """
 
 import fractions
@@ -147,7 +147,7 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
 
 
 def value_of(token: re.Match) -> fractions.Fraction | None:
-    """The value of a number token; None for x/0, and for more digits than Python converts."""
+    """The value of a number token; None for x/0, 2 3/2, and more digits than Python converts."""
     sign = -1 if token["sign"] == "-" else 1
     try:
         if token["whole"]:

@@ -57,8 +57,8 @@ def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, dec
     # The answers to a question are consecutive.
     rows = [pair for pair in asked for _ in range(samples)]
     answers = []
-    # `rows` also has the questions of later rounds, which zip ignores. In the last round, there are
-    # more answers than `rows`: zip drops the surplus answers.
+    # `rows` also has the questions of later rounds, which zip ignores. In the last round, there may
+    # be more answers than `rows`: zip drops the surplus answers.
     for (name, row), text, values in zip(rows, texts, columns.tolist(), strict=False):
         solved, reward, truncated, tokens = values
         answers.append(

@@ -1,7 +1,7 @@
 """Load and save Hugging Face directories, streamed shard by shard.
 
-Host memory never holds a complete model. Loading holds one device's shard of one parameter; saving
-holds one file of a few gigabytes.
+Host memory holds only parts of a large model: loading holds one device's shard of one parameter;
+saving holds one file of a few gigabytes.
 """
 
 import glob

@@ -134,7 +134,7 @@ def seconds_until_first(index: int, count: int) -> float:
 @contextlib.contextmanager
 def first_on_this_disk(what: str) -> Iterator[None]:
     """Let only the first of the processes that share a disk request `what`. The others wait until
-    the first has finished or failed, and then go on together: they find the local copy.
+    the first has finished or failed, and then go on together. If it finished, they find its copy.
 
     The lock is the kernel's file lock, which works for any number of processes, and also on disks
     that hosts share. It ends with its holder, so nobody waits for a dead process.

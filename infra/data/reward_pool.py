@@ -6,7 +6,7 @@
 The run forks the supervisor before JAX looks for devices, and the supervisor forks the workers. So
 a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
 it. A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
-which is replaced. If the function is an `async def`, all calls that it had begun in that worker
+which is replaced. If the function is an `async def`, all its calls that were running in that worker
 score 0. What a function does to its process does not reach the run, unless the function signals
 other processes. If a function starts a program in a session of its own, the function must also end
 that program.
@@ -211,7 +211,7 @@ class Supervisor:
         gc.freeze()
         try:
             while asked := self.receive():
-                # Wait for the first answers: before them, the log's directory may not exist.
+                # Open the log only when answers come: before that, its directory may not exist.
                 if not self.workers:
                     self.open_log()
                     self.workers = [self.new_worker() for _ in range(self.size)]

@@ -48,7 +48,7 @@ CHIPS = {
     "NVIDIA H100": Chip(79.11, 3.35e12, 990e12),
     "NVIDIA H200": Chip(141.0, 4.8e12, 990e12),
 }
-# JAX takes this share of a GPU's memory at start-up, unless the environment variable says
+# JAX takes this share of a GPU's memory at start-up, unless this environment variable says
 # otherwise. The rest is left to CUDA and NCCL.
 GPU_SHARE = 0.75
 GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"

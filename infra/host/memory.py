@@ -41,7 +41,7 @@ def limits() -> Iterator[tuple[int, int]]:
             used = int((group / names[1]).read_text())
             statistics = (group / "memory.stat").read_text()
             cached = int(re.search(rf"^{names[2]} (\d+)", statistics, re.M)[1])
-        # The root has no limit, `max` is not a number, and a container does not see its parents.
+        # Version 2's root and groups outside a container have no such files; `max` is no limit.
         except (OSError, ValueError, TypeError):
             continue
         yield limit, used - cached

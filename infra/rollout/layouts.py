@@ -202,8 +202,8 @@ def to_rollout(
 
     lora_scale: scale of adapters, if there are any. Adapters stay beside their matrices, as in the
     update. In bfloat16, the sum W + scale A B would lose most of a small A B to rounding, and the
-    sampler would not be the policy that is trained. int8 weights are merged: an int8 differs more
-    from W anyway.
+    sampler would not be the policy that is trained. For int8, adapters are merged into W before
+    it is quantised, because int8 rounds more coarsely anyway.
 
     Returns the weights of the rollout, in which `layers` is a tuple of stacks of layers.
     """

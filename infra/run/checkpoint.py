@@ -36,7 +36,7 @@ NO_CHECKSUM = b"0" * 8
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """Files are missing, because a process was killed during a write; no file is damaged."""
+    """Files are missing, for example after a process was killed in a write; none is damaged."""
 
 
 # ---------------------------------------------------------------- the file of a process

@@ -2,8 +2,8 @@
 
 Two runs in the same directory would mix their checkpoints and metrics. On one machine a lock
 prevents this: the lock ends with the process that holds it, however the process dies. Machines that
-share a disk or a bucket may not see each other's locks. There, a run rewrites `claim.json` every
-few seconds as a sign of life, and a run that finds another machine's claim waits to see whether the
+share a disk or a bucket may not see each other's locks. So a run rewrites `claim.json` every 20
+seconds as a sign of life, and a run that finds another machine's claim waits to see whether the
 claim changes.
 """
 
@@ -26,7 +26,7 @@ SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
 # a bucket.
 SECONDS_TO_ARBITRATE = 5
 
-# File descriptors of the directories that this process has locked.
+# File descriptors that this process holds open to lock directories.
 LOCKED = set()
 
 

@@ -35,7 +35,7 @@ SFT_STEPS_PER_LINE = 10
 class Terminal:
     """Prints the lines of a run's steps and, on a terminal, a status below them.
 
-    The status shows the phase, the step, tokens per second and the time left, until the next status
+    The status shows the phase, the step, tokens per second and the time left, until the next line
     replaces it. Without a terminal, a status is printed as a line of its own, but only if nothing
     else was printed for half a minute.
     """
@@ -342,7 +342,7 @@ SHOWN = 3
 
 
 def print_answers(out: str, steps: list[int]) -> None:
-    """Print answers to the first questions of each held-out set, from evaluations after `steps`."""
+    """Print answers to the first questions of each held-out set, in the evaluations at `steps`."""
     answers = [row for row in read_jsonl(f"{out}/evals.jsonl") if row["step"] in steps]
     shown = {}
     for row in answers:

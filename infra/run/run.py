@@ -211,7 +211,7 @@ class Run:
             say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
             if number == signal.SIGUSR1 and self.step > self.resumed_after:
                 # SIGUSR1 warns of Slurm's time limit. After a new step, exit as for SIGTERM, so
-                # that the job is requeued. Without one, a requeued job would get no further.
+                # that the job is requeued. Without a new step, a requeued job would get no further.
                 number = signal.SIGTERM
             # Shells use this exit code for a command that was ended by a signal.
             raise SystemExit(128 + number) from None

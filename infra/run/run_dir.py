@@ -202,7 +202,7 @@ def refuse_other_run(out, flags, resume):
         for name, value in comparable(flags).items()
         if flags_there.get(name) != value
     ]
-    # A run that was refused may have left only its config.json.
+    # A run that ended before its first step may have left only its config.json.
     has_begun = found != {"config.json"}
     check(
         not changed or resume == "force" or not has_begun,

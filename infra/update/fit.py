@@ -279,7 +279,7 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
         update_gib, width=width, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
     )
     asked = cfg.micro_batch
-    # A minibatch has no more rows than this, so a larger micro-batch would only hold padding.
+    # A minibatch has no more rows than this, so a larger micro-batch would only add padding.
     filled = rows_to_fill(cfg, mesh)
     most = asked or filled
     limit = chips.device_memory(mesh.devices.flat[0])

@@ -18,7 +18,7 @@ class Packing:
     # The micro-batches of each minibatch. All hosts have the same number. A micro-batch is
     # {row of this host: [index of each sequence in the row]}.
     micro_batches: list[list[dict]]
-    answers_M: np.ndarray  # number of answers with a loss on all hosts, packed or not
+    answers_M: np.ndarray  # number of answers with a loss, packed or not, of all hosts
     answer_tokens_M: np.ndarray  # number of tokens of these answers
     counts: dict  # the step's totals, from `count_tokens`
 

@@ -72,10 +72,10 @@ def abstract_base(cfg, model_cfg, mesh) -> dict:
 
 def weights_of(state: dict, trained: str = "params") -> dict | None:
     """All weights of the policy, or of the reference if `trained` is "ref": with --lora, the frozen
-    weights and the adapters, whose names differ. None if the state has no reference."""
+    weights together with the adapters. None if the state has no reference."""
     if "base" not in state or trained not in state:
         return state.get(trained)
-    # This makes a new dict of the same arrays.
+    # Make a new dict of the same arrays. Adapters have other names, so they replace no weight.
     base = state["base"]
     return base | {"layers": base["layers"] | state[trained]["layers"]}
 
