@@ -147,6 +147,17 @@ def test_bytes_of_a_step_count_each_layer_of_the_weights_once():
     assert copied.device_memory == traffic.device_memory + 9 * 8 * MIB
 
 
+def test_an_attribute_may_span_lines():
+    """The metadata of JAX's attention kernel for TPUs has line breaks. The instructions after it
+    count, too."""
+    metadata = 'frontend_attributes={kernel_metadata={\n"block":"{\\"q\\": 512}"\n}}, metadata='
+    text = step_text(CYCLES=10**6)
+    broken = text.replace("metadata=", metadata)
+    assert broken.count("\n") > text.count("\n")
+    assert clock.step_clock(broken, 1, CHIP) == clock.step_clock(text, 1, CHIP)
+    assert hlo.loop_traffic(broken, 1) == hlo.loop_traffic(text, 1)
+
+
 def test_step_takes_cycles_or_bytes_and_what_a_kernel_says(rng):
     layers, flops, accessed = rng.integers(1e5, 1e9, 3).tolist()
     layers = 2 + layers % 50

@@ -43,6 +43,9 @@ def loop_traffic(hlo: str, layers: int) -> Traffic:
 def parse(hlo: str) -> dict:
     """Returns {computation: {name: Instruction}}. The entry computation comes last, and the root
     comes last in each computation."""
+    # An attribute may span lines, for example a Pallas kernel's metadata. Its further lines begin
+    # with a quote or a brace. Join them with the instruction's first line.
+    hlo = re.sub(r'\n(?=["}]\S)', " ", hlo)
     computations = {}
     for computation, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{$\n((?:  .*\n)+)", hlo, re.M):
         instructions = {}

@@ -12,11 +12,13 @@ import importlib.metadata
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from infra.host import files
 from infra.host.console import say
 from infra.host.files import CheckpointError
 from infra.update import fit
+from tools import clock, hlo
 from tools.clock import Clock
 
 # The packages that compile, and the environment variables that hold flags for them.
@@ -51,8 +53,8 @@ def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
     # A missing or damaged file in the cache does no harm: the program is compiled again.
     with contextlib.suppress(CheckpointError, LookupError, TypeError):
         kept = files.read_json(path)
-        clock = Clock(*kept["clock"]) if kept["clock"] else None
-        found = Compiled(kept["gib"], kept["fits"], clock)
+        time = Clock(*kept["clock"]) if kept["clock"] else None
+        found = Compiled(kept["gib"], kept["fits"], time)
         say(f"  remembered: {path}")
         return found
     clocks = []
@@ -77,4 +79,7 @@ def path_of(lowered, mesh) -> str:
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())
     digest.update(repr((devices, versions(), flags)).encode())
+    # A change to the clock changes the time that is remembered.
+    for module in (clock, hlo):
+        digest.update(Path(module.__file__).read_bytes())
     return os.path.expanduser(f"~/.cache/podgrpo/compiled/{digest.hexdigest()[:16]}.json")
