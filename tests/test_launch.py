@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -333,7 +332,7 @@ def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
     alone = "import os, signal, sys; os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); "
     alone += "os.execvp('bash', ['bash', *sys.argv[1:]])"
     words = ["v6e-8", "up", "--queued", "--name", "qr"]
-    text = cloud.launch(*words, code=-signal.SIGINT, shell=[sys.executable, "-c", alone])
+    text = cloud.launch(*words, code=130, shell=[sys.executable, "-c", alone])
     write(cloud.stub / "bin/sleep", SLEEP, 0o755)
     assert "qr in us-east5-b is WAITING_FOR_RESOURCES" in text, text
     told = "qr in us-east5-b may still be there, and paid for; delete it: bash launch.sh v6e-8 down"

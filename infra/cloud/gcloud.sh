@@ -284,6 +284,7 @@ up() {
 # When the launcher ends, name the zones where something may still cost money, and after a failure also the log.
 at_end() { # EXIT_CODE
   local zone
+  trap '' INT # print all of it, even after a second Ctrl-C
   if [ "$1" != 0 ] && [ -s "$log" ]; then say "all calls of gcloud: $log"; fi
   for zone in $maybe_paid; do
     [ -n "$dry_run" ] || say "$name in $zone may still be there, and paid for; delete it: $(again down)"
@@ -388,11 +389,12 @@ follow() { # LINE of worker 0's log to begin with
     [ -z "$dry_run" ] || return 0
     [ "$(sort -u "$ended" | wc -l)" -lt "$hosts" ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
-    [ "$now" = READY ] || return 75
+    [ "$now" = READY ] || break
     say 'the connection broke; following again' && sleep 5
     first=$((first + $(cat "$seen"))) rest=0
   done
-  trap - INT
+  trap 'exit 130' INT
+  [ "${now:-READY}" = READY ] || return 75
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')" # fields: [wN] exit CODE TIME
   [ -n "$worker" ] || return 0
   case "$code" in '' | *[!0-9]*) code=1 ;; esac # do not trust text from a VM
@@ -517,6 +519,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
     mkdir -p "$here/out/launch"
   fi
   trap 'at_end $?' EXIT
+  trap 'exit 130' INT # bash may skip the EXIT trap if Ctrl-C ends the shell itself
   "cmd_tpu_$action" "$@"
   exit
 }
