@@ -1,5 +1,5 @@
 """Attention to the KV cache, and writing to it: plain JAX and the interpreted TPU kernels against
-float64 NumPy."""
+float64 NumPy. Also the rows that stay when a wave shrinks."""
 
 from functools import partial
 
@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import TIED
 from jax.experimental.pallas import tpu as pltpu
 from numpy.testing import assert_allclose, assert_array_equal
 
-from infra.rollout import decode_kernel, kv_cache
+from infra.rollout import decode_kernel, kv_cache, layouts, waves
 from infra.rollout.kv_cache import Cache
-from test_kernel import without_races
+from test_kernel import mesh, without_races
 
 # Unwritten memory is NaN, reads out of bounds raise, and races between two cores are detected.
 INTERPRET = pltpu.InterpretParams(
@@ -178,3 +179,52 @@ def test_queries_of_a_group_are_joined_and_split():
         own = np.s_[b // group, :, first : first + G]
         assert_array_equal(joined[own], q_KGH)
     assert_array_equal(kv_cache.split_group(joined, group), q_BKGH)
+
+
+# ---------------------------------------------------------------- a wave that shrinks
+LIVE_RPG = np.array(
+    [  # answers that have not ended, of four prompts on each of two devices
+        [[0, 0], [0, 1], [0, 0], [1, 1]],
+        [[0, 0], [0, 0], [1, 1], [1, 0]],
+    ],
+    bool,
+)
+
+
+def numbered(a):
+    """Returns an array of a DecodeState in which every number of a row is the row's index."""
+    axis = 1 if a.ndim == 5 else 0
+    rows = np.arange(a.shape[axis], dtype=np.float32)
+    others = [i for i in range(a.ndim) if i != axis]
+    rows = np.expand_dims(rows, others)
+    numbers = np.broadcast_to(rows, a.shape)
+    return jax.device_put(numbers, a.sharding)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_that_stay_keep_their_cache(devices):
+    """If the first prompts of a device have ended, each row that stays keeps its own keys, values
+    and hidden state."""
+    layout = layouts.layout_of("replicated", 1, mesh(1, devices, 1))
+    is_live = LIVE_RPG[:devices].reshape(devices, -1)
+    B = is_live.size
+    sizes = dict(B=B, n_prompts=B // 2, width=8, slots=16, dtype="float32")
+    state = layouts.empty_state(**sizes, cfg=TIED, layout=layout)
+    state = jax.tree.map(numbered, state)
+
+    row_ids = np.arange(B).reshape(devices, -1)
+    wave = waves.Wave(row_ids, is_live, 2, 16, state)
+    new = waves.resize_wave(wave, 32, TIED, layout, quantised=False)
+    # Two of the four prompts of each device stay, with both answers.
+    assert new.row_ids.shape == (devices, 4)
+    assert set(row_ids[is_live]) == set(new.row_ids[new.is_live])
+    kept = new.row_ids.ravel()
+    prompts = kept[::2] // 2
+    for a in new.state.answers[0]:
+        first = a[0, :, 0, 0, 0]
+        assert_array_equal(first, kept)
+    for a in new.state.prompts[0]:
+        first = a[0, :, 0, 0, 0]
+        assert_array_equal(first, prompts)
+    first = new.state.hidden_BD[:, 0]
+    assert_array_equal(first, kept)
