@@ -53,6 +53,7 @@ def check_time(printed):
     (total,) = re.findall(r"compiler's clock, not measured: ([\d.]+) s$", printed, re.M)
     assert 0 < float(by_bytes) <= float(by_clock), printed
     assert abs(float(by_clock) + float(update) - float(total)) < 0.16, printed
+    assert float(update) > 0, printed
     # Both numbers are rounded to tenths of a second.
     assert float(update) + 0.05 > step_time.ASSUMED_MFU * (float(by_flops) - 0.05), printed
 

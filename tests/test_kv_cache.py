@@ -193,6 +193,7 @@ LIVE_RPG = np.array(
 
 def numbered(a):
     """Returns an array of a DecodeState in which every number of a row is the row's index."""
+    # Keys and values are [L, B, K, S, H], and hidden states are [B, D].
     axis = 1 if a.ndim == 5 else 0
     rows = np.arange(a.shape[axis], dtype=np.float32)
     others = [i for i in range(a.ndim) if i != axis]

@@ -519,7 +519,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
     mkdir -p "$here/out/launch"
   fi
   trap 'at_end $?' EXIT
-  trap 'exit 130' INT # bash may skip the EXIT trap if Ctrl-C ends the shell itself
+  trap 'exit 130' INT # without this, Ctrl-C was seen to skip the EXIT trap
   "cmd_tpu_$action" "$@"
   exit
 }
