@@ -13,6 +13,7 @@ Architectures: Qwen2 (arXiv 2407.10671), Qwen3 (2505.09388), Llama 3 (2407.21783
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -333,21 +334,26 @@ class Adapted:
     """A frozen matrix W of one layer plus a low-rank product: W + scale A B
     (LoRA, arXiv 2106.09685)."""
 
-    base: jax.Array  # W
+    w: jax.Array  # W, or W joined with the adapters, see `join`
     a: jax.Array  # A: the dimensions of W that the matmul sums over, and R
     b: jax.Array  # B: R, and the other dimensions of W
     scale: float = dataclasses.field(metadata=dict(static=True))
+    sums_over_D: bool = dataclasses.field(metadata=dict(static=True))  # or else D is the output
+    is_joined: bool = dataclasses.field(metadata=dict(static=True), default=False)
 
 
-def adapted(weights: dict, scale: float) -> dict:
-    """Join matrices with their adapters. weights: the weights and adapters of layers, by name.
+def adapted(weights: dict, scale: float, are_joined: bool = False) -> dict:
+    """Pair matrices with their adapters. weights: the weights and adapters of layers, by name.
     Returns the weights by name; a matrix that has adapters becomes an Adapted that holds them."""
-    joined = {}
+    paired = {}
     for name, w in weights.items():
         a, b = adapter_names(name)
-        if not is_adapter(name):
-            joined[name] = Adapted(w, weights[a], weights[b], scale) if a in weights else w
-    return joined
+        if a in weights:
+            sums_over_D = letters(name)[1] == "D"
+            paired[name] = Adapted(w, weights[a], weights[b], scale, sums_over_D, are_joined)
+        elif not is_adapter(name):
+            paired[name] = w
+    return paired
 
 
 def merge(w) -> jax.Array:
@@ -356,27 +362,84 @@ def merge(w) -> jax.Array:
         return w
     a = w.a.astype(jnp.float32)
     b = w.b.astype(jnp.float32)
-    return w.base.astype(jnp.float32) + w.scale * jnp.tensordot(a, b, 1, precision="highest")
+    return w.w.astype(jnp.float32) + w.scale * jnp.tensordot(a, b, 1, precision="highest")
+
+
+def join(w):
+    """Extend W of an Adapted along D by R, so that one matmul also computes the low-rank product:
+    [W; scale B] if the matmul sums over D, else [W, scale A]. Other weights are returned as they
+    are."""
+    if not isinstance(w, Adapted) or w.is_joined:
+        return w
+    adapter, axis = (w.b, 0) if w.sums_over_D else (w.a, -1)
+    joined = jnp.concatenate([w.w, (w.scale * adapter).astype(w.w.dtype)], axis)
+    return dataclasses.replace(w, w=joined, is_joined=True)
+
+
+def joined_matrices(weights: dict, scale: float) -> dict:
+    """The joined matrix of each matrix that has adapters, by name."""
+    pairs = adapted(weights, scale)
+    return {name: join(w).w for name, w in pairs.items() if isinstance(w, Adapted)}
 
 
 def matmul(equation: str, x, w) -> jax.Array:
     """einsum in x's dtype, accumulated and returned in float32."""
     if isinstance(w, Adapted):
-        # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR", and (x A) B is "BTR,RNH->BNTH".
-        inputs, out = equation.split("->")
-        of_x, of_w = inputs.split(",")
-        summed = "".join(letter for letter in of_w if letter not in out)
-        kept = of_w.replace(summed, "")
-        # Drop the summed letters one by one: in "BNTH,NHD->BTD", x has a T between N and H.
-        rows = "".join(letter for letter in of_x if letter not in summed)
-        xa = matmul(f"{of_x},{summed}R->{rows}R", x, w.a).astype(x.dtype)
-        return matmul(equation, x, w.base) + w.scale * matmul(f"{rows}R,R{kept}->{out}", xa, w.b)
+        return matmul_adapted(equation, w.scale, x, join(w).w, w.a, w.b)
     if isinstance(w, Quantised):
         # x's dtype holds every int8 exactly. The einsum with ones arranges the scales like the
         # output, so that they broadcast over it.
         scale = jnp.einsum(equation, jnp.ones([1] * x.ndim), w.scale, precision="highest")
         return scale * matmul(equation, x, w.int8)
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+# The products with A and B alone take few operations, but each reads or writes an array as large
+# as x or y. So as many as possible become a part of the product with W.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def matmul_adapted(equation: str, scale: float, x, joined, a, b) -> jax.Array:
+    """x W + scale (x A) B in float32. joined: the matrix from `join`, which gets no gradient."""
+    of_x, of_w, of_y = re.split(",|->", equation)
+    if of_w[0] == "D":
+        # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR".
+        xa = matmul(f"{of_x},DR->{of_x[:-1]}R", x, a).astype(x.dtype)
+        return matmul(equation, jnp.concatenate([x, xa], -1), joined)
+    # For "BNTH,NHD->BTD", (x A) B is "BTR,RD->BTD".
+    y, xa = without_adapter(matmul(equation, x, joined), a)
+    return y + matmul(f"{of_y[:-1]}R,RD->{of_y}", xa.astype(x.dtype), b)
+
+
+def without_adapter(product, a):
+    """Split a product with a joined matrix into its columns for D and for R."""
+    D = product.shape[-1] - a.shape[-1]
+    return product[..., :D], product[..., D:]
+
+
+def matmul_adapted_forward(equation, scale, *arrays):
+    return matmul_adapted(equation, scale, *arrays), arrays
+
+
+def matmul_adapted_backward(equation, scale, arrays, d_y):
+    x, joined, a, b = arrays
+    of_x, of_w, of_y = re.split(",|->", equation)
+    d_y = d_y.astype(x.dtype)
+    if of_w[0] == "D":
+        rows, summed, kept = of_x[:-1], "D", of_w[1:]
+        d_x, d_xa = without_adapter(matmul(f"{of_y},{of_w}->{of_x}", d_y, joined), a)
+        d_xa = d_xa.astype(x.dtype)
+        d_x += matmul(f"{rows}R,DR->{of_x}", d_xa, a)
+    else:
+        rows, summed, kept = of_y[:-1], of_w[:-1], "D"
+        d_xa = matmul(f"{of_y},RD->{rows}R", d_y, b).astype(x.dtype)
+        d_x = matmul(f"{of_y},{of_w}->{of_x}", jnp.concatenate([d_y, d_xa], -1), joined)
+        d_xa = scale * d_xa
+    xa = matmul(f"{of_x},{summed}R->{rows}R", x, a).astype(x.dtype)
+    d_a = matmul(f"{of_x},{rows}R->{summed}R", x, d_xa)
+    d_b = scale * matmul(f"{rows}R,{of_y}->R{kept}", xa, d_y)
+    return d_x.astype(x.dtype), None, d_a.astype(a.dtype), d_b.astype(b.dtype)
+
+
+matmul_adapted.defvjp(matmul_adapted_forward, matmul_adapted_backward)
 
 
 def rms_norm(x, scale, eps: float) -> jax.Array:
@@ -424,6 +487,17 @@ def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
     return out.reshape(B, N, T, H)
 
 
+@jax.custom_vjp
+def computed_once(h):
+    """h, which XLA computes before the matmul that reads it: fused into the matmul, h would be
+    computed again for each tile of the output. Not where h is differentiated: there, XLA does
+    better alone."""
+    return jax.lax.optimization_barrier(h)
+
+
+computed_once.defvjp(lambda h: (h, None), lambda _, d_h: (d_h,))
+
+
 def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     """One transformer layer. Returns (x_BTD, extra).
 
@@ -463,10 +537,7 @@ def layer(cfg, x_BTD, w: dict, rope, attend: Callable, sum_parts=lambda y: y):
     h = save_elementwise(rms_norm(x_BTD, w["mlp_norm_LD"], cfg.rms_eps))
     gate = save(matmul("BTD,DF->BTF", h, w["w_gate_LDF"]))
     up = save(matmul("BTD,DF->BTF", h, w["w_up_LDF"]))
-    h = save_elementwise(jax.nn.silu(gate) * up)
-    if x_BTD.shape[1] == 1:
-        # In decode (T = 1), XLA would fuse `up` into the next matmul, which would be slower.
-        h = jax.lax.optimization_barrier(h)
+    h = computed_once(save_elementwise(jax.nn.silu(gate) * up))
     out = matmul("BTF,FD->BTD", h, w["w_down_LFD"])
     return x_BTD + sum_parts(out).astype(dtype), extra
 
@@ -561,30 +632,68 @@ def split_rows(a, chunk):
     return jnp.pad(a, padding).reshape(-1, chunk, *a.shape[1:])
 
 
-def layer_of_chunk(x_BTD, w, masters, positions_BT, segments_BT, cfg, options):
-    """Run `layer` on a chunk of rows, or skip a chunk without tokens. Returns (x_BTD, masters)."""
+def layer_of_chunk(cfg, options, x_BTD, w, masters, positions_BT, segments_BT):
+    """Run `layer` on a chunk of rows. Returns (x_BTD, masters)."""
 
     def attend(q, k, v):
         return options.attend(q, k, v, segments_BT), None
 
-    def run(x_BTD, masters):
-        # With --lora, only adapters have masters. The frozen weights are read from w, which is a
-        # constant, so the backward pass computes no gradients for them.
-        trained = {name: w[name] for name in masters}
-        trained, masters = with_gradients_to(trained, masters)
-        own_w = adapted(w | trained, options.lora_scale)
-        rope = rope_tables(positions_BT, cfg)
-        # Heads and F are sharded over tp, so each device computes a part of the sums over them.
-        sum_parts = partial(jax.lax.psum, axis_name="tp")
-        x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, sum_parts)
-        return x_BTD, masters
+    # With --lora, only adapters have masters. The frozen weights are read from w, which is a
+    # constant, so the backward pass computes no gradients for them.
+    trained = {name: w[name] for name in masters}
+    trained, masters = with_gradients_to(trained, masters)
+    own_w = adapted(w | trained, options.lora_scale, are_joined=True)
+    rope = rope_tables(positions_BT, cfg)
+    # Heads and F are sharded over tp, so each device computes a part of the sums over them.
+    sum_parts = partial(jax.lax.psum, axis_name="tp")
+    x_BTD, _ = layer(cfg, x_BTD, own_w, rope, attend, sum_parts)
+    return x_BTD, masters
 
-    def skip(x_BTD, masters):
-        return x_BTD, masters
 
+def unless_padding(segments_BT, run, skip, *operands):
+    """run(*operands), or skip(*operands) for a chunk without tokens."""
     # Devices along tp have the same rows, so either all of them or none of them reach the psum.
-    has_tokens = jnp.any(segments_BT > 0)
-    return jax.lax.cond(has_tokens, run, skip, x_BTD, masters)
+    return jax.lax.cond(jnp.any(segments_BT > 0), run, skip, *operands)
+
+
+def run_chunk(cfg, options, x_BTD, w, masters, positions_BT, segments_BT):
+    """`layer_of_chunk`, but a chunk without tokens is skipped."""
+
+    def run(x_BTD, masters):
+        return layer_of_chunk(cfg, options, x_BTD, w, masters, positions_BT, segments_BT)
+
+    return unless_padding(segments_BT, run, lambda *unchanged: unchanged, x_BTD, masters)
+
+
+# --remat full. With jax.checkpoint, the backward pass of `run_chunk` would be two conds: one that
+# recomputes the chunk, and one that differentiates it. Everything that the second reads, weights
+# included, would be copied out of the first.
+recomputed_chunk = jax.custom_vjp(run_chunk, nondiff_argnums=(0, 1))
+
+
+def recomputed_chunk_forward(cfg, options, *arrays):
+    return run_chunk(cfg, options, *arrays), arrays
+
+
+def recomputed_chunk_backward(cfg, options, arrays, grads):
+    """Recompute and differentiate a chunk in one branch of a cond."""
+    x_BTD, w, masters, positions_BT, segments_BT = arrays
+
+    def differentiate(x_BTD, masters, grads):
+        def run(x_BTD, masters):
+            return layer_of_chunk(cfg, options, x_BTD, w, masters, positions_BT, segments_BT)
+
+        _, backward = jax.vjp(run, x_BTD, masters)
+        return backward(grads)
+
+    def skip(x_BTD, masters, grads):
+        return grads
+
+    d_x, d_masters = unless_padding(segments_BT, differentiate, skip, x_BTD, masters, grads)
+    return d_x, None, d_masters, None, None
+
+
+recomputed_chunk.defvjp(recomputed_chunk_forward, recomputed_chunk_backward)
 
 
 def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg, options):
@@ -594,7 +703,9 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     positions = split_rows(positions_BT, chunk)
     segments = split_rows(segments_BT, chunk)
     remat = partial(jax.checkpoint, policy=REMAT[options.remat], prevent_cse=False)
-    run_chunk = remat(partial(layer_of_chunk, cfg=cfg, options=options))
+    one_chunk = remat(partial(run_chunk, cfg, options))
+    if options.remat == "full":
+        one_chunk = partial(recomputed_chunk, cfg, options)
 
     # Remat the whole layer as well as each chunk, so that gathered weights are not kept.
     @remat
@@ -603,13 +714,15 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
         # Cast weights before the all-gather: in bfloat16, it takes half the time.
         w = jax.device_put(layer_at_rest, DEVICE)
         w = gather_layer({name: a.astype(options.dtype) for name, a in w.items()})
+        # Join here, once for all chunks.
+        w |= joined_matrices(w, options.lora_scale)
         # XLA drops this all-gather, because nothing reads its values. Only its backward matters: it
         # reduce-scatters the gradients, which the chunks have summed in float32.
         masters = gather_layer(masters)
 
         def next_chunk(masters, rows):
             x_BTD, positions_BT, segments_BT = rows
-            x_BTD, masters = run_chunk(x_BTD, w, masters, positions_BT, segments_BT)
+            x_BTD, masters = one_chunk(x_BTD, w, masters, positions_BT, segments_BT)
             return masters, x_BTD
 
         _, x = jax.lax.scan(next_chunk, masters, (x, positions, segments))

@@ -153,7 +153,7 @@ def test_matrices_move_between_devices_as_int8(way):
     layout, _ = layouts.rollout_layout(kind, cfg, on, "float32", INT8)
     params = place(random_weights(cfg), on)
     names = tuple(model.flatten(params))
-    move_top, move_stack = layouts.compiled_moves(names, on, layout, "float32", True)
+    move_top, move_stack = layouts.compiled_moves(names, on, layout, "float32", True, 0.0)
     top = move_top.lower({name: a for name, a in params.items() if name != "layers"})
     layers = move_stack.lower(params["layers"], 0, size=cfg.L)
     text = top.compile().as_text() + layers.compile().as_text()

@@ -40,8 +40,14 @@ def abstract_weights(
         specs = layouts.rollout_spec(name, layout, quantised)
         weights[name] = jax.tree.map(place, a, specs)
     weights = model.nest(weights)
+    layers = weights["layers"]
     # The scale of adapters does not change what is compiled.
-    layers = model.adapted(weights["layers"], 1.0)
+    if not layout.shards_D:
+        join = jax.vmap(partial(model.joined_matrices, scale=1.0))
+        joined = jax.eval_shape(join, layers)
+        for name, matrix in joined.items():
+            layers[name] = place(matrix, layers[name].sharding.spec)
+    layers = model.adapted(layers, 1.0, are_joined=not layout.shards_D)
 
     # Split the layers into stacks, as `layouts.to_rollout` does.
     stacks = []

@@ -45,6 +45,11 @@ class Layout:
         return [1] * L if self.by_layer else [L]
 
     @property
+    def shards_D(self) -> bool:
+        """Whether weights are sharded as in training, and so along D."""
+        return self.kind in ("fsdp", "maxtext")
+
+    @property
     def cache_spec(self) -> P:
         """PartitionSpec of keys or values [L, B, K, S, H]."""
         return P(None, self.rows, "tp", None, None)
@@ -186,7 +191,7 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutS
 
 def rollout_spec(name: str, layout: Layout, quantised: bool = False):
     """PartitionSpec of a parameter in a rollout; if it is quantised, a Quantised of two specs."""
-    if layout.kind in ("fsdp", "maxtext"):
+    if layout.shards_D:
         spec = model.spec(name)
     else:
         axes = ["tp" if letter in "NKFV" else None for letter in model.letters(name)]
@@ -225,18 +230,15 @@ def to_rollout(
 
 @cache
 def compiled_moves(
-    names: tuple,
-    training_mesh: Mesh,
-    layout: Layout,
-    dtype,
-    quantised: bool,
-    lora_scale: float = 0.0,
+    names: tuple, training_mesh: Mesh, layout: Layout, dtype, quantised: bool, lora_scale: float
 ):
     """Returns (move_top, move_stack): jitted functions for parameters with these names.
 
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
     the stack of `size` layers that begins with layer `first`.
     """
+    # A joined matrix is longer along D, and its length may not be divisible.
+    is_joined = not layout.shards_D
     # PartitionSpecs of parameters in the rollout, and after the cast, still on the training mesh.
     specs = {}
     cast_specs = {}
@@ -266,7 +268,9 @@ def compiled_moves(
         if quantised:
             layer = {name: model.merge(w) for name, w in model.adapted(layer, lora_scale).items()}
         moved = {name: move(f"layers/{name}", w) for name, w in layer.items()}
-        return model.adapted(moved, lora_scale)
+        if is_joined:
+            moved |= model.joined_matrices(moved, lora_scale)
+        return model.adapted(moved, lora_scale, is_joined)
 
     def move_top(params):
         return {name: move(name, params[name]) for name in sorted(params)}
@@ -279,7 +283,7 @@ def compiled_moves(
     # XLA may drop sharding constraints, but not the shardings of a program's outputs.
     place = partial(NamedSharding, layout.mesh)
     top_shardings = jax.tree.map(place, model.nest(specs))
-    layer_shardings = model.adapted(top_shardings.pop("layers"), lora_scale)
+    layer_shardings = model.adapted(top_shardings.pop("layers"), lora_scale, is_joined)
     return (
         jax.jit(move_top, out_shardings=top_shardings),
         jax.jit(move_stack, static_argnames="size", out_shardings=layer_shardings),
