@@ -781,20 +781,21 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
 
 # ---------------------------------------------------------------- the cached forward
 def cached_forward(
-    weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, last_B, attend: Callable, caches
+    weights, cfg: ModelConfig, layout, tokens_BT, positions_BT, last_B, attends, caches
 ) -> tuple:
     """Forward pass of T new tokens, with attention to a KV cache.
 
     Returns (hidden states after the last norm, [B, D], of the token at index last_B in each row;
-    new caches). layout: see infra/rollout/layouts.py. caches: one for each stack of layers in
-    weights["layers"]. On GPUs, each layer is its own stack; elsewhere, all layers are one.
+    new caches). layout: see infra/rollout/layouts.py. attends and caches: one for each stack of
+    layers in weights["layers"]. On GPUs, each layer is its own stack; elsewhere, all layers are
+    one.
 
     attend(q, k, v, layer=, cache=) -> ([B, N, T, H], cache), from infra/rollout/kv_cache.py, also
     writes the keys and values of the new tokens to the cache.
     """
     rope = rope_tables(positions_BT, cfg)
 
-    def one_layer(carry, w):
+    def one_layer(attend, carry, w):
         x_BTD, cache, layer_number = carry
         if layout.kind == "fsdp":
             # All-gather this layer's weights.
@@ -808,9 +809,9 @@ def cached_forward(
     x_BTD = constrain(dequantise(x, weights["norm_D"].dtype), layout.mesh, layout.rows)
     # A cache is the scan's carry, so it is updated in place; as xs and ys, it would be copied.
     new_caches = []
-    for stack, cache in zip(weights["layers"], caches, strict=True):
+    for stack, attend, cache in zip(weights["layers"], attends, caches, strict=True):
         carry = x_BTD, cache, 0
-        (x_BTD, cache, _), _ = jax.lax.scan(one_layer, carry, stack)
+        (x_BTD, cache, _), _ = jax.lax.scan(partial(one_layer, attend), carry, stack)
         new_caches.append(cache)
     x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], 1)[:, 0]
     return rms_norm(x_BD, weights["norm_D"], cfg.rms_eps), tuple(new_caches)

@@ -35,7 +35,7 @@ BLOCK_SLOTS = 512
 # Slots of a bfloat16 tile. To change one slot, `write_token` reads and writes back its whole tile.
 TILE_SLOTS = 16
 # Largest array of keys or values, in bytes, that XLA may hold in VMEM while all layers run.
-SMALL_CACHE = 2**24
+SMALL_CACHE = 2**23
 
 
 def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:

@@ -332,8 +332,9 @@ def prefill(
     # Pads come last, so all prompts begin at position 0.
     positions = jnp.broadcast_to(jnp.arange(width), prompts_PT.shape)
     attend = partial(kv_cache.prefill_attention, first=first, layout=layout)
+    attends = [attend] * len(state.prompts)
     hidden_PD, prompts = model.cached_forward(
-        weights, model_cfg, layout, prompts_PT, positions, length_P - 1, attend, state.prompts
+        weights, model_cfg, layout, prompts_PT, positions, length_P - 1, attends, state.prompts
     )
 
     # This needs a shard_map, because `first` counts prompts within each device.
@@ -430,15 +431,20 @@ def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, samplin
 
 def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) -> DecodeState:
     """Run token t of each answer, and write its keys and values to slot t of the answers' cache."""
-    attend = partial(
-        kv_cache.decode_attention, slot=t, prompt_length_B=rows.prompt_length_B, layout=layout
+    lengths = dict(
+        prompt_length_B=rows.prompt_length_B, answer_length_B=jnp.full_like(token_B, t + 1)
     )
+    # The prompts' caches are only read, so they are arguments of attention, and not carried along.
+    attends = [
+        partial(kv_cache.decode_attention, prompts=prompts, slot=t, layout=layout, **lengths)
+        for prompts in state.prompts
+    ]
     # The prompt comes before the answer.
     position_B = rows.prompt_length_B + t
     # Each row has one new token, so the index of its last token is 0.
     last_B = jnp.zeros_like(token_B)
     new_tokens = token_B[:, None], position_B[:, None], last_B
-    cache = zip(state.prompts, state.answers, strict=True)
-    hidden_BD, cache = model.cached_forward(weights, model_cfg, layout, *new_tokens, attend, cache)
-    prompts, answers = zip(*cache, strict=True)
-    return DecodeState(prompts, answers, hidden_BD)
+    hidden_BD, answers = model.cached_forward(
+        weights, model_cfg, layout, *new_tokens, attends, state.answers
+    )
+    return DecodeState(state.prompts, answers, hidden_BD)

@@ -45,19 +45,21 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
     return run(q_BNTH, k_BKTH, v_BKTH, layer, cache, first)
 
 
-def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, prompt_length_B, layout) -> tuple:
+def decode_attention(
+    q_BNTH, k_BKTH, v_BKTH, layer, cache, prompts, slot, prompt_length_B, answer_length_B, layout
+) -> tuple:
     """Attention of one new token of each answer to its prompt, its earlier tokens and itself.
 
-    cache: (prompts, answers). The new keys and values are written to `slot` of the answers' cache.
-    prompt_length_B: tokens of each row's prompt. Rows with the same prompt are consecutive, and
-    each prompt has equally many rows. Returns ([B, N, 1, H] float32, cache).
+    cache: keys and values of the answers; the new ones are written to `slot`. prompts: those of
+    the prompts. prompt_length_B: tokens of each row's prompt. Rows with the same prompt are
+    consecutive, and each prompt has equally many rows. answer_length_B: tokens of each answer, the
+    new one included. Returns ([B, N, 1, H] float32, cache).
     """
     device = layout.mesh.devices.flat[0]
     is_tpu = device.platform == "tpu"
     attend = attend_pallas if is_tpu else attend_plain
 
-    def on_device(q, k, v, layer, cache, slot, prompt_length_B):
-        prompts, answers = cache
+    def on_device(q, k, v, layer, answers, prompts, slot, prompt_length_B, answer_length_B):
         if is_tpu:
             answers = Cache(*decode_kernel.write_token(*answers, k, v, layer, slot))
         else:
@@ -77,12 +79,12 @@ def decode_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, prompt_length_B
         of_prompts = split_group(joined, group)
 
         # Then each answer attends to its own tokens, including the new one.
-        filled_B = jnp.full(B, slot + 1)
-        out, _ = attend(q_BKGH, answers, layer, filled_B, of_prompts)
-        return out.reshape(B, N, 1, H), (prompts, answers)
+        out, _ = attend(q_BKGH, answers, layer, answer_length_B, of_prompts)
+        return out.reshape(B, N, 1, H), answers
 
-    run = over_devices(on_device, layout, cache, slot, prompt_length_B)
-    return run(q_BNTH, k_BKTH, v_BKTH, layer, cache, slot, prompt_length_B)
+    others = prompts, slot, prompt_length_B, answer_length_B
+    run = over_devices(on_device, layout, cache, *others)
+    return run(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others)
 
 
 def over_devices(run, layout, cache, *others):
@@ -93,10 +95,9 @@ def over_devices(run, layout, cache, *others):
     """
     # Queries, keys and values of the new tokens are split by rows and heads.
     by_head = P(layout.rows, "tp")
-    cache_specs = jax.tree.map(lambda _: layout.cache_spec, cache)
-    # The other arguments are scalars, or have one entry per row.
-    by_row = P(layout.rows)
-    other_specs = [by_row if jnp.ndim(a) else P() for a in others]
+    # The other arguments are caches, scalars, or arrays with one entry per row.
+    specs = {5: layout.cache_spec, 1: P(layout.rows), 0: P()}
+    cache_specs, *other_specs = jax.tree.map(lambda a: specs[jnp.ndim(a)], (cache, *others))
     return jax.shard_map(
         run,
         mesh=layout.mesh,
