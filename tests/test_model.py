@@ -582,21 +582,44 @@ def count_products(jaxpr):
     return count
 
 
+def gradient_program(cfg, remat):
+    """The jaxpr of the gradient of the training forward."""
+    rows = {name: np.ones((8, 9), np.int32) for name in ("tokens", "positions", "segments")}
+    options = model.ForwardOptions("float32", attention.blockwise, remat)
+
+    def loss(params):
+        return model.forward(params, cfg, mesh(), rows, options).sum()
+
+    return jax.make_jaxpr(jax.grad(loss))(random_params(cfg, mesh())).jaxpr
+
+
 @pytest.mark.parametrize("cfg", [TIED, QWEN3], ids=["qwen2", "qwen3"])
 def test_only_full_remat_recomputes_matrix_products(cfg):
-    rows = {name: np.ones((8, 9), np.int32) for name in ("tokens", "positions", "segments")}
-    counts = {}
-    for remat in model.REMAT:
-        options = model.ForwardOptions("float32", attention.blockwise, remat)
-
-        def loss(params, options=options):
-            return model.forward(params, cfg, mesh(), rows, options).sum()
-
-        backward = jax.make_jaxpr(jax.grad(loss))(random_params(cfg, mesh()))
-        counts[remat] = count_products(backward.jaxpr)
+    counts = {remat: count_products(gradient_program(cfg, remat)) for remat in model.REMAT}
     # A layer has seven weights and two products of attention. Each has two more products in its
     # backward. Blockwise attention recomputes its scores.
     assert counts["none"] == counts["dots"] == 3 * 9 + 1 < counts["full"], counts
+
+
+def conds(jaxpr):
+    """The conds in a jaxpr."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "cond":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from conds(inner)
+
+
+def test_full_remat_differentiates_a_chunk_where_it_is_recomputed():
+    """No cond returns weights or activations for another cond to read. The conds return the hidden
+    states of the chunk and, in the backward pass, the sums of the weights' gradients."""
+    weights = [name for name in model.shapes(TIED) if name.startswith("layers/")]
+    most = {}
+    for remat in model.REMAT:
+        outputs = [len(cond.outvars) for cond in conds(gradient_program(TIED, remat))]
+        assert outputs, "no cond skips a chunk of padding"
+        most[remat] = max(outputs)
+    assert most["full"] == 1 + len(weights) < most["dots"], most
 
 
 class Way(NamedTuple):
