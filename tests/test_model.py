@@ -660,14 +660,17 @@ SLOW_WAYS = {
 
 
 def random_rows(way, rng):
-    """Returns (rows of up to three segments, d_hidden, which rows are real: the first ones of each
-    device)."""
+    """Returns (rows of up to three segments, d_hidden, which rows are real). On each device, the
+    rows of padding follow each other and may be anywhere."""
     shards = way.dims[0] * way.dims[1]
     each = way.B // shards
     filled = rng.integers(1, each + 1, shards)
     if shards > 1 and each > 1:
         filled[-1] = 0  # a device without work
-    real = np.concatenate([np.arange(each) < n for n in filled])
+    first = rng.integers(0, each, shards)
+    real = np.concatenate(
+        [np.roll(np.arange(each) < n, i) for n, i in zip(filled, first, strict=True)]
+    )
     rows = dict(
         tokens=rng.integers(0, way.cfg.V, (way.B, way.T)),
         positions=rng.integers(0, way.cfg.V, (way.B, way.T)),
