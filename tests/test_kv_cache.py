@@ -206,7 +206,7 @@ def numbered(a):
 def test_rows_that_stay_keep_their_cache(devices):
     """If the first prompts of a device have ended, each row that stays keeps its own keys, values
     and hidden state."""
-    layout = layouts.layout_of("replicated", 1, mesh(1, devices, 1))
+    layout = layouts.layout_of("replicated", 1, TIED, mesh(1, devices, 1))
     is_live = LIVE_RPG[:devices].reshape(devices, -1)
     B = is_live.size
     sizes = dict(B=B, n_prompts=B // 2, width=8, slots=16, dtype="float32")

@@ -350,7 +350,7 @@ def rollout_weights(kind, dtype, quantised, adapters):
     on = mesh(2, 2, 2)
     weights = update_case().weights
     state = lora_state(cfg, SMALL, on, weights, adapters)
-    layout = layouts.layout_of(kind, 2 if kind == "tp" else 1, on)
+    layout = layouts.layout_of(kind, 2 if kind == "tp" else 1, SMALL, on)
     got = layouts.to_rollout(weights_of(state), layout, dtype, quantised, lora.scale(cfg))
     plain = place(merged(weights, adapters, lora.scale(cfg)), on)
     return layout, got, layouts.to_rollout(plain, layout, dtype, quantised)

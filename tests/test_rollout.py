@@ -24,6 +24,7 @@ from conftest import (
     random_prompts,
     spoiled_copy,
 )
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 from test_model import by_tier, hf_model
 from test_sampling import GREEDY, PLAIN, compiled_sample
@@ -348,15 +349,15 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
     narrow = dataclasses.replace(sizes("0.5B"), D=128, F=512)
     # fmt: off
     cases = [
-        (sizes("3B"), "TPU v6 lite", "tp", 2),
-        (sizes("7B"), "TPU v6 lite", "tp", 4),
+        (sizes("3B"), "TPU v6 lite", "tp", 4),
+        (sizes("7B"), "TPU v6 lite", "tp", 8),
         (narrow,      "TPU v6 lite", "replicated", 1),
     ]
     # fmt: on
     for cfg, chip, kind, tp in cases:
         monkeypatch.setattr(chips, "chip", lambda device, chip=chip: chips.CHIPS[chip])
         layout, why = layouts.rollout_layout("auto", cfg, on, "bfloat16", SIZE)
-        assert (layout.kind, layout.mesh.shape["tp"]) == (kind, tp), why
+        assert (layout.kind, layout.mesh.size // layout.mesh.shape["dp"]) == (kind, tp), why
         times = [float(ms) for ms in re.findall(r"([\d.]+) ms", why)]
         assert len(times) > 1, why
         chosen = re.search(rf"{kind} \d+ x {tp} ([\d.]+) ms", why)
@@ -372,7 +373,7 @@ def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
         dims = model.letters(name)
         axes = layouts.rollout_spec(name, layout)
         for dim, axis in zip(dims, axes, strict=True):
-            parts = layout.mesh.shape[axis] if axis else 1
+            parts = layouts.num_shards(P(axis), layout.mesh)
             assert (parts > 1) == (dim in split), (name, dim)
 
 
@@ -381,7 +382,7 @@ def test_rows_that_fit_fill_half_of_the_free_memory(monkeypatch):
     each row has its own prompt; in a rollout a group shares one."""
     cfg = sizes("3B")
     resting = 12 * GIB
-    for kind, parts, heads in (("replicated", 1, 2), ("fsdp", 8, 2), ("tp", 2, 1)):
+    for kind, parts, heads in (("replicated", 1, 2), ("fsdp", 8, 2), ("tp", 8, 1)):
         layout, _ = layouts.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16", SIZE)
         weights = 2 * cfg.n_params / parts
         half = (32 * GIB - resting - weights) / 2

@@ -34,7 +34,7 @@ def softmax(z):
 @partial(jax.jit, static_argnames=("sampling", "tp"))
 def compiled_sample(z_RV, u_B, sampling, tp):
     draw = jax.shard_map(
-        lambda z_BV, u_B: sample_token(z_BV, u_B, sampling),
+        lambda z_BV, u_B: sample_token(z_BV, u_B, sampling, ("tp",)),
         mesh=mesh(tp=tp),
         check_vma=False,
         in_specs=(P(None, "tp"), P()),
@@ -278,7 +278,7 @@ def test_truncation_keeps_equals_of_the_last_token(tp):
     ]
     for options, kept in cases:
         truncated_z = jax.shard_map(
-            partial(truncate, sampling=Sampling(**options)),
+            partial(truncate, sampling=Sampling(**options), axes=("tp",)),
             mesh=mesh(tp=tp),
             check_vma=False,
             in_specs=P(None, "tp"),

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from infra.host.chips import HOP_SECONDS, Chip
+from infra.host.chips import Chip, ring_seconds
 from tools.hlo import Instruction, Program, array_sizes, is_collective, stated_costs
 
 # Parts of an operation's name that describe the structure of the program, not its computation.
@@ -88,9 +88,7 @@ def seconds_of(program: Program, computation: str, name: str, chip: Chip) -> flo
 
 
 def collective_seconds(program, computation: str, instruction: Instruction, chip: Chip) -> float:
-    """Returns the seconds of a collective around a ring that is used in both directions: each
-    device sends all but its own part. The latency is the time of the hops to the farthest device.
-    """
+    """Returns the seconds of a collective around a ring."""
     types = [program.computations[computation][o].type for o in instruction.operands]
     types.append(instruction.type)
     # The larger side is the result of an all-gather, but the operands of a reduce-scatter.
@@ -98,8 +96,7 @@ def collective_seconds(program, computation: str, instruction: Instruction, chip
     devices = group_size(instruction.attributes)
     # An all-reduce goes around twice: a reduce-scatter, then an all-gather of the sum.
     rounds = 2 if instruction.op.startswith("all-reduce") else 1
-    sent = largest * (devices - 1) / devices
-    return rounds * (sent / chip.link + devices // 2 * HOP_SECONDS)
+    return rounds * ring_seconds(largest, devices, chip)
 
 
 def group_size(attributes: str) -> int:

@@ -64,6 +64,16 @@ def chip(device) -> Chip:
     return Chip()
 
 
+def ring_seconds(nbytes: int, devices: int, chip: Chip) -> float:
+    """Seconds in which each device of a ring gets the other devices' parts of an array.
+
+    nbytes: size of the complete array. The ring is used in both directions, so the latency is the
+    time of the hops to the farthest device, half of the ring away.
+    """
+    sent = nbytes * (devices - 1) / devices
+    return sent / chip.link + devices // 2 * HOP_SECONDS
+
+
 def device_memory(device) -> float:
     """The memory of a device that programs may use, in GiB; inf if unknown."""
     if device.platform == "cpu":

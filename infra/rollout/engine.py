@@ -342,10 +342,12 @@ def prefill(
         copies = jnp.repeat(new, group, 0)
         return jax.lax.dynamic_update_slice(hidden_BD, copies, (first * group, 0))
 
-    rows = P(layout.rows)
+    rows = P(layout.cache_rows)
     specs = dict(in_specs=(rows, rows, P()), out_specs=rows)
     put = jax.shard_map(put_on_device, mesh=layout.mesh, **specs)
-    return DecodeState(prompts, state.answers, put(state.hidden_BD, hidden_PD, first))
+    hidden_BD = put(state.hidden_BD, hidden_PD, first)
+    hidden_BD = model.constrain(hidden_BD, layout.mesh, layout.rows)
+    return DecodeState(prompts, state.answers, hidden_BD)
 
 
 # ---------------------------------------------------------------- decode
@@ -410,9 +412,9 @@ def decode(
 
 def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, sampling) -> tuple:
     """Sample token t of each row from its hidden state. Returns (token_B, logprob_B)."""
-    # Logits are float32, with the vocabulary split over tp.
+    # Logits are float32, with the vocabulary split over devices.
     z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))
-    z_BV = model.constrain(z_BV, layout.mesh, layout.rows, "tp")
+    z_BV = model.constrain(z_BV, layout.mesh, layout.rows, layout.split)
 
     def uniform(row_id):
         # Draws depend only on the key, t and the row, not on layout, wave or stage.
@@ -420,10 +422,10 @@ def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, samplin
         return jax.random.uniform(key_of_row)
 
     sample = jax.shard_map(
-        partial(sample_token, sampling=sampling),
+        partial(sample_token, sampling=sampling, axes=layout.split),
         mesh=layout.mesh,
         check_vma=False,
-        in_specs=(P(layout.rows, "tp"), P(layout.rows)),
+        in_specs=(P(layout.rows, layout.split), P(layout.rows)),
         out_specs=P(layout.rows),
     )
     return sample(z_BV, jax.vmap(uniform)(rows.id_B))

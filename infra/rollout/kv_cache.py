@@ -93,16 +93,45 @@ def over_devices(run, layout, cache, *others):
     Outside a shard_map, jax 0.10 all-gathers an array whose layout in memory is constrained, as in
     `write_plain`, and cannot partition Pallas kernels.
     """
-    # Queries, keys and values of the new tokens are split by rows and heads.
+    # If more devices split the weights than there are key/value heads, devices along the mesh's
+    # fsdp axis have the same key/value heads. Outside of attention, all of these devices have all
+    # rows. In attention, each has its part of the rows, with all queries of its key/value heads.
+    shares_heads = layout.rows != layout.cache_rows and layout.mesh.shape["fsdp"] > 1
+    splits_queries = shares_heads and "fsdp" in layout.heads
+
+    def own_rows(a):
+        B = a.shape[0] // lax.axis_size("fsdp")
+        return lax.dynamic_slice_in_dim(a, lax.axis_index("fsdp") * B, B)
+
+    def on_device(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others):
+        if shares_heads:
+            k_BKTH = own_rows(k_BKTH)
+            v_BKTH = own_rows(v_BKTH)
+            # Caches are split already.
+            others = jax.tree.map(lambda a: own_rows(a) if a.ndim == 1 else a, others)
+            if splits_queries:
+                # Exchange parts of the heads for parts of the rows.
+                q_BNTH = lax.all_to_all(q_BNTH, "fsdp", split_axis=0, concat_axis=1, tiled=True)
+            else:
+                q_BNTH = own_rows(q_BNTH)
+        out_BNTH, cache = run(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others)
+        out_BNTH = out_BNTH.astype(q_BNTH.dtype)
+        if splits_queries:
+            out_BNTH = lax.all_to_all(out_BNTH, "fsdp", split_axis=1, concat_axis=0, tiled=True)
+        elif shares_heads:
+            out_BNTH = lax.all_gather(out_BNTH, "fsdp", tiled=True)
+        return out_BNTH, cache
+
     by_head = P(layout.rows, "tp")
+    by_query_head = P(layout.rows, layout.heads)
     # The other arguments are caches, scalars, or arrays with one entry per row.
     specs = {5: layout.cache_spec, 1: P(layout.rows), 0: P()}
     cache_specs, *other_specs = jax.tree.map(lambda a: specs[jnp.ndim(a)], (cache, *others))
     return jax.shard_map(
-        run,
+        on_device,
         mesh=layout.mesh,
-        in_specs=(by_head, by_head, by_head, P(), cache_specs, *other_specs),
-        out_specs=(by_head, cache_specs),
+        in_specs=(by_query_head, by_head, by_head, P(), cache_specs, *other_specs),
+        out_specs=(by_query_head, cache_specs),
         check_vma=False,
     )
 

@@ -21,12 +21,21 @@ from infra.rollout import quantise
 from infra.rollout.kv_cache import Cache
 from model import ModelConfig
 
-# replicated: every device has all weights. tp: weights are split by heads, F and V within a host.
+# replicated: every device has all weights.
+# tp: weights are split by heads, F and V within a host. The mesh's tp axis splits key/value heads.
+# If more devices split the weights than there are such heads, the fsdp axis splits the rest:
+# devices along it have the same key/value heads, and split the rows of the KV cache.
 # fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
 # decode step all-gathers them layer by layer.
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
 # sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
+# Seconds of a layer's elementwise operations per row, and seconds in which a device rearranges the
+# rows that it exchanges: about what the TPU compiler's clock shows for 0.5B to 14B on v6e.
+ROW_SECONDS = 0.08e-6
+EXCHANGE_SECONDS = 3e-6
+# The mesh axes that split weights in the layout tp, the one that splits key/value heads first.
+WEIGHT_AXES = "tp", "fsdp"
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,9 @@ class Layout:
 
     kind: str  # one of LAYOUTS
     mesh: Mesh  # the training mesh's devices, regrouped
-    rows: tuple  # the mesh axes that shard the rows
+    rows: tuple  # the mesh axes that shard the rows, except in attention
+    cache_rows: tuple  # the mesh axes that shard the rows in attention and the KV cache
+    heads: tuple = ("tp",)  # the mesh axes that split query heads
     # Whether each layer has its own arrays of weights and KV cache. Otherwise all layers are in one
     # stack. On GPUs, each layer has its own: XLA would copy a slice of a stack before a matmul.
     by_layer: bool = False
@@ -50,9 +61,14 @@ class Layout:
         return self.kind in ("fsdp", "maxtext")
 
     @property
+    def split(self) -> tuple:
+        """The mesh axes that split F and V."""
+        return WEIGHT_AXES if self.kind == "tp" else ("tp",)
+
+    @property
     def cache_spec(self) -> P:
         """PartitionSpec of keys or values [L, B, K, S, H]."""
-        return P(None, self.rows, "tp", None, None)
+        return P(None, self.cache_rows, "tp", None, None)
 
 
 @dataclass(frozen=True)
@@ -75,41 +91,56 @@ class RolloutSize:
 
 # ---------------------------------------------------------------- the choice
 def tp_sizes(cfg: ModelConfig, mesh: Mesh) -> list[int]:
-    """Sizes of tp that divide a host's devices, the key/value heads, F and V."""
+    """Numbers of devices that can split the weights: they divide a host's devices, F and V."""
     process = mesh.devices.flat[0].process_index
     host_devices = sum(device.process_index == process for device in mesh.devices.flat)
-    must_divide = host_devices, cfg.K, cfg.F, cfg.V
+    must_divide = host_devices, cfg.F, cfg.V
     sizes = range(2, host_devices + 1)
     return [n for n in sizes if all(total % n == 0 for total in must_divide)]
 
 
-def layout_of(kind: str, tp: int, mesh: Mesh) -> Layout:
+def layout_of(kind: str, tp: int, cfg: ModelConfig, mesh: Mesh) -> Layout:
     """The layout of this kind. tp: number of devices that split the weights, if kind is tp."""
     training_dp, training_fsdp, training_tp = mesh.devices.shape
+    heads = ("tp",)
     if kind in ("replicated", "tp"):
-        dims = mesh.size // tp, 1, tp
+        # Every device has at least one key/value head.
+        kv_parts = math.gcd(tp, cfg.K)
+        dims = mesh.size // tp, tp // kv_parts, kv_parts
+        if kind == "tp" and cfg.N % tp == 0:
+            heads = WEIGHT_AXES
     else:
         dims = training_dp, training_fsdp * training_tp, 1
     # Keep the devices of the training mesh in the same order.
     rollout_mesh = Mesh(mesh.devices.reshape(dims), mesh.axis_names)
-    rows = ("dp",) if kind == "maxtext" else model.ROWS
     by_layer = mesh.devices.flat[0].platform == "gpu"
-    return Layout(kind, rollout_mesh, rows, by_layer)
+    all_rows = ("dp",) if kind == "maxtext" else model.ROWS
+    rows = ("dp",) if kind == "tp" else all_rows
+    return Layout(kind, rollout_mesh, rows, all_rows, heads, by_layer)
 
 
 def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> float:
     """Estimate the seconds of a decode step with replicated weights or tp.
 
     The estimate is the time to read the weights and the KV cache at full memory bandwidth, plus the
-    latency of the collectives. It ignores the few bytes that the collectives move.
+    time of the collectives and of elementwise operations.
     """
     chip = chips.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, size)
-    seconds = (weights + cache) / chip.bandwidth
-    # Each layer has two all-reduces over tp. Each goes around a ring twice, as a reduce-scatter and
-    # an all-gather. The ring is used in both directions, so the farthest device is tp // 2 away.
-    hops = 2 * (layout.mesh.shape["tp"] // 2)
-    return seconds + 2 * cfg.L * hops * chips.HOP_SECONDS
+    dp, sharing, kv_parts = layout.mesh.devices.shape
+    rows = size.answers // dp
+    row_bytes = rows * jnp.dtype(dtype).itemsize
+    # Each layer has two all-reduces of hidden states. Each goes around a ring twice, as a
+    # reduce-scatter and an all-gather.
+    all_reduce = 2 * chips.ring_seconds(row_bytes * cfg.D, sharing * kv_parts, chip)
+    # Devices that share a key/value head also exchange queries before attention, and its results
+    # afterwards.
+    exchange = 0.0
+    if sharing > 1:
+        heads_bytes = row_bytes * cfg.N * cfg.H // kv_parts
+        exchange = EXCHANGE_SECONDS + chips.ring_seconds(heads_bytes, sharing, chip)
+    of_layer = 2 * all_reduce + 2 * exchange + rows * ROW_SECONDS
+    return (weights + cache) / chip.bandwidth + cfg.L * of_layer
 
 
 def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
@@ -120,7 +151,7 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     """
     most = device_gib / 4 if layout.kind == "replicated" else device_gib / 2
     gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
-    return gib / layout.mesh.shape["tp"] <= most
+    return gib / math.prod(layout.mesh.devices.shape[1:]) <= most
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
@@ -131,11 +162,11 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     fit, the layout is fsdp.
     """
     device_gib = chips.least_memory(mesh)
-    candidates = [layout_of("replicated", 1, mesh)]
-    candidates += [layout_of("tp", tp, mesh) for tp in tp_sizes(cfg, mesh)]
+    candidates = [layout_of("replicated", 1, cfg, mesh)]
+    candidates += [layout_of("tp", tp, cfg, mesh) for tp in tp_sizes(cfg, mesh)]
     fitting = [layout for layout in candidates if fits(cfg, layout, dtype, device_gib)]
     if not fitting:
-        return layout_of("fsdp", 1, mesh), f"no other layout fits {device_gib:.0f} GiB"
+        return layout_of("fsdp", 1, cfg, mesh), f"no other layout fits {device_gib:.0f} GiB"
     # Only known TPUs have a `link`.
     if not chips.chip(mesh.devices.flat[0]).link:
         return fitting[0], "the first that fits; the time of an all-reduce is known for TPUs only"
@@ -165,7 +196,7 @@ def rollout_layout(
         layout, why = fastest_layout(cfg, mesh, dtype, size)
     else:
         tp = max(tp_sizes(cfg, mesh), default=1) if kind == "tp" else 1
-        layout, why = layout_of(kind, tp, mesh), "as asked"
+        layout, why = layout_of(kind, tp, cfg, mesh), "as asked"
     shards = math.prod(layout.mesh.devices.shape[1:])
     weights_dtype = jnp.dtype("int8" if size.quantised else size.dtype or dtype)
     weights_gib = cfg.n_params * weights_dtype.itemsize / 2**30
@@ -180,10 +211,10 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutS
     """Choose the layout and print it with the reason. Exits with code 2 if tp is not possible."""
     layout, why = rollout_layout(kind, cfg, mesh, dtype, size)
     check(
-        kind != "tp" or layout.mesh.shape["tp"] > 1,
+        kind != "tp" or math.prod(layout.mesh.devices.shape[1:]) > 1,
         f"rollout_sharding = tp needs a number of devices above 1 that divides "
-        f"{jax.local_device_count()} local devices, {cfg.K} key/value heads, feed-forward size "
-        f"{cfg.F} and vocabulary {cfg.V}; try --rollout_sharding auto",
+        f"{jax.local_device_count()} local devices, feed-forward size {cfg.F} and vocabulary "
+        f"{cfg.V}; try --rollout_sharding auto",
     )
     say(f"rollout: {why}")
     return layout
@@ -194,8 +225,8 @@ def rollout_spec(name: str, layout: Layout, quantised: bool = False):
     if layout.shards_D:
         spec = model.spec(name)
     else:
-        axes = ["tp" if letter in "NKFV" else None for letter in model.letters(name)]
-        spec = P(*axes)
+        axes = {"N": layout.heads, "K": "tp", "F": layout.split, "V": layout.split}
+        spec = P(*(axes.get(letter) for letter in model.letters(name)))
     return quantise.cast_spec(name, spec, quantised)
 
 
@@ -293,14 +324,26 @@ def compiled_moves(
 # ---------------------------------------------------------------- rows and bytes
 def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False) -> tuple[int, int]:
     """Bytes that a device must read in a decode step: (weights, KV cache per row and slot)."""
-    tp = layout.mesh.shape["tp"]
     itemsize = jnp.dtype(dtype).itemsize
+    values = 0
+    for name, shape in model.shapes(cfg).items():
+        # An untied embedding is looked up.
+        if name == "embed_VD" and not cfg.tied:
+            continue
+        shards = 1
+        if layout.kind == "tp":
+            shards = num_shards(rollout_spec(name, layout), layout.mesh)
+        values += math.prod(shape) // shards
     # Scales, norms and biases are too few to matter.
-    weight_bytes = cfg.n_multiplied // tp
-    if not quantised:
-        weight_bytes *= itemsize
-    slot_bytes = 2 * cfg.L * cfg.K // tp * cfg.H * itemsize
+    weight_bytes = values if quantised else values * itemsize
+    slot_bytes = 2 * cfg.L * cfg.K // layout.mesh.shape["tp"] * cfg.H * itemsize
     return weight_bytes, slot_bytes
+
+
+def num_shards(spec: P, mesh: Mesh) -> int:
+    """Number of parts that an array with this PartitionSpec is split into."""
+    axes = jax.tree.leaves(tuple(spec))
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> tuple[int, int]:
@@ -312,8 +355,8 @@ def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) ->
 
 
 def row_shards(layout: Layout) -> int:
-    """Number of parts that the rows of a rollout are split into."""
-    return math.prod(layout.mesh.shape[axis] for axis in layout.rows)
+    """Number of parts that the rows of the KV cache are split into."""
+    return num_shards(P(layout.cache_rows), layout.mesh)
 
 
 def rows_that_fit(
@@ -387,7 +430,7 @@ def empty_state(
 def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
     """Take some rows of one array of a DecodeState; if it is a cache, also give it `slots` slots.
 
-    index_B: the rows to take, counted within each device.
+    index_B: the rows to take, counted within each part of the rows of the KV cache.
     """
     is_cache = a.ndim > 2
 
@@ -408,12 +451,14 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         return jax.lax.fori_loop(0, L, copy_layer, new)
 
     # Use a shard_map: rows move only within a device.
-    array_spec = spec_in_state(a, layout)
+    by_row = P(layout.cache_rows)
+    array_spec = layout.cache_spec if is_cache else by_row
     resize_shards = jax.shard_map(
         resize,
         mesh=layout.mesh,
-        in_specs=(array_spec, P(layout.rows)),
+        in_specs=(array_spec, by_row),
         out_specs=array_spec,
         check_vma=False,
     )
-    return resize_shards(a, index_B)
+    new = resize_shards(a, index_B)
+    return model.constrain(new, layout.mesh, *spec_in_state(a, layout))

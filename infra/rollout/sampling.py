@@ -1,7 +1,7 @@
 """Sampling: draw a token from logits, with its logprob under the distribution it was drawn from.
 
-All functions run inside a shard_map, where the vocabulary may be split over tp. How it is split
-does not change the tokens that are drawn.
+All functions run inside a shard_map, where the vocabulary may be split over some of the mesh's
+axes. How it is split does not change the tokens that are drawn.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Sampling:
     top_p: float = 1.0  # draw only from the most likely tokens with this total probability
 
 
-def truncate(z_BV, sampling: Sampling) -> jax.Array:
+def truncate(z_BV, sampling: Sampling, axes: tuple) -> jax.Array:
     """Set the logits of tokens outside the top k, and then outside the top p, to -inf.
 
     Tokens that are as likely as the last kept token are kept, too.
@@ -30,7 +30,7 @@ def truncate(z_BV, sampling: Sampling) -> jax.Array:
     if sampling.top_k == 0 and sampling.top_p >= 1:
         return z_BV
     # Sort all logits of these rows, from all shards, in descending order.
-    all_BV = jax.lax.all_gather(z_BV, "tp", axis=1, tiled=True)
+    all_BV = jax.lax.all_gather(z_BV, axes, axis=1, tiled=True)
     sorted_BV = jnp.sort(all_BV, descending=True)
     if sampling.top_k:
         most_likely_BK = sorted_BV[:, : sampling.top_k]
@@ -67,7 +67,7 @@ def invert_cdf(mass_BX, target_B) -> tuple:
     return index_B, target_B - before_B
 
 
-def in_columns(z_BV) -> tuple:
+def in_columns(z_BV, axes: tuple) -> tuple:
     """Arrange this device's logits in 128 columns: token v of the vocabulary in column v % 128.
 
     Returns (logits [B, Y, 128], number of places left empty before the first logit).
@@ -75,7 +75,7 @@ def in_columns(z_BV) -> tuple:
     B, V = z_BV.shape
     if V % COLUMNS == 0:
         return z_BV.reshape(B, -1, COLUMNS), 0
-    empty = jax.lax.axis_index("tp") * V % COLUMNS
+    empty = jax.lax.axis_index(axes) * V % COLUMNS
     # The size must be the same on all devices, so make it large enough for any `empty`.
     size = (V + 2 * (COLUMNS - 1)) // COLUMNS * COLUMNS
     padded = jnp.full((B, size), -jnp.inf)
@@ -83,54 +83,54 @@ def in_columns(z_BV) -> tuple:
     return padded.reshape(B, -1, COLUMNS), empty
 
 
-def sample_token(z_BV, u_B, sampling: Sampling) -> tuple:
+def sample_token(z_BV, u_B, sampling: Sampling, axes: tuple) -> tuple:
     """Draw a token per row. Returns (token_B int32, logprob_B float32).
 
     z_BV: float32 logits. u_B: uniforms in [0, 1), at which the CDF is inverted. The logprob is
     under the distribution that the token was drawn from. For greedy tokens, it is under the
-    distribution of temperature 1.
+    distribution of temperature 1. axes: the mesh axes that split the vocabulary.
     """
     # The temperature divides the logits, as it does in training.
     temperature = sampling.temperature or 1
-    z_BV = truncate(z_BV / temperature, sampling)
-    top_B = jax.lax.pmax(z_BV.max(-1), "tp")
+    z_BV = truncate(z_BV / temperature, sampling, axes)
+    top_B = jax.lax.pmax(z_BV.max(-1), axes)
     # A token's mass is exp(logit - largest logit). Sum it over each column on each of the Z shards,
     # and then over the whole vocabulary.
-    z_BYX, empty = in_columns(z_BV)
+    z_BYX, empty = in_columns(z_BV, axes)
     below_top_BYX = z_BYX - top_B[:, None, None]
     mass_BX = jnp.exp(below_top_BYX).sum(1)
-    mass_ZBX = jax.lax.all_gather(mass_BX, "tp")
+    mass_ZBX = jax.lax.all_gather(mass_BX, axes)
     total_B = mass_ZBX.sum(0).sum(-1)
     if sampling.temperature == 0:
-        token_B = most_likely(z_BV, top_B)
+        token_B = most_likely(z_BV, top_B, axes)
     else:
         target_B = u_B * total_B
-        token_B = draw(z_BYX, empty, top_B, mass_ZBX, target_B, z_BV.shape[1])
+        token_B = draw(z_BYX, empty, top_B, mass_ZBX, target_B, z_BV.shape[1], axes)
     # Subtract the largest logit, since total_B sums exp(logit - largest logit).
-    z_B = logit_of(token_B, z_BV)
+    z_B = logit_of(token_B, z_BV, axes)
     logprob_B = z_B - top_B - jnp.log(total_B)
     return token_B.astype(jnp.int32), logprob_B
 
 
-def most_likely(z_BV, top_B):
+def most_likely(z_BV, top_B, axes):
     """The first token of each row whose logit is top_B, the largest."""
     V = z_BV.shape[1]
-    shard = jax.lax.axis_index("tp")
-    last = V * jax.lax.axis_size("tp") - 1
+    shard = jax.lax.axis_index(axes)
+    last = V * jax.lax.axis_size(axes) - 1
     has_top_B = z_BV.max(-1) == top_B
     own_B = shard * V + jnp.argmax(z_BV, -1)
     # If several shards have such a token, pmin takes the first one.
     candidate_B = jnp.where(has_top_B, own_B, last)
-    return jax.lax.pmin(candidate_B, "tp")
+    return jax.lax.pmin(candidate_B, axes)
 
 
-def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V):
+def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V, axes):
     """The first token at which the CDF exceeds the target. V: size of a shard's vocabulary.
 
     The CDF runs column by column. Three short cumsums, over the 128 columns, over the shards and
     down a column, cost less than one over the whole vocabulary, and have less rounding error.
     """
-    shard = jax.lax.axis_index("tp")
+    shard = jax.lax.axis_index(axes)
     mass_BX = mass_ZBX.sum(0)
     column_B, rest_B = invert_cdf(mass_BX, target_B)
     rows = jnp.arange(len(target_B))
@@ -143,14 +143,14 @@ def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V):
     token_B = shard * V + y_B * COLUMNS + column_B - empty
     # Only the shard that has the token knows its id.
     own_B = jnp.where(shard_B == shard, token_B, 0)
-    return jax.lax.psum(own_B, "tp")
+    return jax.lax.psum(own_B, axes)
 
 
-def logit_of(token_B, z_BV):
+def logit_of(token_B, z_BV, axes):
     """The logit of each row's token, from the shard that has it."""
     V = z_BV.shape[1]
-    local_B = token_B - jax.lax.axis_index("tp") * V
+    local_B = token_B - jax.lax.axis_index(axes) * V
     is_here_B = (local_B >= 0) & (local_B < V)
     z_B = pick(z_BV, jnp.clip(local_B, 0, V - 1))
     own_B = jnp.where(is_here_B, z_B, 0.0)
-    return jax.lax.psum(own_B, "tp")
+    return jax.lax.psum(own_B, axes)
