@@ -334,7 +334,7 @@ class Adapted:
     """A frozen matrix W of one layer plus a low-rank product: W + scale A B
     (LoRA, arXiv 2106.09685)."""
 
-    w: jax.Array  # W, or W joined with the adapters, see `join`
+    w: jax.Array  # W, or W joined with A or B, see `join`
     a: jax.Array  # A: the dimensions of W that the matmul sums over, and R
     b: jax.Array  # B: R, and the other dimensions of W
     scale: float = dataclasses.field(metadata=dict(static=True))
@@ -344,7 +344,8 @@ class Adapted:
 
 def adapted(weights: dict, scale: float, are_joined: bool = False) -> dict:
     """Pair matrices with their adapters. weights: the weights and adapters of layers, by name.
-    Returns the weights by name; a matrix that has adapters becomes an Adapted that holds them."""
+    are_joined: whether the matrices come from `joined_matrices`. Returns the weights by name; a
+    matrix that has adapters becomes an Adapted that holds them."""
     paired = {}
     for name, w in weights.items():
         a, b = adapter_names(name)
@@ -365,27 +366,27 @@ def merge(w) -> jax.Array:
     return w.w.astype(jnp.float32) + w.scale * jnp.tensordot(a, b, 1, precision="highest")
 
 
-def join(w):
-    """Extend W of an Adapted along D by R, so that one matmul also computes the low-rank product:
-    [W; scale B] if the matmul sums over D, else [W, scale A]. Other weights are returned as they
-    are."""
-    if not isinstance(w, Adapted) or w.is_joined:
-        return w
+def join(w: Adapted) -> jax.Array:
+    """W extended along D by an adapter: [W; scale B] if the matmul sums over D, else [W, scale A].
+    A matmul with it computes one of the two low-rank products, too."""
     adapter, axis = (w.b, 0) if w.sums_over_D else (w.a, -1)
-    joined = jnp.concatenate([w.w, (w.scale * adapter).astype(w.w.dtype)], axis)
-    return dataclasses.replace(w, w=joined, is_joined=True)
+    return jnp.concatenate([w.w, (w.scale * adapter).astype(w.w.dtype)], axis)
 
 
 def joined_matrices(weights: dict, scale: float) -> dict:
     """The joined matrix of each matrix that has adapters, by name."""
     pairs = adapted(weights, scale)
-    return {name: join(w).w for name, w in pairs.items() if isinstance(w, Adapted)}
+    return {name: join(w) for name, w in pairs.items() if isinstance(w, Adapted)}
 
 
 def matmul(equation: str, x, w) -> jax.Array:
     """einsum in x's dtype, accumulated and returned in float32."""
+    if isinstance(w, Adapted) and w.is_joined:
+        return matmul_joined(equation, w.scale, x, w.w, w.a, w.b)
     if isinstance(w, Adapted):
-        return matmul_adapted(equation, w.scale, x, join(w).w, w.a, w.b)
+        of_x, of_y, rows, summed, kept = low_rank_dims(equation)
+        xa = matmul(f"{of_x},{summed}R->{rows}R", x, w.a).astype(x.dtype)
+        return matmul(equation, x, w.w) + w.scale * matmul(f"{rows}R,R{kept}->{of_y}", xa, w.b)
     if isinstance(w, Quantised):
         # x's dtype holds every int8 exactly. The einsum with ones arranges the scales like the
         # output, so that they broadcast over it.
@@ -394,19 +395,28 @@ def matmul(equation: str, x, w) -> jax.Array:
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-# The products with A and B alone take few operations, but each reads or writes an array as large
-# as x or y. So as many as possible become a part of the product with W.
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def matmul_adapted(equation: str, scale: float, x, joined, a, b) -> jax.Array:
-    """x W + scale (x A) B in float32. joined: the matrix from `join`, which gets no gradient."""
+def low_rank_dims(equation: str) -> tuple[str, ...]:
+    """The dimensions of x and of the result of a matmul with an adapted W, those of x A without R,
+    and those of A and of B without R."""
     of_x, of_w, of_y = re.split(",|->", equation)
     if of_w[0] == "D":
-        # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR".
-        xa = matmul(f"{of_x},DR->{of_x[:-1]}R", x, a).astype(x.dtype)
+        # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR", and (x A) B is "BTR,RNH->BNTH".
+        return of_x, of_y, of_x[:-1], "D", of_w[1:]
+    # For "BNTH,NHD->BTD", x A is "BNTH,NHR->BTR", and (x A) B is "BTR,RD->BTD".
+    return of_x, of_y, of_y[:-1], of_w[:-1], "D"
+
+
+# A product with A or B alone takes few operations, but may read or write an array as large as x or
+# the result. So as many of these products as possible become a part of the product with W.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def matmul_joined(equation: str, scale: float, x, joined, a, b) -> jax.Array:
+    """x W + scale (x A) B in float32. joined: the matrix from `join`, which gets no gradient."""
+    of_x, of_y, rows, summed, kept = low_rank_dims(equation)
+    if summed == "D":
+        xa = matmul(f"{of_x},DR->{rows}R", x, a).astype(x.dtype)
         return matmul(equation, jnp.concatenate([x, xa], -1), joined)
-    # For "BNTH,NHD->BTD", (x A) B is "BTR,RD->BTD".
     y, xa = without_adapter(matmul(equation, x, joined), a)
-    return y + matmul(f"{of_y[:-1]}R,RD->{of_y}", xa.astype(x.dtype), b)
+    return y + matmul(f"{rows}R,RD->{of_y}", xa.astype(x.dtype), b)
 
 
 def without_adapter(product, a):
@@ -415,21 +425,20 @@ def without_adapter(product, a):
     return product[..., :D], product[..., D:]
 
 
-def matmul_adapted_forward(equation, scale, *arrays):
-    return matmul_adapted(equation, scale, *arrays), arrays
+def matmul_joined_forward(equation, scale, *arrays):
+    return matmul_joined(equation, scale, *arrays), arrays
 
 
-def matmul_adapted_backward(equation, scale, arrays, d_y):
+def matmul_joined_backward(equation, scale, arrays, d_y):
     x, joined, a, b = arrays
-    of_x, of_w, of_y = re.split(",|->", equation)
+    of_x, of_y, rows, summed, kept = low_rank_dims(equation)
+    of_w = summed + kept
     d_y = d_y.astype(x.dtype)
-    if of_w[0] == "D":
-        rows, summed, kept = of_x[:-1], "D", of_w[1:]
+    if summed == "D":
         d_x, d_xa = without_adapter(matmul(f"{of_y},{of_w}->{of_x}", d_y, joined), a)
         d_xa = d_xa.astype(x.dtype)
         d_x += matmul(f"{rows}R,DR->{of_x}", d_xa, a)
     else:
-        rows, summed, kept = of_y[:-1], of_w[:-1], "D"
         d_xa = matmul(f"{of_y},RD->{rows}R", d_y, b).astype(x.dtype)
         d_x = matmul(f"{of_y},{of_w}->{of_x}", jnp.concatenate([d_y, d_xa], -1), joined)
         d_xa = scale * d_xa
@@ -439,7 +448,7 @@ def matmul_adapted_backward(equation, scale, arrays, d_y):
     return d_x.astype(x.dtype), None, d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 
-matmul_adapted.defvjp(matmul_adapted_forward, matmul_adapted_backward)
+matmul_joined.defvjp(matmul_joined_forward, matmul_joined_backward)
 
 
 def rms_norm(x, scale, eps: float) -> jax.Array:
@@ -489,9 +498,9 @@ def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
 
 @jax.custom_vjp
 def computed_once(h):
-    """h, which XLA computes before the matmul that reads it: fused into the matmul, h would be
-    computed again for each tile of the output. Not where h is differentiated: there, XLA does
-    better alone."""
+    """Make XLA compute h before the matmul that reads it. Fused into the matmul, h would be
+    computed again for each tile of the output. Where h is differentiated, there is no barrier: XLA
+    is faster without one."""
     return jax.lax.optimization_barrier(h)
 
 
@@ -703,9 +712,10 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
     positions = split_rows(positions_BT, chunk)
     segments = split_rows(segments_BT, chunk)
     remat = partial(jax.checkpoint, policy=REMAT[options.remat], prevent_cse=False)
-    one_chunk = remat(partial(run_chunk, cfg, options))
     if options.remat == "full":
         one_chunk = partial(recomputed_chunk, cfg, options)
+    else:
+        one_chunk = remat(partial(run_chunk, cfg, options))
 
     # Remat the whole layer as well as each chunk, so that gathered weights are not kept.
     @remat

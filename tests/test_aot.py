@@ -208,9 +208,9 @@ def decode_loops(*flags):
 def check_reads_only_weights_and_cache(loop):
     least = loop["least"]
     assert loop["compiled"] <= 1.15 * least, loop
-    # Collectives only sum over tp. With 64 rows per device and 28 layers they move 0.08 GB,
-    # however much is read.
-    assert loop["moved"] <= 0.1 and loop["moved"] <= 0.03 * least, loop
+    # Collectives sum over the devices that split the weights, and exchange rows for attention. With
+    # 64 rows per device and 28 layers they move 0.08 GB, however much is read.
+    assert loop["moved"] <= 0.1 and loop["moved"] <= 0.04 * least, loop
     assert loop["copied"] <= 0.1, loop
     # No operation is faster than its bytes allow, and small operations take longer.
     assert loop["bytes_ms"] <= loop["clock_ms"] <= 4 * loop["bytes_ms"], loop

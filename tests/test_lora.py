@@ -344,13 +344,13 @@ def test_state_holds_masters_and_moments_of_adapters_alone():
 
 
 # ---------------------------------------------------------------- the rollout
-def rollout_weights(kind, dtype, quantised, adapters):
+def rollout_weights(kind, dtype, quantised, adapters, tp=2):
     """Returns (layout, weights of a rollout with adapters, those of the model W + scale A B)."""
     cfg = train.Config(**LORA)
     on = mesh(2, 2, 2)
     weights = update_case().weights
     state = lora_state(cfg, SMALL, on, weights, adapters)
-    layout = layouts.layout_of(kind, 2 if kind == "tp" else 1, SMALL, on)
+    layout = layouts.layout_of(kind, tp if kind == "tp" else 1, SMALL, on)
     got = layouts.to_rollout(weights_of(state), layout, dtype, quantised, lora.scale(cfg))
     plain = place(merged(weights, adapters, lora.scale(cfg)), on)
     return layout, got, layouts.to_rollout(plain, layout, dtype, quantised)
@@ -384,9 +384,10 @@ def test_an_int8_rollout_gets_the_merged_weights():
         assert (np.asarray(got[name]) == np.asarray(a)).mean() > 0.5
 
 
-@pytest.mark.parametrize("kind", ["tp", "fsdp", slow("replicated"), slow("maxtext")])
-def test_a_rollout_with_adapters_samples_from_the_merged_model(kind, record_property):
-    layout, *both = rollout_weights(kind, "float32", False, adapters_of(SMALL))
+# SMALL has 2 key/value heads and 4 query heads.
+@pytest.mark.parametrize("kind, tp", [("tp", 2), ("tp", 4), ("tp", 8), ("fsdp", 1), ("maxtext", 1)])
+def test_a_rollout_with_adapters_samples_from_the_merged_model(kind, tp, record_property):
+    layout, *both = rollout_weights(kind, "float32", False, adapters_of(SMALL), tp)
     prompts = np.random.default_rng(3).integers(1, SMALL.V, (8, 5)).tolist()
     outs = []
     for weights in both:

@@ -27,7 +27,7 @@ from infra.rollout.sampling import Sampling, sample_token
 from infra.rollout.waves import Rows, Wave, plan_waves, resize_wave, rows_of
 from model import ModelConfig
 
-# Maximum prompt tokens per device in one call of `prefill`.
+# Maximum prompt tokens that a device computes in one call of `prefill`.
 PREFILL_TOKENS = 4096
 # Maximum tokens per answer in one call of `decode`.
 STAGE = 128
@@ -293,7 +293,9 @@ def prefill_wave(
     dtype = weights["norm_D"].dtype
     state = layouts.empty_state(**sizes, dtype=dtype, cfg=model_cfg, layout=layout)
     # Run a device's prompts in equal parts, so that one compiled program serves them all.
-    most = max(1, PREFILL_TOKENS // width)
+    # Devices that share key/value heads all compute each other's prompts.
+    sharing = layouts.row_shards(layout) // layouts.num_shards(P(layout.rows), layout.mesh)
+    most = max(1, PREFILL_TOKENS // (width * sharing))
     part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     at_once = max(n for n in part_sizes if n <= most)
     for first in range(0, n_prompts, at_once):
@@ -436,7 +438,8 @@ def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) 
     lengths = dict(
         prompt_length_B=rows.prompt_length_B, answer_length_B=jnp.full_like(token_B, t + 1)
     )
-    # The prompts' caches are only read, so they are arguments of attention, and not carried along.
+    # The prompts' caches are only read, so they are arguments of attention, and layers do not pass
+    # them on.
     attends = [
         partial(kv_cache.decode_attention, prompts=prompts, slot=t, layout=layout, **lengths)
         for prompts in state.prompts

@@ -31,7 +31,7 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
     """Attention of prompts to themselves, which also writes their keys and values to the cache.
 
     On each device, keys and values go to the cache's rows from `first` on. All prompts begin in
-    slot 0. Returns ([B, N, T, H] float32, cache).
+    slot 0. Returns ([B, N, T, H], cache).
     """
 
     def on_device(q, k, v, layer, cache, first):
@@ -50,10 +50,10 @@ def decode_attention(
 ) -> tuple:
     """Attention of one new token of each answer to its prompt, its earlier tokens and itself.
 
-    cache: keys and values of the answers; the new ones are written to `slot`. prompts: those of
-    the prompts. prompt_length_B: tokens of each row's prompt. Rows with the same prompt are
-    consecutive, and each prompt has equally many rows. answer_length_B: tokens of each answer, the
-    new one included. Returns ([B, N, 1, H] float32, cache).
+    cache: keys and values of the answers; the new ones are written to `slot`. prompts: keys and
+    values of the prompts. prompt_length_B: tokens of each row's prompt. Rows with the same prompt
+    are consecutive, and each prompt has equally many rows. answer_length_B: tokens of each answer,
+    the new one included. Returns ([B, N, 1, H], cache).
     """
     device = layout.mesh.devices.flat[0]
     is_tpu = device.platform == "tpu"
@@ -93,10 +93,10 @@ def over_devices(run, layout, cache, *others):
     Outside a shard_map, jax 0.10 all-gathers an array whose layout in memory is constrained, as in
     `write_plain`, and cannot partition Pallas kernels.
     """
-    # If more devices split the weights than there are key/value heads, devices along the mesh's
-    # fsdp axis have the same key/value heads. Outside of attention, all of these devices have all
-    # rows. In attention, each has its part of the rows, with all queries of its key/value heads.
-    shares_heads = layout.rows != layout.cache_rows and layout.mesh.shape["fsdp"] > 1
+    # In the layout tp, devices along the mesh's fsdp axis have the same key/value heads. Outside of
+    # attention, all of these devices have all rows. In attention, each has its part of the rows,
+    # with all queries of its key/value heads.
+    shares_heads = layout.kind == "tp" and layout.mesh.shape["fsdp"] > 1
     splits_queries = shares_heads and "fsdp" in layout.heads
 
     def own_rows(a):
@@ -115,6 +115,7 @@ def over_devices(run, layout, cache, *others):
             else:
                 q_BNTH = own_rows(q_BNTH)
         out_BNTH, cache = run(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others)
+        # The next matmul reads the results in this dtype; an exchange in float32 would take longer.
         out_BNTH = out_BNTH.astype(q_BNTH.dtype)
         if splits_queries:
             out_BNTH = lax.all_to_all(out_BNTH, "fsdp", split_axis=1, concat_axis=0, tiled=True)

@@ -23,18 +23,18 @@ from model import ModelConfig
 
 # replicated: every device has all weights.
 # tp: weights are split by heads, F and V within a host. The mesh's tp axis splits key/value heads.
-# If more devices split the weights than there are such heads, the fsdp axis splits the rest:
-# devices along it have the same key/value heads, and split the rows of the KV cache.
+# If the number of devices does not divide these heads, the fsdp axis splits the rest: devices along
+# it have the same key/value heads, and split the rows of the KV cache.
 # fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
 # decode step all-gathers them layer by layer.
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
 # sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
-# Seconds of a layer's elementwise operations per row, and seconds in which a device rearranges the
-# rows that it exchanges: about what the TPU compiler's clock shows for 0.5B to 14B on v6e.
+# Estimated seconds of a layer's elementwise operations per row, and of rearranging rows for one
+# exchange; fitted to the TPU compiler's clock for 0.5B to 14B on v6e.
 ROW_SECONDS = 0.08e-6
 EXCHANGE_SECONDS = 3e-6
-# The mesh axes that split weights in the layout tp, the one that splits key/value heads first.
+# Mesh axes that split the weights in the layout tp. The first one splits the key/value heads.
 WEIGHT_AXES = "tp", "fsdp"
 
 
@@ -133,13 +133,16 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     # Each layer has two all-reduces of hidden states. Each goes around a ring twice, as a
     # reduce-scatter and an all-gather.
     all_reduce = 2 * chips.ring_seconds(row_bytes * cfg.D, sharing * kv_parts, chip)
-    # Devices that share a key/value head also exchange queries before attention, and its results
-    # afterwards.
-    exchange = 0.0
+    of_layer = 2 * all_reduce + rows * ROW_SECONDS
+    # Devices that share a key/value head also exchange the results of attention. If they split the
+    # query heads, they exchange the queries, too, and each sends only its own part.
     if sharing > 1:
-        heads_bytes = row_bytes * cfg.N * cfg.H // kv_parts
-        exchange = EXCHANGE_SECONDS + chips.ring_seconds(heads_bytes, sharing, chip)
-    of_layer = 2 * all_reduce + 2 * exchange + rows * ROW_SECONDS
+        nbytes = row_bytes * cfg.N * cfg.H // kv_parts
+        exchanges = 1
+        if "fsdp" in layout.heads:
+            nbytes //= sharing
+            exchanges = 2
+        of_layer += exchanges * (EXCHANGE_SECONDS + chips.ring_seconds(nbytes, sharing, chip))
     return (weights + cache) / chip.bandwidth + cfg.L * of_layer
 
 
@@ -150,8 +153,7 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     tp also splits the KV cache and the logits.
     """
     most = device_gib / 4 if layout.kind == "replicated" else device_gib / 2
-    gib = cfg.n_params * jnp.dtype(dtype).itemsize / 2**30
-    return gib / math.prod(layout.mesh.devices.shape[1:]) <= most
+    return weights_gib(cfg, layout, dtype) <= most
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
@@ -197,12 +199,11 @@ def rollout_layout(
     else:
         tp = max(tp_sizes(cfg, mesh), default=1) if kind == "tp" else 1
         layout, why = layout_of(kind, tp, cfg, mesh), "as asked"
-    shards = math.prod(layout.mesh.devices.shape[1:])
     weights_dtype = jnp.dtype("int8" if size.quantised else size.dtype or dtype)
-    weights_gib = cfg.n_params * weights_dtype.itemsize / 2**30
+    all_gib = cfg.n_params * weights_dtype.itemsize / 2**30
     text = (
-        f"{name_of(layout)} devices, each with {weights_gib / shards:.2g} of {weights_gib:.2g} GiB "
-        f"of {weights_dtype} weights; {why}"
+        f"{name_of(layout)} devices, each with {weights_gib(cfg, layout, weights_dtype):.2g} of "
+        f"{all_gib:.2g} GiB of {weights_dtype} weights; {why}"
     )
     return layout, text
 
@@ -268,7 +269,7 @@ def compiled_moves(
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
     the stack of `size` layers that begins with layer `first`.
     """
-    # A joined matrix is longer along D, and its length may not be divisible.
+    # A joined matrix has D + R entries along D, which the devices may not divide.
     is_joined = not layout.shards_D
     # PartitionSpecs of parameters in the rollout, and after the cast, still on the training mesh.
     specs = {}
@@ -325,19 +326,28 @@ def compiled_moves(
 def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False) -> tuple[int, int]:
     """Bytes that a device must read in a decode step: (weights, KV cache per row and slot)."""
     itemsize = jnp.dtype(dtype).itemsize
-    values = 0
-    for name, shape in model.shapes(cfg).items():
-        # An untied embedding is looked up.
-        if name == "embed_VD" and not cfg.tied:
-            continue
-        shards = 1
-        if layout.kind == "tp":
-            shards = num_shards(rollout_spec(name, layout), layout.mesh)
-        values += math.prod(shape) // shards
+    sizes = {name: math.prod(shape) for name, shape in model.shapes(cfg).items()}
+    if not layout.shards_D:
+        sizes = sizes_on_device(cfg, layout)
+    # An untied embedding is looked up.
+    values = sum(size for name, size in sizes.items() if name != "embed_VD" or cfg.tied)
     # Scales, norms and biases are too few to matter.
     weight_bytes = values if quantised else values * itemsize
     slot_bytes = 2 * cfg.L * cfg.K // layout.mesh.shape["tp"] * cfg.H * itemsize
     return weight_bytes, slot_bytes
+
+
+def sizes_on_device(cfg: ModelConfig, layout: Layout) -> dict:
+    """{flat name: number of a weight's values that a device holds}."""
+    return {
+        name: math.prod(shape) // num_shards(rollout_spec(name, layout), layout.mesh)
+        for name, shape in model.shapes(cfg).items()
+    }
+
+
+def weights_gib(cfg: ModelConfig, layout: Layout, dtype) -> float:
+    """GiB of weights that a device holds."""
+    return sum(sizes_on_device(cfg, layout).values()) * jnp.dtype(dtype).itemsize / 2**30
 
 
 def num_shards(spec: P, mesh: Mesh) -> int:
@@ -370,10 +380,8 @@ def rows_that_fit(
     """
     # Compute this from sizes, not from the memory in use, so that a resumed run decodes the same
     # rows together.
-    shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
-    weight_bytes = cfg.n_params * jnp.dtype(dtype).itemsize / shards
-    device_bytes = chips.least_memory(layout.mesh) * 2**30
-    free_bytes = device_bytes - resting - weight_bytes
+    gib = chips.least_memory(layout.mesh) - weights_gib(cfg, layout, dtype)
+    free_bytes = gib * 2**30 - resting
     answers, _ = size.of_device(layout)
     # If a group does not fit, a wave takes an equal part of it, and each part has its own cache of
     # the prompt.

@@ -102,8 +102,8 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
     sizes = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
     blocks = {f"block_{name}": block for name in sizes}
     if (T + pad_T) % 1024 == 0:
-        # The backward kernel writes dq for each block of keys, and the sum over the blocks is
-        # slow, so it takes longer blocks.
+        # The backward kernel writes a dq for each block of keys. Summing these is slow, so its
+        # blocks are longer.
         blocks["block_kv_dkv"] = 1024
     # All heads use the same mask.
     causal = masks.CausalMask((T + pad_T, T + pad_T))
