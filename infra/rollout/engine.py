@@ -294,8 +294,7 @@ def prefill_wave(
     state = layouts.empty_state(**sizes, dtype=dtype, cfg=model_cfg, layout=layout)
     # Run a device's prompts in equal parts, so that one compiled program serves them all.
     # Devices that share key/value heads all compute each other's prompts.
-    sharing = layouts.row_shards(layout) // layouts.num_shards(P(layout.rows), layout.mesh)
-    most = max(1, PREFILL_TOKENS // (width * sharing))
+    most = max(1, PREFILL_TOKENS // (width * layout.sharing))
     part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     at_once = max(n for n in part_sizes if n <= most)
     for first in range(0, n_prompts, at_once):

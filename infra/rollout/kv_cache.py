@@ -93,48 +93,63 @@ def over_devices(run, layout, cache, *others):
     Outside a shard_map, jax 0.10 all-gathers an array whose layout in memory is constrained, as in
     `write_plain`, and cannot partition Pallas kernels.
     """
-    # In the layout tp, devices along the mesh's fsdp axis have the same key/value heads. Outside of
-    # attention, all of these devices have all rows. In attention, each has its part of the rows,
-    # with all queries of its key/value heads.
-    shares_heads = layout.kind == "tp" and layout.mesh.shape["fsdp"] > 1
-    splits_queries = shares_heads and "fsdp" in layout.heads
-
-    def own_rows(a):
-        B = a.shape[0] // lax.axis_size("fsdp")
-        return lax.dynamic_slice_in_dim(a, lax.axis_index("fsdp") * B, B)
-
-    def on_device(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others):
-        if shares_heads:
-            k_BKTH = own_rows(k_BKTH)
-            v_BKTH = own_rows(v_BKTH)
-            # Caches are split already.
-            others = jax.tree.map(lambda a: own_rows(a) if a.ndim == 1 else a, others)
-            if splits_queries:
-                # Exchange parts of the heads for parts of the rows.
-                q_BNTH = lax.all_to_all(q_BNTH, "fsdp", split_axis=0, concat_axis=1, tiled=True)
-            else:
-                q_BNTH = own_rows(q_BNTH)
-        out_BNTH, cache = run(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others)
-        # The next matmul reads the results in this dtype; an exchange in float32 would take longer.
-        out_BNTH = out_BNTH.astype(q_BNTH.dtype)
-        if splits_queries:
-            out_BNTH = lax.all_to_all(out_BNTH, "fsdp", split_axis=1, concat_axis=0, tiled=True)
-        elif shares_heads:
-            out_BNTH = lax.all_gather(out_BNTH, "fsdp", tiled=True)
-        return out_BNTH, cache
-
+    if layout.sharing > 1:
+        run = with_own_rows(run, splits_queries="fsdp" in layout.heads)
     by_head = P(layout.rows, "tp")
     by_query_head = P(layout.rows, layout.heads)
     # The other arguments are caches, scalars, or arrays with one entry per row.
-    specs = {5: layout.cache_spec, 1: P(layout.rows), 0: P()}
-    cache_specs, *other_specs = jax.tree.map(lambda a: specs[jnp.ndim(a)], (cache, *others))
+    spec_of_ndim = {5: layout.cache_spec, 1: P(layout.rows), 0: P()}
+
+    def spec(a):
+        return spec_of_ndim[jnp.ndim(a)]
+
+    cache_specs = jax.tree.map(spec, cache)
+    other_specs = jax.tree.map(spec, others)
     return jax.shard_map(
-        on_device,
+        run,
         mesh=layout.mesh,
         in_specs=(by_query_head, by_head, by_head, P(), cache_specs, *other_specs),
         out_specs=(by_query_head, cache_specs),
         check_vma=False,
     )
+
+
+def with_own_rows(run, splits_queries):
+    """Wrap `run` where devices along the mesh's fsdp axis have the same key/value heads.
+
+    Outside of attention, all of these devices have all rows. In attention, each has its part of the
+    rows, with all queries of its key/value heads. splits_queries: whether the fsdp axis also splits
+    the query heads.
+    """
+
+    def own_rows(a):
+        B = a.shape[0] // lax.axis_size("fsdp")
+        first = lax.axis_index("fsdp") * B
+        return lax.dynamic_slice_in_dim(a, first, B)
+
+    def own_entries(a):
+        # Caches are split already, and scalars have no rows.
+        return own_rows(a) if a.ndim == 1 else a
+
+    def run_on_own_rows(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others):
+        if splits_queries:
+            # Exchange parts of the heads for parts of the rows.
+            q_BNTH = lax.all_to_all(q_BNTH, "fsdp", split_axis=0, concat_axis=1, tiled=True)
+        else:
+            q_BNTH = own_rows(q_BNTH)
+        k_BKTH = own_rows(k_BKTH)
+        v_BKTH = own_rows(v_BKTH)
+        others = jax.tree.map(own_entries, others)
+        out_BNTH, cache = run(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others)
+        # The next matmul reads the results in this dtype; an exchange in float32 would take longer.
+        out_BNTH = out_BNTH.astype(q_BNTH.dtype)
+        if splits_queries:
+            out_BNTH = lax.all_to_all(out_BNTH, "fsdp", split_axis=1, concat_axis=0, tiled=True)
+        else:
+            out_BNTH = lax.all_gather(out_BNTH, "fsdp", tiled=True)
+        return out_BNTH, cache
+
+    return run_on_own_rows
 
 
 def join_group(q_BKGH, group):

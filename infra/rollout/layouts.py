@@ -56,6 +56,12 @@ class Layout:
         return [1] * L if self.by_layer else [L]
 
     @property
+    def sharing(self) -> int:
+        """Number of devices that have the same key/value heads and, outside of attention, the same
+        rows."""
+        return self.mesh.shape["fsdp"] if self.kind == "tp" else 1
+
+    @property
     def shards_D(self) -> bool:
         """Whether weights are sharded as in training, and so along D."""
         return self.kind in ("fsdp", "maxtext")
@@ -127,7 +133,8 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     """
     chip = chips.chip(layout.mesh.devices.flat[0])
     weights, cache = bytes_of_step(cfg, layout, dtype, size)
-    dp, sharing, kv_parts = layout.mesh.devices.shape
+    dp, _, kv_parts = layout.mesh.devices.shape
+    sharing = layout.sharing
     rows = size.answers // dp
     row_bytes = rows * jnp.dtype(dtype).itemsize
     # Each layer has two all-reduces of hidden states. Each goes around a ring twice, as a
