@@ -357,7 +357,9 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
     for cfg, chip, kind, tp in cases:
         monkeypatch.setattr(chips, "chip", lambda device, chip=chip: chips.CHIPS[chip])
         layout, why = layouts.rollout_layout("auto", cfg, on, "bfloat16", SIZE)
-        assert (layout.kind, layout.mesh.size // layout.mesh.shape["dp"]) == (kind, tp), why
+        parts = layout.mesh.size // layout.mesh.shape["dp"]
+        assert layout.kind == kind, why
+        assert parts == tp, why
         times = [float(ms) for ms in re.findall(r"([\d.]+) ms", why)]
         assert len(times) > 1, why
         chosen = re.search(rf"{kind} \d+ x {tp} ([\d.]+) ms", why)
@@ -389,9 +391,11 @@ def test_rows_that_fit_fill_half_of_the_free_memory(monkeypatch):
         weights = 0
         for name, shape in model.shapes(cfg).items():
             dims = model.letters(name)
-            is_norm = dims in ("D", "LD")
-            parts = [1] if is_norm else [splits[kind].get(dim, 1) for dim in dims]
-            weights += 2 * math.prod(shape) / math.prod(parts)
+            # Norms are not split.
+            split = {} if dims in ("D", "LD") else splits[kind]
+            parts = [split.get(dim, 1) for dim in dims]
+            n_bytes = 2 * math.prod(shape)
+            weights += n_bytes / math.prod(parts)
         half = (32 * GIB - resting - weights) / 2
         for group, slots in ((1, 1024 + 256), (8, 128 + 256)):
             keys_and_values = 36 * 2 * heads * 128 * 2 * slots

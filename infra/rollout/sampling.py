@@ -75,7 +75,8 @@ def in_columns(z_BV, axes: tuple) -> tuple:
     B, V = z_BV.shape
     if V % COLUMNS == 0:
         return z_BV.reshape(B, -1, COLUMNS), 0
-    empty = jax.lax.axis_index(axes) * V % COLUMNS
+    shard = jax.lax.axis_index(axes)
+    empty = shard * V % COLUMNS
     # The size must be the same on all devices, so make it large enough for any `empty`.
     size = (V + 2 * (COLUMNS - 1)) // COLUMNS * COLUMNS
     padded = jnp.full((B, size), -jnp.inf)
@@ -98,7 +99,8 @@ def sample_token(z_BV, u_B, sampling: Sampling, axes: tuple) -> tuple:
     # and then over the whole vocabulary.
     z_BYX, empty = in_columns(z_BV, axes)
     below_top_BYX = z_BYX - top_B[:, None, None]
-    mass_BX = jnp.exp(below_top_BYX).sum(1)
+    mass_BYX = jnp.exp(below_top_BYX)
+    mass_BX = mass_BYX.sum(1)
     mass_ZBX = jax.lax.all_gather(mass_BX, axes)
     total_B = mass_ZBX.sum(0).sum(-1)
     if sampling.temperature == 0:
@@ -116,7 +118,8 @@ def most_likely(z_BV, top_B, axes):
     """The first token of each row whose logit is top_B, the largest."""
     V = z_BV.shape[1]
     shard = jax.lax.axis_index(axes)
-    last = V * jax.lax.axis_size(axes) - 1
+    shards = jax.lax.axis_size(axes)
+    last = V * shards - 1
     has_top_B = z_BV.max(-1) == top_B
     own_B = shard * V + jnp.argmax(z_BV, -1)
     # If several shards have such a token, pmin takes the first one.
@@ -138,7 +141,8 @@ def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V, axes):
     shard_B, rest_B = invert_cdf(mass_BZ, rest_B)
     # Search down the column, on each shard.
     z_BY1 = jnp.take_along_axis(z_BYX, column_B[:, None, None], 2)
-    mass_BY = jnp.exp(z_BY1[:, :, 0] - top_B[:, None])
+    z_BY = z_BY1[:, :, 0]
+    mass_BY = jnp.exp(z_BY - top_B[:, None])
     y_B, _ = invert_cdf(mass_BY, rest_B)
     token_B = shard * V + y_B * COLUMNS + column_B - empty
     # Only the shard that has the token knows its id.
@@ -149,7 +153,8 @@ def draw(z_BYX, empty, top_B, mass_ZBX, target_B, V, axes):
 def logit_of(token_B, z_BV, axes):
     """The logit of each row's token, from the shard that has it."""
     V = z_BV.shape[1]
-    local_B = token_B - jax.lax.axis_index(axes) * V
+    first = jax.lax.axis_index(axes) * V
+    local_B = token_B - first
     is_here_B = (local_B >= 0) & (local_B < V)
     z_B = pick(z_BV, jnp.clip(local_B, 0, V - 1))
     own_B = jnp.where(is_here_B, z_B, 0.0)
