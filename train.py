@@ -30,14 +30,13 @@ from infra.data.answers import final_number
 from infra.data.chat import load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
-from infra.data.questions import examples_to_imitate, has_held_out, load_questions, question_order
+from infra.data.questions import examples_to_imitate, has_held_out, load_questions
 from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
 from infra.host.processes import all_gather_processes, connect, host_count, run_process
-from infra.rollout.engine import Engine, answer_tokens, with_stop_ids
+from infra.rollout.engine import Engine, Sampling, answer_tokens, with_stop_ids
 from infra.rollout.layouts import LAYOUTS
-from infra.rollout.sampling import Sampling
 from infra.run import flags
 from infra.run.flags import (
     Fraction,
@@ -54,13 +53,14 @@ from infra.run.run import Run
 from infra.run.run_dir import claimed_out
 from infra.update import lora, packing
 from infra.update.attention import ATTENTION, segment_attention
-from infra.update.fit import UpdatePrograms, check_host_memory, device_metrics, fit
+from infra.update.fit import UpdatePrograms, check_host_memory, fit
 from infra.update.state import (
     abstract_state,
     initial_state,
     is_vector,
     memory_of,
     reference,
+    trained_part,
     weights_of,
     without_base,
 )
@@ -147,6 +147,11 @@ class Config:
     resume: Literal["auto", "force"] = "auto"  # force = allow changed flags, unusable checkpoints
     wandb: str = ""  # project on wandb.ai; "" = none
     profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of A B in W + scale A B; 0 without adapters."""
+        return self.lora_alpha / self.lora if self.lora else 0.0
 
 
 # Defaults for `--model tiny`: the same job, but small enough for two CPU cores.
@@ -362,6 +367,20 @@ class Setup:
 
 
 # ---------------------------------------------------------------- rollout and advantages
+def question_order(seed: int, start: int, count: int, n_questions: int) -> list[int]:
+    """Question indices at places start, ..., start + count - 1 of an endless walk over n_questions.
+
+    Each epoch has its own permutation, which depends only on the seed and the number of the epoch.
+    So the walk does not depend on how steps and hosts divide it, and a resumed run continues it.
+    """
+    places = np.arange(start, start + count)
+    permutations = {}
+    for epoch in np.unique(places // n_questions):
+        rng = np.random.default_rng((seed, int(epoch)))
+        permutations[epoch] = rng.permutation(n_questions)
+    return [int(permutations[place // n_questions][place % n_questions]) for place in places]
+
+
 def rows_of_step(rows: list[dict], number: int, per_host: int, cfg: Config) -> list[dict]:
     """Choose `per_host` of `rows` for this host's step, and repeat each to get batch * npq rows.
 
@@ -485,7 +504,7 @@ def make_batches(
     is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
     # Answers without a gradient are not packed, so that nothing is computed for them.
     is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked
-    plan = packing.pack_minibatches(prompts, answers, is_packed, ~is_masked, cfg.minibatches, setup)
+    plan = packing.pack_minibatches(prompts, answers, is_packed, ~is_masked, cfg, setup)
     # Normalise the weights once, here, over the unmasked answers of all hosts, packed or not. Then
     # the gradient depends neither on the split into rows and micro-batches nor on whether answers
     # without a gradient are packed.
@@ -559,7 +578,7 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
     parameters in the memory where --offload keeps them. `model.forward` explains why it needs both.
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
-    options = model.ForwardOptions(cfg.dtype, attend, cfg.remat, lora.scale(cfg))
+    options = model.ForwardOptions(cfg.dtype, attend, cfg.remat, cfg.lora_scale)
     # With --lora, params are the adapters alone, and the frozen weights are in at_rest.
     params = at_rest | params
     hidden = model.forward(params, model_cfg, mesh, rows, options, at_rest["layers"])
@@ -621,7 +640,7 @@ def gradients(params, rows, *, cfg, model_cfg, mesh):
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
     # XLA drops the copies that this makes of offloaded layers, because nothing reads their values:
     # the forward fetches each layer from `at_rest`, which is `params` here.
-    on_device = jax.device_put(lora.trained(params, cfg), DEVICE)
+    on_device = jax.device_put(trained_part(params, cfg), DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
     shardings = model.shardings(model.flatten(grads), mesh)
@@ -792,7 +811,8 @@ def evaluate(params, step, cfg, setup, run) -> None:
         # Report only the faults of SOLVED: functions of REWARDS may need columns that only the
         # training data has.
         solved_name = rewards.name_of(SOLVED)
-        rewards.report({name: which for name, which in faults.items() if name == solved_name})
+        of_solved = {name: which for name, which in faults.items() if name == solved_name}
+        setup.reward_pool.report(of_solved)
         found = scores[:, 0], rewards_of(scores)
         answered += answers_of_all_hosts(asked[start:], samples, out, *found, setup.engine.texts)
     setup.engine.unload()
@@ -815,7 +835,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
 
 
 # ---------------------------------------------------------------- metrics
-def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
+def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg, setup) -> dict:
     """Metrics over the answers of all hosts. Also prints which reward functions failed.
 
     scores: [answers, 1 + reward functions]; column 0 is SOLVED's.
@@ -827,7 +847,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
         "len/answer": out["lengths_B"],
         "truncated": out["truncated_B"],
     }
-    per_answer |= rewards.by_name(scores, REWARDS)
+    per_answer |= setup.reward_pool.by_name(scores)
     if SOLVED is correct:
         # `correct` reads the final number, so a solved answer has one: do not parse it again.
         per_answer["no_number"] = [
@@ -845,14 +865,13 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg) -> dict:
         "reward/std": float(reward_GQ.std()),
         "len/answer_max": float(column["len/answer"].max()),
         "group/zero_variance": float(has_no_variance_G.mean()),
-        "reward/faults": int(all_gather_processes(rewards.report(faults)).sum()),
+        "reward/faults": int(all_gather_processes(setup.reward_pool.report(faults)).sum()),
     }
 
 
-def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
+def update_metrics(parts, norms, counts, cfg, setup) -> dict:
     """Metrics of a step's updates: means over trained tokens (loss and grad_norm: over updates),
-    padding, speed and memory. parts: metrics of each micro-batch. norms: gradient norm of each
-    update. seconds: time of the updates."""
+    and padding. parts: metrics of each micro-batch. norms: gradient norm of each update."""
     finite_norms = [float(norm) for norm in norms if np.isfinite(norm)]
     # Answers without a gradient are not packed, so they do not count in the means. If no answer has
     # a gradient, the means are NaN.
@@ -876,22 +895,22 @@ def update_metrics(parts, norms, counts, seconds, cfg, setup) -> dict:
     for name in parts[0]["max"]:
         largest = float(max(part["max"][name] for part in parts))
         metrics[f"{name}/max"] = largest if counts["trained"] else math.nan
-    flops = counts["flops"] + counts["tokens"] * lora.flops_of_a_token(cfg, setup.model_cfg)
-    flops *= cfg.ppo_epochs
-    return metrics | device_metrics(setup.mesh, flops, seconds)
+    return metrics
 
 
 def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
-    """The learning rate of a step, its times in seconds, and its speed. t_update: when the packing
-    of rows began."""
+    """The learning rate of a step, its times in seconds, its speed and its memory. t_update: when
+    the packing of rows began."""
     seconds = t_end - t_start
-    return {
+    update_seconds = t_end - t_update
+    metrics = {
         "lr": learning_rate(cfg, step),
         "time/step_s": seconds,
-        "time/update_s": t_end - t_update,
+        "time/update_s": update_seconds,
         "time/train/step_avg_last10_s": run.mean_step_seconds(seconds),
         "throughput/train/valid_tokens_per_s": counts["valid"] / seconds,
     }
+    return metrics | run.device_metrics(counts["flops"] * cfg.ppo_epochs, update_seconds)
 
 
 # ---------------------------------------------------------------- set up: from flags to arrays
@@ -1001,7 +1020,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
             state["ref"] = reference(state["params"], cfg.dtype)
         t_end = time.time()
         metrics = {"step": step}
-        metrics |= update_metrics(parts, norms, counts, t_end - t_start, cfg, setup)
+        metrics |= update_metrics(parts, norms, counts, cfg, setup)
         metrics |= step_metrics(step, counts, t_start, t_start, t_end, cfg, run)
         end_step(step, state, norms, metrics, cfg, setup, run)
     return state
@@ -1057,8 +1076,8 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
         metrics = {"step": step}
-        metrics |= rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg)
-        metrics |= update_metrics(parts, norms, counts, t_end - t_reward, cfg, setup)
+        metrics |= rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg, setup)
+        metrics |= update_metrics(parts, norms, counts, cfg, setup)
         metrics |= step_metrics(step, counts, t_start, t_reward, t_end, cfg, run)
         tokens = metrics["len/answer"] * len(rows) * jax.process_count()
         metrics |= {
@@ -1068,7 +1087,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         }
         shown = [
             {"reward": reward_B[i], "truncated": bool(out["truncated_B"][i])}
-            | rewards.by_name(scores[i], REWARDS)
+            | setup.reward_pool.by_name(scores[i])
             | {"tokens": int(out["lengths_B"][i])}
             for i in range(2)
         ]

@@ -30,13 +30,7 @@ from safetensors.numpy import load_file
 import train
 from infra.data import answers, hf
 from infra.data.chat import load_tokenizer
-from infra.data.questions import (
-    check_row,
-    examples_to_imitate,
-    load_questions,
-    load_rows,
-    question_order,
-)
+from infra.data.questions import check_row, examples_to_imitate, load_questions, load_rows
 from infra.data.reward_pool import data_columns
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
 from infra.host.console import first_line
@@ -122,13 +116,13 @@ def test_a_data_set_with_splits_is_read_by_split(tmp_path):
 
 
 def test_each_epoch_is_a_permutation_of_its_own():
-    epochs = [question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
+    epochs = [train.question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(10))
     assert epochs[0] != epochs[1]
     # The walk does not depend on how hosts and steps divide it.
-    assert question_order(3, 0, 30, 10) == sum(epochs, [])
-    assert question_order(4, 0, 10, 10) != epochs[0]
+    assert train.question_order(3, 0, 30, 10) == sum(epochs, [])
+    assert train.question_order(4, 0, 10, 10) != epochs[0]
 
 
 def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path):

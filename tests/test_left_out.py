@@ -165,7 +165,7 @@ def test_metrics_say_what_they_are_over(monkeypatch):
         batches, counts, setup = batches_of(cfg)
         batches = with_old(batches, cfg, mesh())
         _, parts = gradients_of(batches, cfg, mesh())
-        metrics = train.update_metrics(parts, [1.0, 1.0], counts, 1.0, cfg, setup)
+        metrics = train.update_metrics(parts, [1.0, 1.0], counts, cfg, setup)
         return metrics, batches, counts
 
     metrics, _, counts = metrics_and_batches()
@@ -258,7 +258,7 @@ def test_of_no_token_there_is_no_mean():
     # Each optimizer step still has one micro-batch, without rows.
     assert [len(batch) for batch in batches] == [1, 1]
     _, parts = gradients_of(with_old(batches, cfg, mesh()), cfg, mesh())
-    metrics = train.update_metrics(parts, [0.0, 0.0], counts, 1.0, cfg, setup)
+    metrics = train.update_metrics(parts, [0.0, 0.0], counts, cfg, setup)
     for name in ("entropy", "nll", "clip_fraction", "ratio/mean", "ratio/max", "padding_fraction"):
         assert np.isnan(metrics[name]), name
     assert metrics["loss"] == metrics["grad_norm"] == metrics["trained_tokens"] == 0
@@ -278,7 +278,7 @@ def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
         case.prompts,
         case.answers,
         has_loss=every,
-        minibatches=2,
+        cfg=train.Config(minibatches=2),
         setup=setup,
     )
     told = []

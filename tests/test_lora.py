@@ -184,7 +184,7 @@ def test_final_is_what_peft_makes_of_its_adapter(name, tmp_path, record_property
     def write_adapter(directory):
         lora.write(f"{directory}/adapter", params, cfg, saved.cfg, on, str(saved.directory))
 
-    hf.write_final(*final, lora.scale(cfg), write_adapter)
+    hf.write_final(*final, cfg.lora_scale, write_adapter)
     tokens = np.random.default_rng(0).integers(0, saved.cfg.V, (4, 21)).tolist()
     final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     wanted = hf_logits(final, tokens)
@@ -351,8 +351,8 @@ def rollout_weights(kind, dtype, quantised, adapters, tp=2):
     weights = update_case().weights
     state = lora_state(cfg, SMALL, on, weights, adapters)
     layout = layouts.layout_of(kind, tp if kind == "tp" else 1, SMALL, on)
-    got = layouts.to_rollout(weights_of(state), layout, dtype, quantised, lora.scale(cfg))
-    plain = place(merged(weights, adapters, lora.scale(cfg)), on)
+    got = layouts.to_rollout(weights_of(state), layout, dtype, quantised, cfg.lora_scale)
+    plain = place(merged(weights, adapters, cfg.lora_scale), on)
     return layout, got, layouts.to_rollout(plain, layout, dtype, quantised)
 
 

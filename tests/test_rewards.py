@@ -131,14 +131,13 @@ def test_a_reward_that_is_lost_again_and_again_is_not_called_any_more(monkeypatc
         assert faults_of[4] == f"not called, as it {how} 2 times in succession"
 
 
-def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(rewards, "HAVE_WORKED", set())
+def test_a_reward_that_has_never_worked_ends_the_run(capsys, tmp_path):
     with pool_of([hostile.divides], tmp_path) as pool:
         _, faults = score(pool, ["bad"] * 3)
-        assert rewards.report(faults) == 3, "so few may be chance"
+        assert pool.report(faults) == 3, "so few may be chance"
         _, faults = score(pool, ["bad"] * 4)
         with pytest.raises(SystemExit) as end:
-            rewards.report(faults)
+            pool.report(faults)
         assert end.value.code == 2
         assert capsys.readouterr().err == (
             "train.py: reward divides failed on all 4 answers that were not truncated: "
@@ -146,7 +145,7 @@ def test_a_reward_that_has_never_worked_ends_the_run(monkeypatch, capsys, tmp_pa
         )
         # A function that has worked before may fail for a reason that passes, so the run goes on.
         score(pool, ["5"])
-    assert rewards.report(faults) == 4
+        assert pool.report(faults) == 4
     assert "reward divides failed on 4 answers, and counts 0 there" in capsys.readouterr().out
 
 

@@ -259,7 +259,9 @@ def test_a_minibatch_takes_every_nth_sequence():
     prompts = [[1]] * 6
     answers = [[1, 1]] * 6
     every = np.ones(6, bool)
-    packed = packing.pack_minibatches(prompts, answers, every, every, 2, setup)
+    packed = packing.pack_minibatches(
+        prompts, answers, every, every, train.Config(minibatches=2), setup
+    )
     first, second = packed.micro_batches
     assert first == [{0: [0, 2]}, {0: [4]}]
     assert second == [{0: [1, 3]}, {0: [5]}]

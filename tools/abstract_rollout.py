@@ -62,29 +62,33 @@ def abstract_weights(
     return weights | {"layers": tuple(stacks)}
 
 
+def abstract_state(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize):
+    """Shapes and shardings of a rollout's DecodeState, with room for complete answers."""
+    _, group = size.of_device(layout)
+    empty_state = partial(
+        layouts.empty_state,
+        B=size.answers,
+        n_prompts=size.answers // group,
+        width=size.prompt_slots,
+        slots=engine.slots_for(size.answer_slots, size.answer_slots),
+        dtype=dtype,
+        cfg=cfg,
+        layout=layout,
+    )
+
+    def place(a):
+        return abstract(a, layouts.spec_in_state(a, layout), layout)
+
+    return jax.tree.map(place, jax.eval_shape(empty_state))
+
+
 def lower_decode(
     model_cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, lora_rank: int = 0
 ):
     """Lower `decode` for the last stage of a rollout, with all of its rows."""
     weights = abstract_weights(model_cfg, layout, dtype, size.quantised, lora_rank)
+    state = abstract_state(model_cfg, layout, dtype, size)
     B = size.answers
-    _, group = size.of_device(layout)
-    empty_state = partial(
-        layouts.empty_state,
-        B=B,
-        n_prompts=B // group,
-        width=size.prompt_slots,
-        slots=engine.slots_for(size.answer_slots, size.answer_slots),
-        dtype=dtype,
-        cfg=model_cfg,
-        layout=layout,
-    )
-
-    def place_in_state(a):
-        spec = layouts.spec_in_state(a, layout)
-        return abstract(a, spec, layout)
-
-    state = jax.tree.map(place_in_state, jax.eval_shape(empty_state))
     # Every field of `Rows` has one entry per row.
     by_rows = P(layout.rows)
     integers = abstract(jax.ShapeDtypeStruct((B,), jnp.int32), by_rows, layout)

@@ -29,7 +29,7 @@ from infra.rollout.engine import Engine
 from infra.rollout.layouts import Layout, RolloutSize
 from infra.rollout.sampling import Sampling
 from model import FAMILIES, ModelConfig
-from tools import absent_devices, abstract_rollout, clock, hlo
+from tools import absent_devices, abstract_rollout, clock, hlo, rollout_time
 from tools.arguments import parser_of
 from tools.sizes import SIZES, model_of_size
 
@@ -44,6 +44,7 @@ FLAGS = dict(
     answer=1024,  # tokens
     dtype="bfloat16",  # or float32, or int8: matrices in int8, the rest in train.py's default
     lora=0,  # rank of adapters; only with aot
+    lengths="",  # gsm8k = answers as long as GSM8K's, at most `answer`; only with aot, on TPUs
     transformers=0,  # 1 = also time transformers' generate
 )
 
@@ -205,6 +206,8 @@ def main(argv=None) -> None:
     is_int8 = args.dtype == "int8"
     check(not (args.transformers and is_int8), "--transformers compares equal weights: not int8")
     check(args.aot or not args.lora, "--lora needs --aot")
+    check(args.lengths in ("", "gsm8k"), f"--lengths is gsm8k or nothing, not {args.lengths}")
+    check(args.aot or not args.lengths, "--lengths needs --aot with a type of TPUs")
     models = args.model.split(",")
     absent_types = args.aot.split(",")
     kinds = args.layout.split(",")
@@ -229,7 +232,12 @@ def main(argv=None) -> None:
         layout, why = layouts.rollout_layout(kind, cfg, mesh, dtype, size)
         print(f"{name} on {absent or devices[0].device_kind}: {why}", flush=True)
         setting = cfg, layout, dtype, size
-        text = check_loop(*setting, args.lora) if absent else measure(name, *setting, args)
+        if args.lengths:
+            text = rollout_time.time_rollout(*setting)
+        elif absent:
+            text = check_loop(*setting, args.lora)
+        else:
+            text = measure(name, *setting, args)
         print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
 
 

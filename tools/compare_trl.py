@@ -28,7 +28,7 @@ import numpy as np
 import train
 from infra.data import columns, hf
 from infra.data.chat import load_tokenizer
-from infra.data.questions import load_questions, question_order
+from infra.data.questions import load_questions
 from infra.data.reward_pool import RewardPool
 from infra.host.console import check, say
 from tools import runs
@@ -155,7 +155,7 @@ def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
     tokenizer = load_tokenizer(cfg.model)
     stop_ids = {*hf.read_config(cfg.model).stop_ids, *tokenizer.stop_ids}
     questions = load_questions(cfg.data, False, tokenizer, cfg)
-    order = question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
+    order = train.question_order(cfg.seed, 0, cfg.steps * cfg.batch, len(questions))
     asked = [columns.messages_of(questions[i], cfg.system) for i in order]
     prompts = [tokenizer.render(messages) for messages in asked]
     scorer = Scorer(questions, tokenizer, stop_ids, pool)

@@ -128,7 +128,7 @@ def time_of_step(
     bytes_per_token = planned.waves * weights + cached
     rollout_s = cfg.max_answer * bytes_per_token / chip.bandwidth
     length = cfg.max_prompt + cfg.max_answer
-    flops = packing.flops(model_cfg, [length]) + length * lora.flops_of_a_token(cfg, model_cfg)
+    flops = packing.flops(cfg, model_cfg, [length])
     flops *= planned.sequences * passes(cfg)
     update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
     words = (

@@ -244,17 +244,3 @@ def examples_to_imitate(questions: list[dict], tokenizer: Tokenizer, cfg: Any) -
         for row, demonstration in zip(questions, encoded, strict=True)
         if len(demonstration) <= cfg.max_answer
     ]
-
-
-def question_order(seed: int, start: int, count: int, n_questions: int) -> list[int]:
-    """Question indices at places start, ..., start + count - 1 of an endless walk over n_questions.
-
-    Each epoch has its own permutation, which depends only on the seed and the number of the epoch.
-    So the walk does not depend on how steps and hosts divide it, and a resumed run continues it.
-    """
-    places = np.arange(start, start + count)
-    permutations = {}
-    for epoch in np.unique(places // n_questions):
-        rng = np.random.default_rng((seed, int(epoch)))
-        permutations[epoch] = rng.permutation(n_questions)
-    return [int(permutations[place // n_questions][place % n_questions]) for place in places]

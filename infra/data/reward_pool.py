@@ -37,9 +37,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from infra.data import rewards
-from infra.data.rewards import RewardFunction
-from infra.host.console import exit_on, first_line, open_streams, streams_are_open
+from infra.data.rewards import RewardFunction, name_of
+from infra.host.console import check, exit_on, first_line, open_streams, streams_are_open
 
 # A call of a function: (number of the function, number of the answer).
 Call = tuple[int, int]
@@ -51,6 +50,9 @@ AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
 # each remaining answer might take --reward_timeout, too.
 MOST_LOST = 16
+# A function that has never worked, and fails on all answers of a step, counts as broken. Fewer
+# failures than this may be chance.
+LEAST_FAILED = 4
 # A worker gets at most this many calls at a time: its shared memory has room for as many scores.
 MOST_CALLS = 4096
 # Maximum seconds between the supervisor's checks for scores and for late or ended workers.
@@ -74,7 +76,11 @@ class RewardPool:
     """
 
     def __init__(self, functions: Sequence[RewardFunction], workers: int, seconds: float, log: str):
-        """workers: number of workers, or 0 for `default_workers`. seconds, log: see Supervisor."""
+        """functions: train.py's SOLVED, then the functions of its REWARDS. workers: number of
+        workers, or 0 for `default_workers`. seconds, log: see Supervisor."""
+        self.names = [name_of(function) for function in functions]
+        # Names of the functions that have returned a score in this run.
+        self.have_worked = set()
         self.channel, theirs = FORK.Pipe()
         supervisor = Supervisor(theirs, functions, workers or default_workers(), seconds, log)
         self.process = FORK.Process(target=supervisor.main, args=[self.channel])
@@ -109,8 +115,32 @@ class RewardPool:
         arguments = [(row_bytes[id(row)], text) for row, text in zip(rows, answers, strict=True)]
         self.channel.send((arguments, np.asarray(truncated)))
         scores, faults, worked = self.channel.recv()
-        rewards.HAVE_WORKED.update(worked)
+        self.have_worked.update(worked)
         return scores, faults
+
+    def by_name(self, scores: np.ndarray) -> dict:
+        """Returns {name in metrics and samples: a column of scores, or one answer's score}.
+
+        scores: [answers, functions], or [functions] for one answer.
+        """
+        names = ["solved"] + [f"reward/{name}" for name in self.names[1:]]
+        return dict(zip(names, scores.T, strict=True))
+
+    def report(self, faults: dict[str, dict[int, str]]) -> int:
+        """Print which functions failed, with one reason for each. Returns the number of failures.
+
+        faults: from `score_answers`. Exits with code 2 if a function failed on LEAST_FAILED answers
+        or more and has never returned a score: the run would train on nothing.
+        """
+        for name, messages in faults.items():
+            # Lower case sorts last, so `max` prefers "not called, ..." to "TooSlow: ...".
+            reason = max(messages.values())
+            n = len(messages)
+            may_work = name in self.have_worked or n < LEAST_FAILED
+            failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
+            check(may_work, f"{failed}; fix it")
+            print(f"reward {name} failed on {n} answers, and counts 0 there: {reason}")
+        return sum(len(messages) for messages in faults.values())
 
 
 def default_workers() -> int:
@@ -241,7 +271,7 @@ class Supervisor:
         """Score answers, and send the run what RewardPool.score_answers returns."""
         asked = np.flatnonzero(~truncated).tolist()
         scoring = Scoring(
-            names=[rewards.name_of(function) for function in self.functions],
+            names=[name_of(function) for function in self.functions],
             queue=[(j, i) for j in range(len(self.functions)) for i in asked],
             scores=np.zeros((len(arguments), len(self.functions))),
         )

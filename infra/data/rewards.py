@@ -1,4 +1,4 @@
-"""Reward functions: their names, what a run requires of them, and how it reports their failures.
+"""Reward functions: their names, and what a run requires of them.
 
 A reward function takes (row, answer): the row of the data with all its columns, and the text of
 the completion. It returns a float. infra/data/reward_pool.py calls it.
@@ -8,32 +8,14 @@ import inspect
 import numbers
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from infra.host.console import check
 
 RewardFunction = Callable[[dict, str], float]
-
-# Names of the functions that have returned a score in this run.
-HAVE_WORKED = set()
-# A function that has never worked, and fails on all answers of a step, counts as broken. Fewer
-# failures than this may be chance.
-LEAST_FAILED = 4
 
 
 def name_of(function: RewardFunction) -> str:
     """The name of a function, or of its type if it has none (a functools.partial has none)."""
     return getattr(function, "__name__", type(function).__name__)
-
-
-def by_name(scores: np.ndarray, weighted: Sequence[tuple[RewardFunction, float]]) -> dict:
-    """Returns {name in metrics and samples: a column of scores, or one answer's score}.
-
-    scores: [answers, 1 + functions], or [1 + functions] for one answer. Column 0 is SOLVED's score.
-    weighted: train.py's REWARDS.
-    """
-    names = ["solved"] + [f"reward/{name_of(function)}" for function, _ in weighted]
-    return dict(zip(names, scores.T, strict=True))
 
 
 def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
@@ -71,20 +53,3 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
                 f"reward {name} takes ({takes}); it is now called as {name}(row, answer): "
                 "row['question'], row['answer'] and every other column of the data",
             )
-
-
-def report(faults: dict[str, dict[int, str]]) -> int:
-    """Print which functions failed, with one reason for each. Returns the number of failures.
-
-    Exits with code 2 if a function failed on LEAST_FAILED answers or more and has never returned a
-    score: the run would train on nothing.
-    """
-    for name, messages in faults.items():
-        # Lower case sorts last, so `max` prefers "not called, ..." to "TooSlow: ...".
-        reason = max(messages.values())
-        n = len(messages)
-        may_work = name in HAVE_WORKED or n < LEAST_FAILED
-        failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
-        check(may_work, f"{failed}; fix it")
-        print(f"reward {name} failed on {n} answers, and counts 0 there: {reason}")
-    return sum(len(messages) for messages in faults.values())

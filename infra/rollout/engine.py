@@ -273,6 +273,15 @@ def totals(answers: dict) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------- prefill
+def prompts_at_once(n_prompts: int, width: int, layout: Layout) -> int:
+    """Number of a device's prompts, each of `width` tokens, that one call of `prefill` runs."""
+    # Equal parts, so that one compiled program serves them all. Devices that share key/value heads
+    # all compute each other's prompts.
+    most = max(1, PREFILL_TOKENS // (width * layout.sharing))
+    part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
+    return max(n for n in part_sizes if n <= most)
+
+
 def prefill_wave(
     weights,
     prompts_BT,
@@ -292,11 +301,7 @@ def prefill_wave(
     sizes = dict(B=row_ids.size, n_prompts=first_row_ids.size, width=width, slots=slots)
     dtype = weights["norm_D"].dtype
     state = layouts.empty_state(**sizes, dtype=dtype, cfg=model_cfg, layout=layout)
-    # Run a device's prompts in equal parts, so that one compiled program serves them all.
-    # Devices that share key/value heads all compute each other's prompts.
-    most = max(1, PREFILL_TOKENS // (width * layout.sharing))
-    part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
-    at_once = max(n for n in part_sizes if n <= most)
+    at_once = prompts_at_once(n_prompts, width, layout)
     for first in range(0, n_prompts, at_once):
         ids_B = first_row_ids[:, first : first + at_once].ravel()
         prompts = layouts.shard_rows(prompts_BT[ids_B], layout)

@@ -11,8 +11,10 @@ from functools import partial
 import jax
 
 from infra.data import hf
+from infra.host import chips
+from infra.host.chips import GIB
 from infra.host.console import check, first_line, say, warn
-from infra.host.processes import Stop, check_for_stop, commit, watch_signals
+from infra.host.processes import Stop, all_gather_processes, check_for_stop, commit, watch_signals
 from infra.run import checkpoint, log, run_dir
 from infra.run.profiler import Profiler
 from infra.update import lora
@@ -87,6 +89,8 @@ class Run:
         self.terminal = log.Terminal(cfg.sft_steps, self.total_steps, self.step)
         self.profiler = Profiler(f"{self.out}/profile", cfg.profile)
         self.stop_signal = watch_signals()
+        # Operations a second that all devices can do; 0 if unknown.
+        self.peak_flops = chips.chip(setup.mesh.devices.flat[0]).flops * setup.mesh.size
         log.print_setup(cfg, setup)
 
     # ------------------------------------------------------------ the state
@@ -159,6 +163,19 @@ class Run:
         self.step_seconds = (self.step_seconds + [seconds])[-10:]
         return sum(self.step_seconds) / len(self.step_seconds)
 
+    def device_metrics(self, flops: float, seconds: float) -> dict:
+        """Model FLOP utilisation of an update of `flops` operations, and memory of the fullest
+        device. A value is None if the chip's peak is unknown or the backend does not report its
+        memory."""
+        # The operations that all devices could have done in this time.
+        possible = self.peak_flops * seconds
+        metrics = {"mfu": flops / possible if possible else None}
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
+        for key in ("bytes_in_use", "peak_bytes_in_use"):
+            gib = max(stat.get(key, 0) for stat in stats) / GIB
+            metrics[f"memory/train/{key}_max_gib"] = float(all_gather_processes(gib).max()) or None
+        return metrics
+
     def last_checkpoint(self) -> str:
         """The directory of the newest complete checkpoint, or "none"."""
         # Wait for a checkpoint that is still being written.
@@ -183,7 +200,7 @@ class Run:
             # Users of the model will need its system prompt.
             about = {"step": self.total_steps, "commit": commit(), "system": cfg.system}
             final = self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about
-            hf.write_final(*final, lora.scale(cfg), partial(self.write_adapter, params, setup))
+            hf.write_final(*final, cfg.lora_scale, partial(self.write_adapter, params, setup))
         log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
         run_dir.send_results(self.out)
 

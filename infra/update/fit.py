@@ -28,7 +28,6 @@ from infra.host.processes import (
     processes_of_this_machine,
 )
 from infra.rollout.engine import make_engine
-from infra.update import lora
 from infra.update.packing import row_width
 from infra.update.state import abstract_gradients, abstract_rows, abstract_state, weights_of
 
@@ -53,7 +52,7 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     width = row_width(longest_prompt + cfg.max_answer, mesh)
     # Parameters and optimizer state stay on the devices during the rollout.
     resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
-    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting, lora.scale(cfg))
+    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting, cfg.lora_scale)
     micro_batch = choose_micro_batch(cfg, model_cfg, mesh, width, programs)
     return width, micro_batch, engine
 
@@ -82,19 +81,6 @@ def device_bytes(tree) -> int:
         if array.sharding.memory_kind != "pinned_host":
             total += math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return total
-
-
-def device_metrics(mesh, flops: float, seconds: float) -> dict:
-    """Model FLOP utilisation of an update of `flops` operations, and memory of the fullest device.
-    A value is None if the chip's peak is unknown or the backend does not report its memory."""
-    # The operations that all devices could have done in this time.
-    peak = chips.chip(mesh.devices.flat[0]).flops * mesh.size * seconds
-    metrics = {"mfu": flops / peak if peak else None}
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    for key in ("bytes_in_use", "peak_bytes_in_use"):
-        gib = max(stat.get(key, 0) for stat in stats) / GIB
-        metrics[f"memory/train/{key}_max_gib"] = float(all_gather_processes(gib).max()) or None
-    return metrics
 
 
 # ---------------------------------------------------------------- memory of a program

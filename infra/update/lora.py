@@ -48,11 +48,6 @@ def adapted_matrices(model_cfg: model.ModelConfig) -> dict:
     }
 
 
-def scale(cfg) -> float:
-    """The factor of A B in W + scale A B."""
-    return cfg.lora_alpha / cfg.lora if cfg.lora else 0.0
-
-
 def adapter_shapes(model_cfg: model.ModelConfig, rank: int) -> dict:
     """{flat name: shape} of all adapters."""
     shapes = {}
@@ -81,15 +76,6 @@ def check_rank(cfg, model_cfg: model.ModelConfig) -> None:
         f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, the rank of a full matrix; "
         "try --lora 16",
     )
-
-
-def trained(params: dict, cfg) -> dict:
-    """Returns the part of the policy's weights that is trained, nested: the adapters, or all."""
-    if not cfg.lora:
-        return params
-    # Only layers have adapters.
-    layers = params["layers"]
-    return {"layers": {name: a for name, a in layers.items() if model.is_adapter(name)}}
 
 
 def flops_of_a_token(cfg, model_cfg: model.ModelConfig) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 import model
 from infra.host.processes import all_gather_processes
+from infra.update import lora
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,12 @@ def pack(lengths, width: int) -> list[list[int]]:
     return rows
 
 
-def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, setup) -> Packing:
+def pack_minibatches(prompts, answers, is_packed, has_loss, cfg, setup) -> Packing:
     """Pack prompts with their answers into rows, a set of rows for each minibatch, and deal the
     rows out over this host's devices.
 
-    Minibatch m takes sequences m, m + minibatches, m + 2 * minibatches and so on. Each host has a
-    multiple of `minibatches` sequences, so a minibatch has the same sequences on any number of
-    hosts.
+    Minibatch m takes sequences m, m + n, m + 2 * n and so on, where n = cfg.minibatches. Each host
+    has a multiple of n sequences, so a minibatch has the same sequences on any number of hosts.
 
     is_packed: whether to pack each sequence; the others are in no row. has_loss: whether each
     sequence counts in the normaliser of the loss. setup: the trainer's Setup.
@@ -65,7 +65,8 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, se
     height = shards * micro_batch
     answer_lengths = np.array([len(answer) for answer in answers])
     lengths = answer_lengths + [len(prompt) for prompt in prompts]
-    parts = [range(len(lengths))[m::minibatches] for m in range(minibatches)]
+    minibatches = range(cfg.minibatches)
+    parts = [range(len(lengths))[m :: cfg.minibatches] for m in minibatches]
     # Pack each minibatch separately, because a row belongs to one update.
     rows_M = []
     for part in parts:
@@ -101,30 +102,30 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, minibatches: int, se
     own_M2 = [(has_loss[part].sum(), answer_lengths[part] @ has_loss[part]) for part in parts]
     answers_M, answer_tokens_M = all_gather_processes(own_M2).sum(0).T
     slots = computed_rows * width
-    counts = count_tokens(lengths, answer_lengths, is_packed, slots, setup.model_cfg)
+    counts = count_tokens(lengths, answer_lengths, is_packed, slots, cfg, setup.model_cfg)
     return Packing((height, width), micro_batches, answers_M, answer_tokens_M, counts)
 
 
-def count_tokens(lengths, answer_lengths, is_packed, slots, model_cfg) -> dict:
+def count_tokens(lengths, answer_lengths, is_packed, slots, cfg, model_cfg) -> dict:
     """The totals that a step's metrics are computed from, summed over all hosts."""
     of_host = {
         "valid": answer_lengths.sum(),  # tokens of all answers
         "trained": answer_lengths[is_packed].sum(),  # tokens of the packed answers
         "tokens": lengths[is_packed].sum(),  # tokens of the packed answers and their prompts
         "slots": slots,  # these tokens and the padding in the computed rows
-        "flops": flops(model_cfg, lengths[is_packed].tolist()),
+        "flops": flops(cfg, model_cfg, lengths[is_packed].tolist()),
     }
     of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
     return dict(zip(of_host, of_all, strict=True))
 
 
-def flops(model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
+def flops(cfg, model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
     """Operations of a forward and backward over sequences, without recomputation.
 
-    Each token takes 6 operations per matmul parameter. Each pair of a query and a key that it
-    attends to takes 12 * N * H operations per layer (arXiv 2204.02311, appendix B).
+    Each token takes 6 operations per trained matmul parameter. Each pair of a query and a key that
+    it attends to takes 12 * N * H operations per layer (arXiv 2204.02311, appendix B).
     """
-    of_parameters = 6 * model_cfg.n_multiplied
+    of_parameters = 6 * model_cfg.n_multiplied + lora.flops_of_a_token(cfg, model_cfg)
     of_attention = 12 * model_cfg.L * model_cfg.N * model_cfg.H
     total = 0.0
     for n in lengths:

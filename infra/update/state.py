@@ -80,6 +80,15 @@ def weights_of(state: dict, trained: str = "params") -> dict | None:
     return base | {"layers": base["layers"] | state[trained]["layers"]}
 
 
+def trained_part(weights: dict, cfg) -> dict:
+    """The part of the policy's weights that is trained: the adapters with --lora, or else all."""
+    if not cfg.lora:
+        return weights
+    # Only layers have adapters.
+    layers = weights["layers"]
+    return {"layers": {name: a for name, a in layers.items() if model.is_adapter(name)}}
+
+
 def without_base(state: dict) -> dict:
     """The part of a state that goes into checkpoints."""
     # The frozen weights are in the files that the run started from.
