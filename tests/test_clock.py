@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from infra.host import chips
 from infra.host.chips import Chip
 from tools import clock, hlo, step_time
 
@@ -196,6 +197,16 @@ def test_sum_goes_around_its_devices_twice(groups, devices):
     sent_ms = 1e3 * MIB * (devices - 1) / devices / CHIP.link
     hops_ms = 1e-3 * (devices // 2)
     assert_allclose(dict(found.operations)["all-reduce of psum"], 2 * (sent_ms + hops_ms))
+
+
+def test_collective_on_gpus_starts_once_and_goes_around_step_by_step():
+    """The figures are those that NCCL's model of its own speed gives for 2, 4 and 8 H100."""
+    h100 = chips.CHIPS["NVIDIA H100"]
+    for devices, latency in ((2, 7.8e-6), (4, 10.2e-6), (8, 15e-6)):
+        seconds = chips.ring_seconds(MIB, devices, h100, rounds=2)
+        sent = 2 * MIB * (devices - 1) / devices
+        assert_allclose(seconds, latency + sent / h100.link)
+    assert chips.ring_seconds(MIB, 1, h100, rounds=2) == 0
 
 
 def test_branch_that_holds_counts_as_often_as_its_loop_runs(rng):

@@ -352,6 +352,8 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
         (sizes("3B"), "TPU v6 lite", "tp", 4),
         (sizes("7B"), "TPU v6 lite", "tp", 8),
         (narrow,      "TPU v6 lite", "replicated", 1),
+        (sizes("7B"), "NVIDIA H100", "tp", 4),
+        (sizes("1.5B"), "NVIDIA H100", "replicated", 1),
     ]
     # fmt: on
     for cfg, chip, kind, tp in cases:

@@ -96,7 +96,7 @@ def collective_seconds(program, computation: str, instruction: Instruction, chip
     devices = group_size(instruction.attributes)
     # An all-reduce goes around twice: a reduce-scatter, then an all-gather of the sum.
     rounds = 2 if instruction.op.startswith("all-reduce") else 1
-    return rounds * ring_seconds(largest, devices, chip)
+    return ring_seconds(largest, devices, chip, rounds)
 
 
 def group_size(attributes: str) -> int:

@@ -27,7 +27,8 @@ def table(cfg, plan: Callable) -> str:
         )
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
-        "that fits, the GiB that it takes of a device, and the layout of the rollout (`dp x tp`).",
+        "that fits, the GiB that it takes of a device, and the layout of the rollout: groups of "
+        "devices x devices that split the weights.",
         marks,
         "",
         f"| devices | GiB | {' | '.join(MODELS)} |",

@@ -23,12 +23,19 @@ class Chip:
     bandwidth: float = 0  # bytes per second of that memory
     flops: float = 0  # bfloat16 operations per second
     clock: float = 0  # TPU only: cycles per second
-    link: float = 0  # TPU only: bytes per second that a chip sends along one axis of the torus
+    # Bytes per second that a device sends to a neighbour in a ring: along one axis of a TPU's
+    # torus, or over a GPU's NVLink.
+    link: float = 0
 
 
 # Seconds for a message to reach a neighbouring TPU chip, from the chapter "Sharded Matrices" of the
 # book "How to Scale Your Model".
 HOP_SECONDS = 1e-6
+# Seconds to start a collective on GPUs, and for a message to reach the next GPU over NVLink, from
+# NCCL's own estimates for its ring algorithm and its protocol for small messages, LL (baseLat and
+# hwLat in src/graph/tuning.cc of NCCL).
+NCCL_SECONDS = 6.6e-6
+NVLINK_SECONDS = 0.6e-6
 
 # Keys are prefixes of JAX's device_kind. The first match counts, so longer keys come first. Memory
 # is what XLA's specifications of the chips leave for programs (tools/absent_devices.py). The other
@@ -39,14 +46,15 @@ HOP_SECONDS = 1e-6
 #   as many cells as 16 such units.
 # - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Half of the
 #   links' bandwidth is for sending.
+# - Half of a GPU's NVLink bandwidth is for sending. NCCL's LL uses a quarter of that half.
 CHIPS = {
     "TPU v4": Chip(30.75, 1.2e12, 275e12, 1.05e9, 1e11),
     "TPU v5 lite": Chip(15.7, 8.2e11, 197e12, 1.5e9, 1e11),
     "TPU v5": Chip(95, 2.77e12, 459e12, 1.75e9, 2e11),
     "TPU v6 lite": Chip(31.24, 1.64e12, 918e12, 1.75e9, 2e11),
-    "NVIDIA A100": Chip(79.25, 2.0e12, 312e12),
-    "NVIDIA H100": Chip(79.11, 3.35e12, 990e12),
-    "NVIDIA H200": Chip(141.0, 4.8e12, 990e12),
+    "NVIDIA A100": Chip(79.25, 2.0e12, 312e12, link=7.5e10),
+    "NVIDIA H100": Chip(79.11, 3.35e12, 990e12, link=1.125e11),
+    "NVIDIA H200": Chip(141.0, 4.8e12, 990e12, link=1.125e11),
 }
 # JAX takes this share of a GPU's memory at start-up, unless this environment variable says
 # otherwise. The rest is left to CUDA and NCCL.
@@ -64,14 +72,20 @@ def chip(device) -> Chip:
     return Chip()
 
 
-def ring_seconds(nbytes: int, devices: int, chip: Chip) -> float:
-    """Seconds in which each device of a ring gets the other devices' parts of an array.
+def ring_seconds(nbytes: int, devices: int, chip: Chip, rounds: int = 1) -> float:
+    """Seconds of a collective over a ring of devices, from `link` and the latencies above.
 
-    nbytes: size of the complete array. The ring is used in both directions, so the latency is the
-    time of the hops to the farthest device, half of the ring away.
+    In a round, each device gets the other devices' parts of an array of `nbytes` bytes. rounds: 1
+    for an all-gather or a reduce-scatter, 2 for an all-reduce, which is one after the other.
     """
+    if devices == 1:
+        return 0.0
     sent = nbytes * (devices - 1) / devices
-    return sent / chip.link + devices // 2 * HOP_SECONDS
+    # Only TPUs have a clock. They use the ring in both directions, so the latency is the time of
+    # the hops to the farthest device, half of the ring away.
+    if chip.clock:
+        return rounds * (sent / chip.link + devices // 2 * HOP_SECONDS)
+    return NCCL_SECONDS + rounds * (sent / chip.link + (devices - 1) * NVLINK_SECONDS)
 
 
 def device_memory(device) -> float:

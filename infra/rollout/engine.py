@@ -155,6 +155,8 @@ class Engine:
 
     def answer(self, questions: list[str], system: str = "", temperature: float = 0) -> list[str]:
         """Answers to questions as texts: greedy, or sampled at a temperature."""
+        if not questions:
+            return []
         asked = [columns.messages_of({"question": question}, system) for question in questions]
         prompts = self.tokenizer.encode([self.tokenizer.render(messages) for messages in asked])
         # Repeat the last prompt until the rows divide over the devices.

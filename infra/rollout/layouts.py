@@ -30,8 +30,8 @@ from model import ModelConfig
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
 # sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
-# Estimated seconds of a layer's elementwise operations per row, and of rearranging rows for one
-# exchange; fitted to the TPU compiler's clock for 0.5B to 14B on v6e.
+# Estimated seconds of a layer's elementwise operations per row on TPUs, and of rearranging rows for
+# one exchange; fitted to the TPU compiler's clock for 0.5B to 14B on v6e.
 ROW_SECONDS = 0.08e-6
 EXCHANGE_SECONDS = 3e-6
 # Mesh axes that split the weights in the layout tp. The first one splits the key/value heads.
@@ -137,10 +137,10 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     sharing = layout.sharing
     rows = size.answers // dp
     row_bytes = rows * jnp.dtype(dtype).itemsize
-    # Each layer has two all-reduces of hidden states. Each goes around a ring twice, as a
-    # reduce-scatter and an all-gather.
-    all_reduce = 2 * chips.ring_seconds(row_bytes * cfg.D, sharing * kv_parts, chip)
-    of_layer = 2 * all_reduce + rows * ROW_SECONDS
+    # Each layer has two all-reduces of hidden states.
+    of_layer = 2 * chips.ring_seconds(row_bytes * cfg.D, sharing * kv_parts, chip, rounds=2)
+    if chip.clock:
+        of_layer += rows * ROW_SECONDS
     # Devices that share a key/value head also exchange the results of attention. If they split the
     # query heads, they exchange the queries, too, and each sends only its own part.
     if sharing > 1:
@@ -166,9 +166,9 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
     """Returns (the layout for "auto", the reason as text).
 
-    On known TPUs, this is the layout with the shortest estimated step. On other devices, where the
-    time of a collective is unknown, it is the first that fits. If neither replicated weights nor tp
-    fit, the layout is fsdp.
+    On known devices, this is the layout with the shortest estimated step. On other devices, where
+    the time of a collective is unknown, it is the first that fits. If neither replicated weights
+    nor tp fit, the layout is fsdp.
     """
     device_gib = chips.least_memory(mesh)
     candidates = [layout_of("replicated", 1, cfg, mesh)]
@@ -176,9 +176,10 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     fitting = [layout for layout in candidates if fits(cfg, layout, dtype, device_gib)]
     if not fitting:
         return layout_of("fsdp", 1, cfg, mesh), f"no other layout fits {device_gib:.0f} GiB"
-    # Only known TPUs have a `link`.
-    if not chips.chip(mesh.devices.flat[0]).link:
-        return fitting[0], "the first that fits; the time of an all-reduce is known for TPUs only"
+    device = mesh.devices.flat[0]
+    if not chips.chip(device).link:
+        why = f"the first that fits; the time of an all-reduce on a {device.device_kind} is unknown"
+        return fitting[0], why
     ms = {}
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, size)

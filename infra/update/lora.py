@@ -228,6 +228,8 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
     about = files.read_json(f"{directory}/{CONFIG}")
     for flag, name in ("lora", "r"), ("lora_alpha", "lora_alpha"):
         found = about.get(name)
+        if found is None:
+            raise CheckpointError(f"{directory}/{CONFIG} has no {name}")
         check(
             found == getattr(cfg, flag),
             f"{flag} = {getattr(cfg, flag)}, but {directory}/{CONFIG} has {name} = {found}; try "
