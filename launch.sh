@@ -31,7 +31,7 @@
 # Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
 # Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # paths in flags stay relative to the caller's directory
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # do not cd here: paths in flags are relative to the caller's
 venv="$here/.venv"
 dry_run=''
 exec 3>&1 # dry runs print here, even where the output of a command is captured
@@ -53,7 +53,7 @@ run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3;
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
-# Install requirements.txt, jax's extra $1, and what the flags in $2.. need. .venv/installed records the first two.
+# Install requirements.txt, jax[$1] if given, and what the flags in $2.. need. .venv/installed records the first two.
 setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") $extra"
@@ -102,7 +102,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. Its environment gets .env, which ps and logs do not show.
+# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. .env goes to its environment: ps and logs show arguments.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -228,7 +228,7 @@ check_words() {
       yes:*) is_value='' && continue ;;
       :--*=*) ;;
       :--*) is_value=yes ;;
-      *) die "$word is not a flag; up, logs and such stand right after $type" ;;
+      *) die "$word is not a flag; an action such as up or logs must come right after $type" ;;
     esac
     sed -n '/^class Config/,/^$/p' "$here/train.py" | grep -c "^    ${flag#--}: " >/dev/null ||
       die "$flag is not a flag; see bash launch.sh cpu --help"

@@ -331,7 +331,7 @@ def dequantise(w, dtype) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix W of one layer plus a low-rank product: W + scale A B
+    """A frozen matrix W, of one layer or a stack of layers, plus a low-rank product: W + scale A B
     (LoRA, arXiv 2106.09685)."""
 
     w: jax.Array  # W, or W joined with A or B, see `join`
@@ -368,7 +368,7 @@ def merge(w) -> jax.Array:
 
 def join(w: Adapted) -> jax.Array:
     """W extended along D by an adapter: [W; scale B] if the matmul sums over D, else [W, scale A].
-    A matmul with it computes one of the two low-rank products, too."""
+    A matmul with the joined matrix also computes the product with that adapter."""
     adapter, axis = (w.b, 0) if w.sums_over_D else (w.a, -1)
     return jnp.concatenate([w.w, (w.scale * adapter).astype(w.w.dtype)], axis)
 
@@ -407,7 +407,8 @@ def low_rank_dims(equation: str) -> tuple[str, ...]:
 
 
 # A product with A or B alone takes few operations, but may read or write an array as large as x or
-# the result. So as many of these products as possible become a part of the product with W.
+# the result. So W is joined with one of the two: a product with it becomes a part of the product
+# with W, in the forward and in the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def matmul_joined(equation: str, scale: float, x, joined, a, b) -> jax.Array:
     """x W + scale (x A) B in float32. joined: the matrix from `join`, which gets no gradient."""
@@ -415,11 +416,11 @@ def matmul_joined(equation: str, scale: float, x, joined, a, b) -> jax.Array:
     if summed == "D":
         xa = matmul(f"{of_x},DR->{rows}R", x, a).astype(x.dtype)
         return matmul(equation, jnp.concatenate([x, xa], -1), joined)
-    y, xa = without_adapter(matmul(equation, x, joined), a)
-    return y + matmul(f"{rows}R,RD->{of_y}", xa.astype(x.dtype), b)
+    y, scaled_xa = split_joined(matmul(equation, x, joined), a)
+    return y + matmul(f"{rows}R,RD->{of_y}", scaled_xa.astype(x.dtype), b)
 
 
-def without_adapter(product, a):
+def split_joined(product, a):
     """Split a product with a joined matrix into its columns for D and for R."""
     D = product.shape[-1] - a.shape[-1]
     return product[..., :D], product[..., D:]
@@ -435,7 +436,7 @@ def matmul_joined_backward(equation, scale, arrays, d_y):
     of_w = summed + kept
     d_y = d_y.astype(x.dtype)
     if summed == "D":
-        d_x, d_xa = without_adapter(matmul(f"{of_y},{of_w}->{of_x}", d_y, joined), a)
+        d_x, d_xa = split_joined(matmul(f"{of_y},{of_w}->{of_x}", d_y, joined), a)
         d_xa = d_xa.astype(x.dtype)
         d_x += matmul(f"{rows}R,DR->{of_x}", d_xa, a)
     else:
@@ -559,8 +560,8 @@ REMAT = {
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
-# Number of tokens that a device runs through a layer at once: enough for large matmuls, but no
-# more, because each token's activations inside the layer take memory.
+# Most tokens that a device runs through a layer at once, unless one row is longer: enough for large
+# matmuls, but no more, because each token's activations inside the layer take memory.
 TOKENS_AT_ONCE = 2048
 
 
@@ -674,9 +675,9 @@ def run_chunk(cfg, options, x_BTD, w, masters, positions_BT, segments_BT):
     return unless_padding(segments_BT, run, lambda *unchanged: unchanged, x_BTD, masters)
 
 
-# --remat full. With jax.checkpoint, the backward pass of `run_chunk` would be two conds: one that
-# recomputes the chunk, and one that differentiates it. Everything that the second reads, weights
-# included, would be copied out of the first.
+# `run_chunk` for --remat full, with a backward pass of its own. With jax.checkpoint, the backward
+# pass would be two conds: one that recomputes the chunk, and one that differentiates it. Everything
+# that the second reads, weights included, would be copied out of the first.
 recomputed_chunk = jax.custom_vjp(run_chunk, nondiff_argnums=(0, 1))
 
 
@@ -775,9 +776,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     specs_at_rest = {name: spec(f"layers/{name}") for name in at_rest}
     # A parameter that is replicated over some axes gets a part of its gradient on each device. The
     # transpose of shard_map sums these parts over the axes that the parameter's spec omits: dp for
-    # matrices, dp and fsdp for biases, all axes for norms. check_vma is off, because Pallas kernels
-    # do not pass it. With it off, the transpose of a psum is a psum, which sums the devices' parts
-    # of an activation's gradient.
+    # matrices, dp and fsdp for biases, all axes for norms, dp and fsdp or tp for adapters.
+    # check_vma is off, because Pallas kernels do not pass it. With it off, the transpose of a psum
+    # is a psum, which sums the devices' parts of an activation's gradient.
     by_row = P(ROWS)
     run = jax.shard_map(
         partial(forward_on_device, cfg=cfg, options=options),
@@ -798,7 +799,7 @@ def cached_forward(
     Returns (hidden states after the last norm, [B, D], of the token at index last_B in each row;
     new caches). layout: see infra/rollout/layouts.py. attends and caches: one for each stack of
     layers in weights["layers"]. On GPUs, each layer is its own stack; elsewhere, all layers are
-    one.
+    one stack.
 
     attend(q, k, v, layer=, cache=) -> ([B, N, T, H], cache), from infra/rollout/kv_cache.py, also
     writes the keys and values of the new tokens to the cache.

@@ -121,7 +121,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype; auto = float32 on CPU
     loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas (bf16 on TPU v4-6)
     attention: Literal["auto", *ATTENTION] = "auto"  # auto in bfloat16 = splash (TPU), cudnn (GPU)
-    remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | nothing
+    remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | least
     offload: Literal["none", "optimizer", "params"] = "none"  # kept in host memory; params = both
     # adapters
     lora: Natural = 0  # rank of adapters, which are trained in place of all weights; 0 = none

@@ -28,7 +28,7 @@ STEP = {
     [
         # Truncation comes first, because it also explains why answers have no number.
         ({"truncated": 0.9, "no_number": 0.9}, "90% of the answers are truncated at 96 tokens"),
-        ({"no_number": 0.8}, "80% of the answers end in no number"),
+        ({"no_number": 0.8}, "80% of the answers do not end with a number"),
         ({"solved": 1.0}, "100% of the answers are right already"),
         ({"solved": 0.02, "no_number": 0.1}, "98% of the answers are wrong: begin with --sft"),
         ({"solved": 0.5}, "reward/correct is 0.00 on average"),

@@ -7,7 +7,10 @@ from numpy.testing import assert_allclose
 
 from infra.host import chips
 from infra.host.chips import Chip
-from tools import clock, hlo, step_time
+from infra.rollout import layouts
+from test_kernel import mesh
+from tools import clock, hlo, rollout_time, step_time
+from tools.sizes import model_of_size
 
 # Rates per second that are no multiples of each other, so that they cannot be confused.
 CHIP = Chip(bandwidth=7e9, flops=3e12, clock=1.1e9, link=5e9)
@@ -250,3 +253,28 @@ def test_operations_have_names_that_a_reader_knows(op_name, wanted):
     attributes = f', metadata={{op_name="{op_name}"}}'
     fusion = hlo.Instruction("f32[8]{0}", "fusion", [], "", "", attributes)
     assert clock.readable("fusion.12.clone", fusion) == wanted
+
+
+# ---------------------------------------------------------------- a rollout of answers that differ
+def test_stages_decode_answers_of_gsm8k_to_their_ends(monkeypatch):
+    lengths = rollout_time.answer_lengths(128, 1024)
+    assert (lengths.max(), lengths.min() > 0) == (1024, True)
+    assert_allclose(np.median(lengths), 210, rtol=0.01)
+    assert_allclose(lengths.mean(), 270, rtol=0.02)
+    cfg = model_of_size("3B")
+    layout = layouts.layout_of("replicated", 1, cfg, mesh(1, 8, 1))
+    size = layouts.RolloutSize(128, group=8, prompt_slots=256, answer_slots=1024, quantised=True)
+    stages = rollout_time.plan_stages(lengths, cfg, layout, "bfloat16", size)
+    assert sum(stage.steps for stage in stages) == 1024
+    rows = [stage.prompts * stage.group for stage in stages]
+    assert rows == sorted(rows, reverse=True) and rows[0] == 16
+    # A device keeps the rows of its live answers, of which there is one at the end.
+    assert rows[-1] < 16
+    # The floor is the time to read the weights 1,024 times, and the prompts' and answers' caches.
+    monkeypatch.setattr(chips, "chip", lambda device: CHIP)
+    slot_bytes = 2 * 36 * 2 * 128 * 2
+    slots = sum(length * (length + 1) // 2 for length in lengths.tolist())
+    slots += 256 * lengths.reshape(-1, 8).max(1).sum()
+    nbytes = 1024 * cfg.n_multiplied + slots * slot_bytes
+    floor = rollout_time.floor_seconds(lengths, cfg, layout, "bfloat16", size)
+    assert_allclose(floor, nbytes / 8 / CHIP.bandwidth)

@@ -296,7 +296,7 @@ def test_patience_ends_after_minutes(fault, starts):
     last = result["log"].strip().splitlines()[-1]
     reason = "drops the connection" if fault == "drop" else f"answers {fault[0]}"
     assert re.search(
-        f"and it cannot be had from the hub: HubError: the hub {reason} .*, after 7 tries", last
+        f"and the hub cannot provide the model: HubError: the hub {reason} .*, after 7 tries", last
     )
 
 
@@ -311,9 +311,13 @@ def gated(request, _):
         (
             {"model": "no/model"},
             none,
-            "and it cannot be had from the hub: RepositoryNotFoundError: 404",
+            "and the hub cannot provide the model: RepositoryNotFoundError: 404",
         ),
-        ({"model": "tiny/model"}, gated, "and it cannot be had from the hub: GatedRepoError: 403"),
+        (
+            {"model": "tiny/model"},
+            gated,
+            "and the hub cannot provide the model: GatedRepoError: 403",
+        ),
         ({"data": "no/rows"}, none, "no/rows cannot be loaded: DatasetNotFoundError: .* doesn't"),
         ({"data": "tiny/rows:else"}, none, "cannot be loaded: ValueError: BuilderConfig 'else'"),
     ],
@@ -344,7 +348,7 @@ def test_a_start_without_a_hub_uses_its_copies_at_once(starts, tmp_path):
     # Without a copy, the start ends and names the cause.
     text = run(*command, ROOT, code=2, HF_HUB_OFFLINE="0", **closed | {"HF_HOME": str(tmp_path)})
     assert re.search(
-        "model tiny/model .* and it cannot be had from the hub; the hub gives no .*refused", text
+        "no directory tiny/model .* cannot provide the model; the hub gives no .*refused", text
     )
     assert len(text.strip().splitlines()) == 1, text
 

@@ -468,10 +468,10 @@ def test_another_base_is_found_by_its_checksums():
     other = {"model": "b", "files": was["files"] | {"2.safetensors": "22"}}
     message = lora.difference(was, other)
     wanted = "belong to a, whose 2.safetensors has the checksum 11; that of b is 22"
-    assert message.endswith(wanted), message
+    assert message.endswith(f"{wanted}; bring that base back"), message
     fewer = {"model": "b", "files": {"1.safetensors": "00"}}
-    assert lora.difference(was, fewer).endswith("that of b is missing")
-    assert "without --lora" in lora.difference({}, was)
+    assert lora.difference(was, fewer).endswith("that of b is missing; bring that base back")
+    assert lora.difference({}, was) == "its checkpoint is of a run without --lora; drop --lora"
 
 
 def test_peft_files_keep_every_number(tmp_path):
@@ -500,7 +500,7 @@ TENSOR_MISTAKES = [  # (change of adapter_model.safetensors, what the message mu
     ({FIRST_A: None}, f"{FIRST_A} must be finite numbers of shape (4, 16)"),
     ({FIRST_A: np.zeros((4, 15), np.float32)}, "has shape (4, 15)"),
     ({FIRST_A: np.full((4, 16), np.nan, np.float32)}, "must be finite"),
-    ({"lm_head.weight": np.zeros(1, np.float32)}, "lm_head.weight, which is no adapter"),
+    ({"lm_head.weight": np.zeros(1, np.float32)}, "lm_head.weight, which is not an adapter"),
     (b"no tensors", "is not a safetensors file"),
     (None, "is not a safetensors file"),
 ]
@@ -531,7 +531,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, capsys):
 # ---------------------------------------------------------------- the command line
 # fmt: off
 MISTAKES = {  # {flags: what the message must say}
-    "--lora 8 --offload optimizer": "offload = optimizer has nothing to do with lora = 8",
+    "--lora 8 --offload optimizer": "offload = optimizer has no effect with lora = 8",
     "--lora_alpha 16": "lora_alpha = 16 has no effect with lora = 0; add --lora 16",
     "--adapter here": "adapter = here needs --lora with its rank",
     "--lora 8 --adapter nowhere": "nowhere/adapter_config.json is missing",

@@ -173,7 +173,7 @@ def test_gpus_that_slurm_did_not_give_are_asked_for(tmp_path, monkeypatch, capsy
     nvidia.find_devices()
     monkeypatch.setenv("PATH", with_driver(tmp_path, "580.65.06"))
     text = told(capsys, nvidia.find_devices)
-    assert "JAX has no CUDA here, `bash launch.sh gpu` installs it" in text, text
+    assert "JAX has no CUDA here: install it with `bash launch.sh gpu`" in text, text
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     nvidia.find_devices()
 

@@ -84,7 +84,7 @@ def test_a_step_that_was_done_before_is_named(traced, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(traced, out)
     text = run_train(FLAGS, "--profile 1 --out", out)
-    assert "step 1 is not traced now, as 3 steps were done before\n" in text, text
+    assert "step 1 is not traced: the run resumes after step 3\n" in text, text
     assert f"{out} is finished" in text and len(traces(out)) == 1, text
 
 

@@ -384,8 +384,8 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
         name = function.__name__
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), (function, 1.0)])
         assert refused("--out", tmp_path / "run") == (
-            f"train.py: reward {name} takes {takes}; it is now called as {name}(row, answer): "
-            "row['question'], row['answer'] and every other column of the data"
+            f"train.py: reward {name} takes {takes}, but must take (row, answer); row has every "
+            "column of the data, such as row['question'] and row['answer']"
         )
     assert not (tmp_path / "run").exists()
     # Further arguments may have defaults. A function in C may not state its arguments.
@@ -395,6 +395,10 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
         monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), entry])
         text = f"train.py: REWARDS holds {shown}, not (function, weight) such as (correct, 1.0)"
         assert refused("--out", tmp_path / "run") == text
+    # reward/mean, reward/std and reward/faults are metrics already.
+    monkeypatch.setattr(train, "REWARDS", [(train.correct, 1.0), (np.mean, 1.0), (np.std, 1.0)])
+    text = "REWARDS holds a function named mean, std, but reward/mean, reward/std is a metric"
+    assert text in refused("--out", tmp_path / "run")
     monkeypatch.setattr(
         train, "REWARDS", [(functools.partial(max), 1.0), (functools.partial(min), 1.0)]
     )

@@ -81,10 +81,11 @@ def plan_stages(
         if t > 0:
             cache = size.prompt_slots * slot_bytes, slots * slot_bytes
             prompts, group = fewer_rows(lengths_RPG > t, *cache, weight_bytes)
-            # Answers that have ended are the shortest. Drop them first.
+            # As in `resize_wave`, answers that have ended are dropped first. They are the shortest.
             lengths_RPG = np.sort(lengths_RPG)[:, :, -group:]
             order_RP = np.argsort(lengths_RPG.max(2))[:, -prompts:]
             lengths_RPG = np.take_along_axis(lengths_RPG, order_RP[:, :, None], 1)
+        # A stage ends early once no answer is live.
         steps = min(until, int(lengths_RPG.max())) - t
         if steps <= 0:
             break
@@ -106,6 +107,7 @@ def floor_seconds(
     total = 0
     for t in range(int(lengths.max())):
         live_PG = lengths_PG > t
+        # A prompt is read once for all of its live answers.
         slots = live_PG.any(1).sum() * size.prompt_slots + live_PG.sum() * (t + 1)
         total += weights + slots * slot_bytes
     return total / devices / chip.bandwidth
@@ -115,6 +117,7 @@ def seconds_of_prefill(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     """Seconds of all calls of `prefill`, by the clock."""
     rows, group = size.of_device(layout)
     shards = layouts.row_shards(layout)
+    # Each call runs as many prompts, so that one program serves them all.
     n_prompts = rows // group
     at_once = engine.prompts_at_once(n_prompts, size.prompt_slots, layout)
     n = at_once * shards
@@ -134,6 +137,7 @@ def seconds_of_prefill(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
 
 def seconds_of_move(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> float:
     """Seconds to move all weights from the training mesh to the rollout's layout, by the clock."""
+    # Training shards the weights over all devices by default.
     mesh = Mesh(layout.mesh.devices.reshape(1, -1, 1), model.AXES)
     params = {}
     for name, shape in model.shapes(cfg).items():
@@ -163,6 +167,7 @@ def time_rollout(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> 
     stages = []
     decode = resize = 0.0
     cache_bytes = 0
+    # Stages of the same shape run the same program.
     ms_of = {}
     for stage in plan_stages(lengths, cfg, layout, dtype, size):
         shape = stage[:3]

@@ -48,7 +48,7 @@ drop_other_cuda() {
 check_gpus() {
   local count="${1#*-}"
   [[ " 1 2 4 " = *" $count "* ]] || [[ "$count" =~ ^[1-9][0-9]*$ && $((count % 8)) = 0 ]] ||
-    die "there is no $1; after ${1%%-*}- comes 1, 2, 4, 8 or a multiple of 8"
+    die "there is no $1; the number after ${1%%-*}- must be 1, 2, 4, 8 or a multiple of 8"
 }
 
 # Install what compiles for $1, such as h100-8: JAX's CUDA plugin, and cuDNN, whose version JAX reads. Compilation needs

@@ -29,7 +29,7 @@ check_type() {
     v4-* | v5p-*) cores=2 one_host=4 sizes='8 16 32 64' larger=', or a multiple of 128' ;;
   esac
   [[ " $sizes " = *" $size "* ]] || [[ -n "$larger" && "$size" =~ ^[1-9][0-9]*$ && $((size % 128)) = 0 ]] ||
-    die "there is no $1; after ${type%%-*}- comes one of $sizes$larger"
+    die "there is no $1; the number after ${type%%-*}- must be one of $sizes$larger"
   devices=$((size / cores))
   hosts=$((devices > one_host ? devices / 4 : 1))
 }
@@ -378,7 +378,7 @@ start() { # FLAGS...
   return "$code"
 }
 
-# Print all workers' logs until all runs end. Returns the code of the first failure, or 75 if the VM is not READY.
+# Print the logs until train.py has ended on all workers. Returns the first failure's code; 75 if the VM isn't READY.
 follow() { # LINE of worker 0's log to begin with
   local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on; follow it: $(again logs); or end it: $(again stop)"; exit 130' INT
@@ -602,7 +602,7 @@ cmd_tpu_down() {
   done
   if [ -n "$found" ]; then
     [ -n "$yes$dry_run" ] || read -r -p "delete it? [y/N] " yes || :
-    [[ "$yes" = [yY]* ]] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes does it without asking'
+    [[ "$yes" = [yY]* ]] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes deletes without asking'
     maybe_paid="$found"
     for zone in $found; do delete || :; done
     [ -z "$maybe_paid" ] || exit 1

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 
+# Exit codes of train.py after SIGUSR1: a new step is saved, or no new step was complete.
 SAVED = 128 + signal.SIGTERM
 NO_STEP = 128 + signal.SIGUSR1
 

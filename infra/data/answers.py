@@ -50,7 +50,7 @@ UNITS = set(
 SHORT_WORDS = set("of is at on as an if we he it so am be my are was has had her his".split())
 LETTERS_AS_UNITS = set("mgshlL")
 LETTERS_AS_WORDS = set("aAI")
-# Exponents of ten.
+# Words that multiply a number by a power of ten, with the power's exponent.
 TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
@@ -104,7 +104,8 @@ def plain(text: str) -> str:
     text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
     # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
     text = re.sub(r"((?<=\d)\s*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
-    # Drop currency signs, or the dollar signs around a formula, but keep the minus before them.
+    # Write a minus before a number as "-", also if it is a word. Then drop currency signs, and the
+    # dollar signs around a formula.
     text = re.sub(r"\b(?:minus|negative)\s(?=[$€£\d.])", "-", text)
     text = re.sub(r"-\s?[$€£]\s?(?=[\d.])", "-", text)
     return re.sub("[$€£]", " ", text)

@@ -34,7 +34,7 @@ HALF_CHARACTER = "[\ud800-\udfff]"
 class Tokenizer:
     """The tokenizer of a model, with its chat template."""
 
-    directory: str  # the model's directory, which errors name
+    directory: str  # the model's directory, for error messages
     bpe: tokenizers.Tokenizer
     special: str  # regular expression that matches any special token
     named: dict[str, str]  # {"eos_token": its text, ...}, for the template
@@ -115,7 +115,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
         bpe.no_padding()
         decoded = bpe.decode(bpe.encode(text, add_special_tokens=False).ids)
         added = bpe.get_added_tokens_decoder().values()
-    check(decoded == text, f"{path} makes {decoded!r} of {text!r}: not the tokenizer of a model")
+    check(decoded == text, f"{path} decodes {text!r} as {decoded!r}: no tokenizer of a model")
 
     # A regular expression tries its alternatives in order, and one special token may begin with
     # another, so the longest comes first.

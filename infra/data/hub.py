@@ -219,9 +219,9 @@ def model_directory(cfg: Any, *patterns: str) -> str:
 
         return snapshot_download(cfg.model, allow_patterns=patterns)
 
-    missing = f"model {cfg.model} is not a directory here (for a plan, config.json is enough)"
+    missing = f"there is no directory {cfg.model} (a plan needs only its config.json)"
     # The directory may exist on some hosts and not on others.
     with together(f"model {cfg.model}"):
         if os.path.isdir(cfg.model):
             return cfg.model
-        return ask(cfg.model, download, f"{missing}, and it cannot be had from the hub")
+        return ask(cfg.model, download, f"{missing}, and the hub cannot provide the model")

@@ -138,8 +138,8 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
     place = "line" if name.endswith(".jsonl") else "row"
     return exit_on(
         Exception,
-        f"{name} {place} {number}: not a JSON object with texts `question` and `answer` (which may "
-        f"be a number), or with the columns that --columns names: {str(row)[:50]!r}",
+        f"{name} {place} {number} must have a text `question`, and an `answer` that is a text or a "
+        f"number, or the columns that --columns names: {str(row)[:50]!r}",
     )
 
 
@@ -222,8 +222,8 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     without_number = sum(final_number(row["answer"]) is None for row in questions)
     if without_number:
         summary += (
-            f"; the answers of {without_number} are not numbers, so nothing equals them: compare "
-            "formulas by math-verify (README, How to fork it)"
+            f"; the answers of {without_number} questions are not numbers, so `correct` scores 0: "
+            "compare formulas with math-verify (README, How to fork it)"
         )
     say(summary)
     return questions

@@ -50,10 +50,11 @@ AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
 # each remaining answer might take --reward_timeout, too.
 MOST_LOST = 16
-# A function that has never worked, and fails on all answers of a step, counts as broken. Fewer
-# failures than this may be chance.
+# A function that has never worked counts as broken once it fails on all answers of a step, if they
+# are at least this many. Fewer failures may be chance.
 LEAST_FAILED = 4
-# A worker gets at most this many calls at a time: its shared memory has room for as many scores.
+# A worker gets a task of at most this many calls at a time: its shared memory has room for as many
+# scores.
 MOST_CALLS = 4096
 # Maximum seconds between the supervisor's checks for scores and for late or ended workers.
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -228,8 +229,8 @@ class Supervisor:
         end_of_run.close()
         # Signals are for the run, which then ends its workers. In a session of its own, this
         # process gets no Ctrl-C from the terminal. Slurm signals all processes of a task, so this
-        # process must ignore signals. It does so by a handler, since programs that functions start
-        # would inherit SIG_IGN.
+        # process must ignore signals. It uses a handler, and not SIG_IGN, which programs that
+        # functions start would inherit.
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)

@@ -12,6 +12,9 @@ from infra.host.console import check
 
 RewardFunction = Callable[[dict, str], float]
 
+# The metrics reward/mean, reward/std and reward/faults are of all functions together.
+RESERVED = {"mean", "std", "faults"}
+
 
 def name_of(function: RewardFunction) -> str:
     """The name of a function, or of its type if it has none (a functools.partial has none)."""
@@ -37,6 +40,13 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
         f"REWARDS holds several functions named {', '.join(twice)}, but a metric has one name; set "
         "their __name__, or define them with def",
     )
+    taken = sorted(RESERVED.intersection(names))
+    check(
+        not taken,
+        f"REWARDS holds a function named {', '.join(taken)}, but reward/{', reward/'.join(taken)} "
+        "is a metric of all functions; rename the function",
+    )
+    # Find out before the run: a call with wrong arguments would fail on every answer.
     for function in functions:
         name = name_of(function)
         try:
@@ -44,12 +54,13 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
         except ValueError:
             # A function written in C may have no signature.
             continue
+        # Further arguments may have defaults.
         try:
             signature.bind({}, "")
         except TypeError:
             takes = ", ".join(signature.parameters)
             check(
                 False,
-                f"reward {name} takes ({takes}); it is now called as {name}(row, answer): "
-                "row['question'], row['answer'] and every other column of the data",
+                f"reward {name} takes ({takes}), but must take (row, answer); row has every column "
+                "of the data, such as row['question'] and row['answer']",
             )

@@ -44,8 +44,8 @@ NVLINK_SECONDS = 0.6e-6
 # - The clock is the chip's peak divided by the operations that its matrix units do in a cycle, a
 #   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, and v6e has
 #   as many cells as 16 such units.
-# - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Half of the
-#   links' bandwidth is for sending.
+# - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Google's
+#   figures count both directions of a link, so half of them is for sending.
 # - Half of a GPU's NVLink bandwidth is for sending. NCCL's LL uses a quarter of that half.
 CHIPS = {
     "TPU v4": Chip(30.75, 1.2e12, 275e12, 1.05e9, 1e11),
@@ -113,8 +113,9 @@ def least_memory(mesh) -> float:
 
 # ---------------------------------------------------------------- host memory
 class PinnedHost(NamedSharding):
-    """A sharding in the hosts' pinned memory, over absent GPUs. JAX does not know the memory kinds
-    of absent GPUs, so an ordinary NamedSharding over them loses its memory kind."""
+    """A sharding in the hosts' pinned memory, over absent GPUs: a plan compiles for them, but this
+    machine does not have them. JAX does not know the memory kinds of absent GPUs, so an ordinary
+    NamedSharding over them loses its memory kind."""
 
     @property
     def memory_kind(self):

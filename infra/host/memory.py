@@ -41,7 +41,7 @@ def limits() -> Iterator[tuple[int, int]]:
             used = int((group / names[1]).read_text())
             statistics = (group / "memory.stat").read_text()
             cached = int(re.search(rf"^{names[2]} (\d+)", statistics, re.M)[1])
-        # Version 2's root and groups outside a container have no such files; `max` is no limit.
+        # Some groups have no such files. A group without a limit has the text `max`, not a number.
         except (OSError, ValueError, TypeError):
             continue
         yield limit, used - cached

@@ -2,7 +2,7 @@
 
 If JAX cannot load its CUDA plugin, it prints pages of errors and goes on without GPUs. A cuDNN
 older than the one that the plugin was compiled for passes JAX's own check, and fails at the first
-attention.
+call of attention.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def how_to_find_gpus(driver: str) -> str:
     if not driver:
         return f"nor does nvidia-smi; on Slurm give --gpus-per-node, {on_cpu}"
     if not cuda:
-        return f"JAX has no CUDA here, `bash launch.sh gpu` installs it, {on_cpu}"
+        return f"JAX has no CUDA here: install it with `bash launch.sh gpu`, {on_cpu}"
     oldest = OLDEST_DRIVER[cuda]
     if int(driver.split(".")[0]) >= oldest:
         advice = reinstall(f"jax[cuda{cuda}]")

@@ -32,10 +32,10 @@ from infra.host import nvidia
 from infra.host.console import check, erase_status, exit_on, first_line, open_streams, warn
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
-# Flags that may differ between the processes of a run. `connect` does not compare the flag
-# `processes`, but the number of processes that each process has found.
+# Flags that may differ between the processes of a run. In place of the flag `processes`, `connect`
+# compares the number of processes that each process has found.
 FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
-START_ALL = "`bash launch.sh TYPE` starts all"
+START_ALL = "on a TPU slice, `bash launch.sh TYPE` (such as v6e-16) starts all"
 
 
 # ---------------------------------------------------------------- values of all processes
@@ -57,7 +57,7 @@ def together(what: str):
     """A context in which each process loads or downloads something, and which all processes leave
     at the same time. Every process must enter it.
 
-    what: the name of what is loaded, for the message. Some processes may need minutes to load it.
+    what: the name of what is loaded, for the message. A process may need minutes to load it, and
     If one process exits in the context, all exit, with code 2: otherwise the others would wait for
     it, or abort when process 0 is gone.
     """
@@ -295,7 +295,7 @@ def connect(cfg) -> None:
         count = len(found.hosts)
         check(
             0 <= found.index < count,
-            f"this is process {found.index}, but there are {count}: 0, 1, ...",
+            f"process_id = {found.index} is not one of the {count} processes 0 to {count - 1}",
         )
     if count > 1:
         bypass_proxies({found.address.rsplit(":", 1)[0], *found.hosts} - {""})

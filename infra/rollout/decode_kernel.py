@@ -35,7 +35,7 @@ BLOCK_SLOTS = 512
 # Slots of a bfloat16 tile. To change one slot, `write_token` reads and writes back its whole tile.
 TILE_SLOTS = 16
 # Largest array of keys or values, in bytes, that XLA may hold in VMEM while all layers run.
-SMALL_CACHE = 2**23
+SMALL_BYTES = 2**23
 
 
 def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
@@ -99,10 +99,10 @@ def write_token(keys, values, k_BKTH, v_BKTH, layer, slot, interpret=False) -> l
 def in_hbm(a):
     """Constrain keys or values to HBM, unless they are small.
 
-    XLA may hold a small cache in VMEM while all layers run, which is faster. Without the
-    constraint, XLA would copy all layers of a larger cache to VMEM, and repeat that for each layer.
+    XLA may hold a small array in VMEM while all layers run, which is faster. Without the
+    constraint, XLA would copy a larger array, with all its layers, to VMEM once per layer.
     """
-    if a.nbytes <= SMALL_CACHE:
+    if a.nbytes <= SMALL_BYTES:
         return a
     return pltpu.with_memory_space_constraint(a, pltpu.HBM)
 

@@ -240,8 +240,8 @@ def padded_length(n: int) -> int:
 
 def slots_for(until: int, max_answer: int) -> int:
     """Number of KV cache slots for the first `until` tokens of answers."""
-    # XLA compiles a program for each number of slots, so keep these numbers few. An answer fills at
-    # most max_answer slots.
+    # XLA compiles a program for each number of slots, so use few of them. An answer fills at most
+    # max_answer slots.
     slots = min(padded_length(until), max_answer)
     # Round up to complete tiles, since the decode kernel writes tiles.
     return -(-slots // decode_kernel.TILE_SLOTS) * decode_kernel.TILE_SLOTS
@@ -276,9 +276,10 @@ def totals(answers: dict) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- prefill
 def prompts_at_once(n_prompts: int, width: int, layout: Layout) -> int:
-    """Number of a device's prompts, each of `width` tokens, that one call of `prefill` runs."""
-    # Equal parts, so that one compiled program serves them all. Devices that share key/value heads
-    # all compute each other's prompts.
+    """Number of prompts of a part of the rows that one call of `prefill` runs. width: tokens of a
+    padded prompt."""
+    # Equal parts, so that one compiled program serves them all. Each device that shares key/value
+    # heads computes the prompts of all of them.
     most = max(1, PREFILL_TOKENS // (width * layout.sharing))
     part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     return max(n for n in part_sizes if n <= most)
@@ -377,7 +378,7 @@ def decode(
 ) -> tuple[DecodeState, dict]:
     """Decode answer tokens t .. until - 1. Stops early once no row is live.
 
-    steps: columns of the results, at least until - t.
+    steps: columns of the results, at least `until - t`.
 
     Returns (state, {tokens_BT int32 [B, steps], logprobs_BT float32 [B, steps], lengths_B: number
     of tokens decoded, live_B: as in `Rows`, after these tokens}).
@@ -420,7 +421,7 @@ def decode(
 
 def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, sampling) -> tuple:
     """Sample token t of each row from its hidden state. Returns (token_B, logprob_B)."""
-    # Logits are float32, with the vocabulary split over devices.
+    # Logits are float32. In the layout tp, the vocabulary is split over devices.
     z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))
     z_BV = model.constrain(z_BV, layout.mesh, layout.rows, layout.split)
 
@@ -444,8 +445,7 @@ def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) 
     lengths = dict(
         prompt_length_B=rows.prompt_length_B, answer_length_B=jnp.full_like(token_B, t + 1)
     )
-    # The prompts' caches are only read, so they are arguments of attention, and layers do not pass
-    # them on.
+    # The prompts' caches are only read, so bind them to attention: layers need not return them.
     attends = [
         partial(kv_cache.decode_attention, prompts=prompts, slot=t, layout=layout, **lengths)
         for prompts in state.prompts

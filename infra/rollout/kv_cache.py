@@ -115,9 +115,10 @@ def over_devices(run, layout, cache, *others):
 
 
 def with_own_rows(run, splits_queries):
-    """Wrap `run` where devices along the mesh's fsdp axis have the same key/value heads.
+    """Let each device run `run` on its own rows, in layouts in which devices along the mesh's fsdp
+    axis have the same key/value heads.
 
-    Outside of attention, all of these devices have all rows. In attention, each has its part of the
+    Outside of attention, these devices have the same rows. In attention, each has its part of the
     rows, with all queries of its key/value heads. splits_queries: whether the fsdp axis also splits
     the query heads.
     """
@@ -141,7 +142,7 @@ def with_own_rows(run, splits_queries):
         v_BKTH = own_rows(v_BKTH)
         others = jax.tree.map(own_entries, others)
         out_BNTH, cache = run(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others)
-        # The next matmul reads the results in this dtype; an exchange in float32 would take longer.
+        # The next matmul casts the results to this dtype. Cast them before they are exchanged.
         out_BNTH = out_BNTH.astype(q_BNTH.dtype)
         if splits_queries:
             out_BNTH = lax.all_to_all(out_BNTH, "fsdp", split_axis=1, concat_axis=0, tiled=True)

@@ -22,16 +22,17 @@ from infra.rollout.kv_cache import Cache
 from model import ModelConfig
 
 # replicated: every device has all weights.
-# tp: weights are split by heads, F and V within a host. The mesh's tp axis splits key/value heads.
-# If the number of devices does not divide these heads, the fsdp axis splits the rest: devices along
-# it have the same key/value heads, and split the rows of the KV cache.
+# tp: weights are split by heads, F and V within a host. The mesh's tp axis takes as many of the
+# devices as can split the key/value heads evenly, and the fsdp axis takes the others: devices along
+# fsdp have the same key/value heads. They split F, V, the query heads if these divide, and the rows
+# of the KV cache.
 # fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
 # decode step all-gathers them layer by layer.
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
 # sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 # Estimated seconds of a layer's elementwise operations per row on TPUs, and of rearranging rows for
-# one exchange; fitted to the TPU compiler's clock for 0.5B to 14B on v6e.
+# one exchange; fitted to the times that tools/clock.py estimates for 0.5B to 14B on v6e.
 ROW_SECONDS = 0.08e-6
 EXCHANGE_SECONDS = 3e-6
 # Mesh axes that split the weights in the layout tp. The first one splits the key/value heads.
@@ -57,8 +58,8 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Number of devices that have the same key/value heads and, outside of attention, the same
-        rows."""
+        """Number of devices that have the same key/value heads. They have the same rows outside of
+        attention, and divide them in attention."""
         return self.mesh.shape["fsdp"] if self.kind == "tp" else 1
 
     @property
@@ -89,9 +90,9 @@ class RolloutSize:
     dtype: str | None = None  # dtype of weights if not int8; None for the dtype of evaluations
 
     def of_device(self, layout: "Layout") -> tuple[int, int]:
-        """Returns (answers per device, how many of these share a prompt)."""
+        """Returns (answers of a part of the rows, how many of these share a prompt)."""
         answers = self.answers // row_shards(layout)
-        # A device takes complete groups, or equal parts of groups.
+        # A part has complete groups, or equal parts of groups.
         return answers, math.gcd(self.group, answers)
 
 
@@ -110,7 +111,7 @@ def layout_of(kind: str, tp: int, cfg: ModelConfig, mesh: Mesh) -> Layout:
     training_dp, training_fsdp, training_tp = mesh.devices.shape
     heads = ("tp",)
     if kind in ("replicated", "tp"):
-        # Every device has at least one key/value head.
+        # A key/value head is not split, so the tp axis must divide K.
         kv_parts = math.gcd(tp, cfg.K)
         dims = mesh.size // tp, tp // kv_parts, kv_parts
         if kind == "tp" and cfg.N % tp == 0:
@@ -137,12 +138,17 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     sharing = layout.sharing
     rows = size.answers // dp
     row_bytes = rows * jnp.dtype(dtype).itemsize
-    # Each layer has two all-reduces of hidden states.
-    of_layer = 2 * chips.ring_seconds(row_bytes * cfg.D, sharing * kv_parts, chip, rounds=2)
+    # Each layer has two all-reduces of hidden states. If the query heads are not split over fsdp,
+    # the one after attention spans fewer devices.
+    head_parts = num_shards(P(layout.heads), layout.mesh)
+    of_layer = sum(
+        chips.ring_seconds(row_bytes * cfg.D, parts, chip, rounds=2)
+        for parts in (head_parts, sharing * kv_parts)
+    )
     if chip.clock:
         of_layer += rows * ROW_SECONDS
     # Devices that share a key/value head also exchange the results of attention. If they split the
-    # query heads, they exchange the queries, too, and each sends only its own part.
+    # query heads, they exchange queries and results, and each holds only its part of these bytes.
     if sharing > 1:
         nbytes = row_bytes * cfg.N * cfg.H // kv_parts
         exchanges = 1
@@ -156,8 +162,7 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
 def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     """Whether the weights leave room for a KV cache.
 
-    Replicated weights may take a quarter of the memory. With tp, weights may take half of it, since
-    tp also splits the KV cache and the logits.
+    Replicated weights may take a quarter of the memory, and weights split by tp half of it.
     """
     most = device_gib / 4 if layout.kind == "replicated" else device_gib / 2
     return weights_gib(cfg, layout, dtype) <= most
@@ -167,8 +172,8 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     """Returns (the layout for "auto", the reason as text).
 
     On known devices, this is the layout with the shortest estimated step. On other devices, where
-    the time of a collective is unknown, it is the first that fits. If neither replicated weights
-    nor tp fit, the layout is fsdp.
+    the time of a collective is unknown, it is the one that splits the weights least. If neither
+    replicated weights nor tp fit, the layout is fsdp.
     """
     device_gib = chips.least_memory(mesh)
     candidates = [layout_of("replicated", 1, cfg, mesh)]
@@ -178,8 +183,8 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
         return layout_of("fsdp", 1, cfg, mesh), f"no other layout fits {device_gib:.0f} GiB"
     device = mesh.devices.flat[0]
     if not chips.chip(device).link:
-        why = f"the first that fits; the time of an all-reduce on a {device.device_kind} is unknown"
-        return fitting[0], why
+        kind = device.device_kind
+        return fitting[0], f"the weights are split least; the time of a sum over {kind} is unknown"
     ms = {}
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, size)
@@ -218,14 +223,14 @@ def rollout_layout(
 
 def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> Layout:
     """Choose the layout and print it with the reason. Exits with code 2 if tp is not possible."""
-    layout, why = rollout_layout(kind, cfg, mesh, dtype, size)
+    layout, text = rollout_layout(kind, cfg, mesh, dtype, size)
     check(
         kind != "tp" or math.prod(layout.mesh.devices.shape[1:]) > 1,
         f"rollout_sharding = tp needs a number of devices above 1 that divides "
         f"{jax.local_device_count()} local devices, feed-forward size {cfg.F} and vocabulary "
         f"{cfg.V}; try --rollout_sharding auto",
     )
-    say(f"rollout: {why}")
+    say(f"rollout: {text}")
     return layout
 
 
@@ -245,10 +250,10 @@ def to_rollout(
 ) -> dict:
     """Cast or quantise the parameters on the training mesh, then move them to a rollout's layout.
 
-    lora_scale: scale of adapters, if there are any. Adapters stay beside their matrices, as in the
-    update. In bfloat16, the sum W + scale A B would lose most of a small A B to rounding, and the
-    sampler would not be the policy that is trained. For int8, adapters are merged into W before
-    it is quantised, because int8 rounds more coarsely anyway.
+    lora_scale: scale of adapters, if there are any. Adapters are not merged into their matrices, as
+    in the update (see model.join). In bfloat16, the sum W + scale A B would lose most of a small
+    A B to rounding, and rollouts would not sample from the policy that is trained. For int8,
+    adapters are merged into W before it is quantised, because int8 rounds more coarsely anyway.
 
     Returns the weights of the rollout, in which `layers` is a tuple of stacks of layers.
     """
@@ -277,7 +282,8 @@ def compiled_moves(
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
     the stack of `size` layers that begins with layer `first`.
     """
-    # A joined matrix has D + R entries along D, which the devices may not divide.
+    # Joining makes D into D + R, which the number of devices may not divide. So layouts that shard
+    # D do not join.
     is_joined = not layout.shards_D
     # PartitionSpecs of parameters in the rollout, and after the cast, still on the training mesh.
     specs = {}
@@ -335,11 +341,12 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
     """Bytes that a device must read in a decode step: (weights, KV cache per row and slot)."""
     itemsize = jnp.dtype(dtype).itemsize
     sizes = {name: math.prod(shape) for name, shape in model.shapes(cfg).items()}
-    if not layout.shards_D:
+    # fsdp gathers all weights; in the other layouts, a device reads its own.
+    if layout.kind != "fsdp":
         sizes = sizes_on_device(cfg, layout)
-    # An untied embedding is looked up.
+    # Of an untied embedding, a step reads only the rows of its tokens.
     values = sum(size for name, size in sizes.items() if name != "embed_VD" or cfg.tied)
-    # Scales, norms and biases are too few to matter.
+    # int8 is one byte per value. The scales, and the wider norms and biases, are too few to matter.
     weight_bytes = values if quantised else values * itemsize
     slot_bytes = 2 * cfg.L * cfg.K // layout.mesh.shape["tp"] * cfg.H * itemsize
     return weight_bytes, slot_bytes
@@ -373,7 +380,8 @@ def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) ->
 
 
 def row_shards(layout: Layout) -> int:
-    """Number of parts that the rows of the KV cache are split into."""
+    """Number of parts that the rows of the KV cache are split into. A part is on one device, or on
+    the devices that split its key/value heads."""
     return num_shards(P(layout.cache_rows), layout.mesh)
 
 

@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 class Wave:
     """Rows that decode together. The NumPy arrays are the same on every process."""
 
-    row_ids: np.ndarray  # [shards, rows of a device]: index among all rows; -1 if there is no row
+    row_ids: np.ndarray  # [parts, rows of a part]: index among all rows; -1 if there is no row
     is_live: np.ndarray  # the same shape: whether there is a row, and its stop token has not come
     group: int  # number of consecutive rows that share a prompt
     slots: int  # slots of the answers' KV cache
@@ -37,7 +37,7 @@ def rows_of(wave: Wave, prompt_length_B: np.ndarray, layout: Layout) -> Rows:
     # last row; their results are not used.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
-    # Each device gets the entries of its own rows.
+    # Each part of the rows gets their entries.
     return Rows(
         layouts.shard_rows(prompt_length_B[id_B], layout),
         layouts.shard_rows(id_B, layout),
@@ -53,7 +53,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
     """
     rows = B // shards
     at_once = min(at_once, rows)
-    # A device takes complete groups, or equal parts of groups.
+    # A part has complete groups, or equal parts of groups.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
     # Waves have equal sizes, so that one compiled program serves them all; the last one may have
@@ -76,11 +76,11 @@ def halved(count: int, needed: int) -> int:
 
 
 def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
-    """Returns (prompts per device, answers per prompt) that the next stage decodes.
+    """Returns (prompts of a part of the rows, answers per prompt) that the next stage decodes.
 
-    Both numbers are halved as often as the live answers of every device allow, if a decode step
+    Both numbers are halved as often as the live answers of every part allow, if a decode step
     then reads at least a tenth fewer bytes. Otherwise, nothing is dropped. is_live_RPG: P prompts
-    of G answers on each of R shards of the rows. prompt_bytes, answer_bytes: KV cache of one
+    of G answers in each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one
     prompt, and of one answer.
     """
     _, prompts, group = is_live_RPG.shape
@@ -112,16 +112,16 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     prompts_kept, answers_kept = size
     if size == (n_prompts, wave.group) and slots == wave.slots:
         return wave
-    # Each device keeps its prompts that have live answers, and the live answers of each prompt.
-    # All devices keep equally many prompts, and all prompts equally many answers, so some answers
-    # that have ended may stay.
+    # Each part keeps its prompts that have live answers, and the live answers of each prompt. All
+    # parts keep equally many prompts, and all prompts equally many answers, so some answers that
+    # have ended may stay.
     has_ended_RP = ~is_live_RPG.any(2)
     kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, :prompts_kept]
     # Restore the order of the prompts: if no prompt is dropped, their cache stays as it is.
     kept_RP = np.sort(kept_RP)
     is_live_RPG = np.take_along_axis(is_live_RPG, kept_RP[:, :, None], 1)
     kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, :answers_kept]
-    # Turn indices within a prompt into indices within a device.
+    # Turn indices within a prompt into indices within a part.
     kept_RPG = kept_RPG + kept_RP[:, :, None] * wave.group
     kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
 

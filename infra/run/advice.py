@@ -46,7 +46,7 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
         return f"{mean['solved']:.0%} of the answers are right already: take harder questions"
     if mean.get("no_number", 0) > 0.5:
         return (
-            f"{mean['no_number']:.0%} of the answers end in no number: ask for <answer>"
+            f"{mean['no_number']:.0%} of the answers do not end with a number: ask for <answer>"
             "number</answer> with --system, or begin with --sft_steps; look at samples.jsonl"
         )
     if mean["solved"] < FEW:

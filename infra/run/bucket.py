@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from infra.host.console import warn
 from infra.host.files import directory_bytes
 
-# Files that are neither sent nor fetched here: half-written files; the tiny model (each process
-# makes it); the claim (claim.py sends it); runs that were put aside (put_aside moves them).
+# This module neither sends nor fetches these files: half-written files; the tiny model (each
+# process makes it); the claim (claim.py sends it); runs that were put aside (put_aside moves them).
 STAYS_HERE = (r".*\.tmp", ".*tiny-seed", r"claim\.json", "old-")
 # Checkpoints have their own functions, as a process sends and fetches only its part of them.
 CHECKPOINTS = r"step_\d{6}/"

@@ -1,9 +1,10 @@
 """Checkpoints: their files, how to read them, and how to write them during training.
 
 A checkpoint is a directory `step_NNNNNN`. Each process writes one file with all of its shards,
-since each may have its own disk. A checkpoint is complete if it has a file of each process, all of
-the same run; a file's name says how many processes there were. A file gets its name by a rename, so
-that a process that is killed during a write leaves only a file that nobody reads.
+since each may have its own disk. A checkpoint is complete if it has a file of each process, all
+written by the same launch; a run that resumes is launched again. A file's name says how many
+processes there were. A file gets its name by a rename, so that a process that is killed during a
+write leaves only a file that nobody reads.
 """
 
 import json
@@ -349,7 +350,7 @@ class Saver:
             if step > self.newest and not is_lost and self.write(step, shards_of(state), skipped):
                 self.newest = step
         if self.newest:
-            return f"step {self.newest} is saved; start again, and it resumes"
+            return f"step {self.newest} is saved; give the same command again to resume"
         return "nothing is saved yet"
 
 

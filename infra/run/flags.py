@@ -164,8 +164,8 @@ def check_together(cfg) -> None:
     )
     check(
         cfg.eval_temperature or cfg.eval_samples == 1,
-        f"eval_samples = {cfg.eval_samples} greedy answers to a question would be equal; add "
-        "--eval_temperature 1, or drop --eval_samples",
+        f"with eval_temperature = 0, the eval_samples = {cfg.eval_samples} answers to a question "
+        "would be equal; add --eval_temperature 1, or drop --eval_samples",
     )
     # Rollouts do not use top_k and top_p: the loss computes logprobs of the complete distribution.
     check(
@@ -194,8 +194,8 @@ def check_lora(cfg) -> None:
     if cfg.lora:
         check(
             cfg.offload == "none",
-            f"offload = {cfg.offload} has nothing to do with lora = {cfg.lora}: only the small "
-            "adapters have masters and optimizer state; drop --offload",
+            f"offload = {cfg.offload} has no effect with lora = {cfg.lora}: float32 copies and "
+            "optimizer state are of the small adapters alone; drop --offload",
         )
         return
     check(

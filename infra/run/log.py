@@ -296,8 +296,8 @@ def print_setup(cfg, setup) -> None:
         # A host lacks the other hosts' shares of the weights.
         gib = params * jnp.dtype(cfg.dtype).itemsize * (1 - 1 / spans) / GIB
         say(
-            f"fsdp*tp = {inner.size} spans {spans} hosts: each forward or backward brings "
-            f"{gib:.2g} GiB into every host; --mesh host_local avoids that, at {spans} times the "
+            f"fsdp*tp = {inner.size} spans {spans} hosts: each forward or backward pass sends "
+            f"{gib:.2g} GiB to every host; --mesh host_local avoids that, at {spans} times the "
             "memory for parameters and optimizer"
         )
 
@@ -353,5 +353,5 @@ def print_answers(out: str, steps: list[int]) -> None:
         for question, of_step in of_set.items():
             say(f"\n  {question}")
             for step, row in of_step.items():
-                verdict = "right" if row["solved"] else "wrong"
+                verdict = "right" if row["solved"] >= 1 else "wrong"
                 say(f"    step {step:4} {verdict}  {row['answer']}")

@@ -58,10 +58,7 @@ class Run:
             return
         header = checkpoint.read_about(self.files[0])
         fault = lora.difference(json.loads(header.get("base", "{}")), base)
-        check(
-            not fault,
-            f"{self.out} cannot resume: {fault}; bring that base back, or choose another --out",
-        )
+        check(not fault, f"{self.out} cannot resume: {fault}, or choose another --out")
 
     def check_disk(self, state) -> None:
         """Exit with code 2 unless the disk has room for checkpoints. state: a tree of shapes."""
@@ -89,7 +86,7 @@ class Run:
         self.terminal = log.Terminal(cfg.sft_steps, self.total_steps, self.step)
         self.profiler = Profiler(f"{self.out}/profile", cfg.profile)
         self.stop_signal = watch_signals()
-        # Operations a second that all devices can do; 0 if unknown.
+        # bfloat16 operations per second of all devices together; 0 if unknown.
         self.peak_flops = chips.chip(setup.mesh.devices.flat[0]).flops * setup.mesh.size
         log.print_setup(cfg, setup)
 
@@ -165,8 +162,7 @@ class Run:
 
     def device_metrics(self, flops: float, seconds: float) -> dict:
         """Model FLOP utilisation of an update of `flops` operations, and memory of the fullest
-        device. A value is None if the chip's peak is unknown or the backend does not report its
-        memory."""
+        device. mfu is None if the chip is unknown, and memory is None if JAX does not report it."""
         # The operations that all devices could have done in this time.
         possible = self.peak_flops * seconds
         metrics = {"mfu": flops / possible if possible else None}
@@ -241,8 +237,8 @@ class Run:
             phase = self.terminal.phase or "starting"
             # An evaluation follows the last complete step; other phases belong to the next one.
             step = self.step if phase == "evaluating" else self.step + 1
-            half = max(1, micro_batch // 2)
-            advice = f"--micro_batch {half} or {ADVICE}" if phase == "update" else ROLLOUT_ADVICE
+            smaller = f"--micro_batch {micro_batch // 2} or " if micro_batch > 1 else ""
+            advice = f"{smaller}{ADVICE}" if phase == "update" else ROLLOUT_ADVICE
             warn(
                 f"a device ran out of memory in step {step} ({phase}): {first_line(e)[:300]}\n"
                 f"{saver.save_before_exit()}; try {advice}"

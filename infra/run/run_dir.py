@@ -106,7 +106,7 @@ def claimed_out(out: str) -> Iterator[None]:
     process 0 claims it. Exits with code 2 if another run uses it."""
     fault = ""
     with contextlib.ExitStack() as claims:
-        with exit_on(OSError, f"{out} cannot be made a directory; choose another --out"):
+        with exit_on(OSError, f"the directory {out} cannot be made; choose another --out"):
             os.makedirs(out, exist_ok=True)
             if jax.process_index() == 0:
                 try:
@@ -147,7 +147,7 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
     done, paths, about = newest_checkpoint(out, resume)
     # The step that --profile names may be before the checkpoint.
     if 0 < flags["profile"] <= done:
-        say(f"step {flags['profile']} is not traced now, as {done} steps were done before")
+        say(f"step {flags['profile']} is not traced: the run resumes after step {done}")
     # Ask process 0, which writes final/: other processes may have their own disks.
     has_final, final_step = all_gather_processes(
         [os.path.isdir(f"{out}/final"), step_of_final(out)]

@@ -62,8 +62,7 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
     k = k_BKTH.transpose(0, 2, 1, 3)
     v = v_BKTH.transpose(0, 2, 1, 3)
     # `is_causal` masks later keys. For segments, JAX turns the mask into a bfloat16 bias [T, T] for
-    # each row, which the kernel reads. If each segment were a row of its own, `query_seq_lengths`
-    # could replace the mask, but attention would move more bytes.
+    # each row, which the kernel reads.
     in_segment = segments_BT[:, :, None] == segments_BT[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     out = attend(q, k, v, mask=in_segment[:, None], scale=1.0)
@@ -102,8 +101,8 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
     sizes = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
     blocks = {f"block_{name}": block for name in sizes}
     if (T + pad_T) % 1024 == 0:
-        # The backward kernel writes a dq for each block of keys. Summing these is slow, so its
-        # blocks are longer.
+        # The backward kernel writes a dq for each block of keys. Summing these is slow, so it takes
+        # longer blocks of keys, if they divide the row.
         blocks["block_kv_dkv"] = 1024
     # All heads use the same mask.
     causal = masks.CausalMask((T + pad_T, T + pad_T))

@@ -129,7 +129,7 @@ class UpdatePrograms:
 def update_gib(
     micro_batch, width, cfg, model_cfg, mesh, programs, compile: Callable | None = None
 ) -> tuple[float, bool]:
-    """Returns (GiB that an update takes on a device, whether it fits), resident arrays included.
+    """Returns (GiB that an update takes on a device, whether it fits), including the state.
 
     micro_batch: rows per device, of `width` tokens. compile: replaces `compiled_gib`; called for
     the gradients, then for an optimizer step. Results are cached in the process.

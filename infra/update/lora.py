@@ -70,16 +70,16 @@ def trained_shapes(cfg, model_cfg: model.ModelConfig) -> dict:
 
 
 def check_rank(cfg, model_cfg: model.ModelConfig) -> None:
-    """Exit with code 2 if the rank is larger than the rank of a full matrix."""
+    """Exit with code 2 if the rank exceeds the hidden size, which no matrix's rank exceeds."""
     check(
         cfg.lora <= model_cfg.D,
-        f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, the rank of a full matrix; "
-        "try --lora 16",
+        f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, which no matrix's rank "
+        "exceeds; try --lora 16",
     )
 
 
 def flops_of_a_token(cfg, model_cfg: model.ModelConfig) -> int:
-    """Operations that --lora adds per trained token; negative if it saves operations.
+    """Operations that --lora adds per token of a packed sequence; negative if it saves operations.
 
     Training takes six operations per parameter and token. A frozen parameter takes four, since
     its gradient is not computed.
@@ -147,9 +147,9 @@ def checksum(path: str) -> int:
 
 
 def difference(was: dict, now: dict) -> str:
-    """How two results of `base_of` differ, in words; "" if the weights are the same."""
+    """How two results of `base_of` differ, and what to do; "" if the weights are the same."""
     if not was:
-        return "its checkpoint is of a run without --lora"
+        return "its checkpoint is of a run without --lora; drop --lora"
     # The name does not matter: a directory may have been moved.
     found = was["files"]
     if found == now["files"]:
@@ -161,7 +161,7 @@ def difference(was: dict, now: dict) -> str:
     after = now["files"].get(name, "missing")
     return (
         f"the adapters belong to {was['model']}, whose {name} has the checksum {before}; that "
-        f"of {now['model']} is {after}"
+        f"of {now['model']} is {after}; bring that base back"
     )
 
 
@@ -265,10 +265,12 @@ def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
                 if found.shape != wanted or not np.isfinite(found).all():
                     raise CheckpointError(
                         f"{path}: {key} must be finite numbers of shape {wanted}, and has shape "
-                        f"{found.shape} (0 = missing); adapters of all matrices are supported"
+                        f"{found.shape} (0 = missing); only adapters for all matrices are supported"
                     )
                 layers.append(found.T.reshape(shape[1:]))
             adapters[name] = np.stack(layers).astype(np.float32)
     if tensors:
-        raise CheckpointError(f"{path} has a tensor {min(tensors)}, which is no adapter of a layer")
+        raise CheckpointError(
+            f"{path} has a tensor {min(tensors)}, which is not an adapter of a layer"
+        )
     return adapters

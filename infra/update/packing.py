@@ -112,7 +112,7 @@ def count_tokens(lengths, answer_lengths, is_packed, slots, cfg, model_cfg) -> d
         "valid": answer_lengths.sum(),  # tokens of all answers
         "trained": answer_lengths[is_packed].sum(),  # tokens of the packed answers
         "tokens": lengths[is_packed].sum(),  # tokens of the packed answers and their prompts
-        "slots": slots,  # these tokens and the padding in the computed rows
+        "slots": slots,  # places in the computed rows: tokens and padding
         "flops": flops(cfg, model_cfg, lengths[is_packed].tolist()),
     }
     of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
@@ -122,8 +122,9 @@ def count_tokens(lengths, answer_lengths, is_packed, slots, cfg, model_cfg) -> d
 def flops(cfg, model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
     """Operations of a forward and backward over sequences, without recomputation.
 
-    Each token takes 6 operations per trained matmul parameter. Each pair of a query and a key that
-    it attends to takes 12 * N * H operations per layer (arXiv 2204.02311, appendix B).
+    Each token takes 6 operations per trained matmul parameter, and 4 per frozen one. Each pair of a
+    query and a key that it attends to takes 12 * N * H operations per layer (arXiv 2204.02311,
+    appendix B). The LM head counts for all tokens, although the loss skips most prompts.
     """
     of_parameters = 6 * model_cfg.n_multiplied + lora.flops_of_a_token(cfg, model_cfg)
     of_attention = 12 * model_cfg.L * model_cfg.N * model_cfg.H
