@@ -646,7 +646,7 @@ def loss_and_gradients(
     """Returns logp [N] and entropy [N], and if settings.terms is given, loss [N], dh [N, D] and
     dW [V, D].
 
-    dh has the dtype of h; the others are float32.
+    dh has the dtype of h. The others are float32, but with impl full, dW has the head's dtype.
     """
     if settings.impl == "full":
         return with_all_logits(settings, h_ND, head_VD, targets_N, vectors)

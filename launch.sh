@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run podgrpo: here, on Slurm, or on all workers of a TPU slice in Google Cloud.
 #
-#   bash launch.sh cpu [--processes N] [flags]  train on this CPU; without flags: the embedded default
+#   bash launch.sh cpu [--processes N] [flags]  train on this CPU; without flags: the built-in tiny model
 #   bash launch.sh gpu [flags]                  train on this machine's NVIDIA GPUs
 #   bash launch.sh slurm [options] [flags]      submit a job and follow it; a requeued job resumes
 #     --nodes N  --ntasks-per-node K  --gpus-per-node G  --cpus-per-task C  --partition P  --time T
@@ -12,10 +12,10 @@
 #     up        find or create the TPU VM             setup    send this tree and .env, install
 #     run       start train.py on all workers, and follow it
 #     logs      follow the run again
-#     status    state of the VM, workers' last lines  stop     send SIGTERM to train.py on all workers
-#     fetch     copy final/, config.json, *.jsonl and profile/ to out/NAME/, or print the bucket that has them
-#     ssh [WORKER|all] [COMMAND]   a shell on worker 0, or a command in ~/podgrpo
-#     down      delete the VM, or its queued request  test     test loss, model, rollout on worker 0
+#     status    state of the VM, workers' last lines  stop     end train.py: SIGTERM, after 30 s SIGKILL
+#     fetch     copy final/, config.json, *.jsonl and profile/ to out/NAME/RUN/, or print the bucket that has them
+#     ssh [WORKER|all] [COMMAND]   a shell on WORKER (default 0), or a command in ~/podgrpo
+#     down      delete the VM and its queued request  test     test loss, model, rollout on worker 0
 #     --name NAME  --zone A,B (tried in turn)  --spot (recreated when preempted)  --queued (wait for capacity)
 #     --create "FLAGS" (any other flags of gcloud's create)  --down (delete the VM after the run has finished)
 #     --ssh "FLAGS" (for every ssh and scp: --internal-ip, --tunnel-through-iap)  --yes (down does not ask)
@@ -31,7 +31,7 @@
 # Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
 # Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # do not cd here: paths in flags are relative to the caller's
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # without cd: paths in flags are relative to the caller's directory
 venv="$here/.venv"
 dry_run=''
 exec 3>&1 # dry runs print here, even where the output of a command is captured
@@ -102,7 +102,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree with JAX_PLATFORMS=$2, if given. .env goes to its environment: ps and logs show arguments.
+# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. Export .env: ps and logs would show arguments.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -169,7 +169,7 @@ cmd_plan() {
       # Run on the CPU: otherwise JAX would find libtpu, and look for a TPU.
       (plan cpu "$type" "${job[@]}" "${@:2}")
       ;;
-    *) die "plan does not know $1: a100-N, h100-N, h200-N, and TPU types such as v6e-8" ;;
+    *) die "plan does not know $1; it knows a100-N, h100-N, h200-N and TPU types such as v6e-8" ;;
   esac
 }
 
@@ -203,7 +203,7 @@ cmd_test() {
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
   fi
   # If the compiler for absent GPUs cannot be installed, go on: pytest skips the tests that need it.
-  case "$*" in *'not aot'*) ;; *aot*) (setup_absent_gpus 'the tests of GPUs') || say 'going on without' ;; esac
+  case "$*" in *'not aot'*) ;; *aot*) (setup_absent_gpus 'the tests of GPUs') || say 'skipping tests of GPUs' ;; esac
   cd "$here" # pytest reads pyproject.toml there
   # Use two processes: most of a test's time is compilation, which uses one core.
   run env "JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}" "$venv/bin/python" -m pytest -n 2 --dist worksteal \
@@ -290,7 +290,7 @@ cmd_slurm() {
 }
 
 # ---------------------------------------------------------------- the command line
-# TPU workers and Slurm tasks call `launch.sh task`, which runs train.py with these flags as they are.
+# TPU workers and Slurm tasks call `launch.sh task`, which passes the flags that follow to train.py unchanged.
 if [ "${1:-}" = task ]; then train '' "${@:2}"; fi
 words=()
 for word in "$@"; do
@@ -309,7 +309,7 @@ case "$command" in
   a100-* | h100-* | h200-*) die "$command is only for plan: plan $command; to train on GPUs: gpu or slurm" ;;
 esac
 
-# Take out this launcher's options. All other words are for train.py.
+# Take out this launcher's options. All other words go to the command.
 flags=() options=() create_flags=() ssh_flags=() processes=1
 name='' zones='' spot='' queued='' yes='' delete_when_done=''
 # Options that go to sbatch as they are, and all options that take a value.

@@ -396,8 +396,8 @@ def matmul(equation: str, x, w) -> jax.Array:
 
 
 def low_rank_dims(equation: str) -> tuple[str, ...]:
-    """The dimensions of x and of the result of a matmul with an adapted W, those of x A without R,
-    and those of A and of B without R."""
+    """For a matmul y = x W with adapters, returns the dimensions of: x; y; x A without R; A without
+    R; B without R."""
     of_x, of_w, of_y = re.split(",|->", equation)
     if of_w[0] == "D":
         # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR", and (x A) B is "BTR,RNH->BNTH".
@@ -407,8 +407,8 @@ def low_rank_dims(equation: str) -> tuple[str, ...]:
 
 
 # A product with A or B alone takes few operations, but may read or write an array as large as x or
-# the result. So W is joined with one of the two: a product with it becomes a part of the product
-# with W, in the forward and in the backward pass.
+# the result. So one of the two is joined to W, and its product becomes a part of the product with
+# W, in the forward and in the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def matmul_joined(equation: str, scale: float, x, joined, a, b) -> jax.Array:
     """x W + scale (x A) B in float32. joined: the matrix from `join`, which gets no gradient."""
@@ -474,7 +474,7 @@ def rope_tables(positions_BT, cfg: ModelConfig) -> tuple:
 
 
 def rotate(x, rope: tuple) -> jax.Array:
-    """Rotate the pairs (i, i + H/2) of x, float32 [B, heads, T, H]."""
+    """Rotate the pairs (i, i + H/2) of x [B, heads, T, H]. Returns float32."""
     cos, sin = rope
     # Weights on the Hugging Face hub are ordered for the pairs (i, i + H/2). The paper pairs
     # (2i, 2i + 1).
@@ -560,8 +560,8 @@ REMAT = {
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
-# Most tokens that a device runs through a layer at once, unless one row is longer: enough for large
-# matmuls, but no more, because each token's activations inside the layer take memory.
+# Maximum number of tokens that a device runs through a layer at once, unless a row is longer.
+# Enough for large matmuls, but no more: each token's activations inside the layer take memory.
 TOKENS_AT_ONCE = 2048
 
 
@@ -776,9 +776,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     specs_at_rest = {name: spec(f"layers/{name}") for name in at_rest}
     # A parameter that is replicated over some axes gets a part of its gradient on each device. The
     # transpose of shard_map sums these parts over the axes that the parameter's spec omits: dp for
-    # matrices, dp and fsdp for biases, all axes for norms, dp and fsdp or tp for adapters.
-    # check_vma is off, because Pallas kernels do not pass it. With it off, the transpose of a psum
-    # is a psum, which sums the devices' parts of an activation's gradient.
+    # matrices, dp and fsdp for biases, all axes for norms, and dp with either fsdp or tp for
+    # adapters. check_vma is off, because Pallas kernels do not pass it. With it off, the transpose
+    # of a psum is a psum, which sums the devices' parts of an activation's gradient.
     by_row = P(ROWS)
     run = jax.shard_map(
         partial(forward_on_device, cfg=cfg, options=options),

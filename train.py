@@ -95,7 +95,7 @@ class Config:
     truncated: Literal["zero", "mask"] = "zero"  # mask = truncated answers have no loss, as in DAPO
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # not in evaluations; auto = dtype
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # of GRPO's rollouts; auto = dtype
     # the rewards
     reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
@@ -227,8 +227,8 @@ def make_mesh(spec: str, devices: list) -> Mesh:
 
 
 def resolve(cfg: Config, mesh: Mesh) -> Config:
-    """Replace `auto` in the flags by the choice for the mesh's devices. Exits with code 2 if a flag
-    names a kernel that these devices cannot run."""
+    """Replace `auto` in dtype, rollout_dtype, attention and loss_impl by the choice for the mesh's
+    devices. Exits with code 2 if a flag names a kernel that these devices cannot run."""
     platform = mesh.devices.flat[0].platform
     chip = mesh.devices.flat[0].device_kind
     dtype = cfg.dtype.replace("auto", "float32" if platform == "cpu" else "bfloat16")
@@ -407,16 +407,22 @@ def rewards_of(scores) -> np.ndarray:
     return scores[..., 1:] @ [weight for _, weight in REWARDS]
 
 
+def are_equal(reward_GQ) -> np.ndarray:
+    """Whether all rewards of a group are equal, up to rounding: bool [G, 1]."""
+    # 0.1 + 0.2 differs from 0.3. Compare the rewards: their standard deviation also rounds.
+    best_G1 = reward_GQ.max(1, keepdims=True)
+    worst_G1 = reward_GQ.min(1, keepdims=True)
+    return best_G1 - worst_G1 <= 1e-12 * np.maximum(abs(best_G1), abs(worst_G1))
+
+
 def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
     """Advantages of rewards [groups * npq] within each group, float64 [groups * npq].
 
-    They are exactly 0 if all rewards of a group are equal. The standard deviation is the
-    population's. Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740.
+    They are exactly 0 if all rewards of a group are equal, see `are_equal`. The standard deviation
+    is the population's. Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740.
     """
     reward_GQ = np.asarray(reward_B, np.float64).reshape(-1, npq)
-    # Compare rewards directly: the standard deviation of equal rewards may round to more than 0.
-    best_G1 = reward_GQ.max(1, keepdims=True)
-    all_equal_G1 = best_G1 == reward_GQ.min(1, keepdims=True)
+    all_equal_G1 = are_equal(reward_GQ)
     advantage_GQ = reward_GQ - reward_GQ.mean(1, keepdims=True)
     if kind == "grpo":
         std_G1 = reward_GQ.std(1, keepdims=True)
@@ -638,8 +644,8 @@ def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics). params: all
     weights of the policy; with --lora, the gradients are of the adapters alone."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # XLA drops the copies that this makes of offloaded layers, because nothing reads their values:
-    # the forward fetches each layer from `at_rest`, which is `params` here.
+    # With --offload params, XLA does not copy the layers here, because nothing reads this copy: the
+    # forward fetches each layer from `at_rest`, which is `params`.
     on_device = jax.device_put(trained_part(params, cfg), DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
     grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
@@ -860,11 +866,10 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg, setup) -
     column = dict(zip(per_answer, table.T, strict=True))
     # A group whose rewards are all equal teaches nothing.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
-    has_no_variance_G = reward_GQ.max(1) == reward_GQ.min(1)
     return means | {
         "reward/std": float(reward_GQ.std()),
         "len/answer_max": float(column["len/answer"].max()),
-        "group/zero_variance": float(has_no_variance_G.mean()),
+        "group/zero_variance": float(are_equal(reward_GQ).mean()),
         "reward/faults": int(all_gather_processes(setup.reward_pool.report(faults)).sum()),
     }
 

@@ -37,7 +37,7 @@ PATHS = {  # {flags: what the message must say}
     "--model a/b/c": "there is no directory a/b/c ",
     "--model plain": "there is no directory plain ",
     "--data none.jsonl": "none.jsonl does not exist",
-    "--data empty/config.json": "config.json row 1 must have a text",
+    "--data empty/config.json": "config.json row 1 needs a text",
     "--eval_data none.jsonl": "none.jsonl does not",
     "--data dir.jsonl": "does not exist, or is not a file",
     "--data .": "cannot be lo",
@@ -96,7 +96,7 @@ BAD_DATA = [  # (name of a .jsonl file, its content, what the message must say)
     ("two", GOOD.strip() + GOOD, "Extra data"),
     # texts that cannot be a prompt
     ("spaces", '{"question": " ", "answer": "2"}', "question = ' '"),
-    ("marked", GOOD.replace("What", "<|im_end|>"), "holds a special token"),
+    ("marked", GOOD.replace("What", "<|im_end|>"), "has a special token"),
     ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
     # other encodings; \udce9 is written as the byte E9
     ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"),

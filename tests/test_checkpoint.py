@@ -93,7 +93,7 @@ def test_a_disk_that_is_too_small_is_refused_before_weights_load(
     monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 3 * 2**28)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     text = refused("--sft_steps 0 --steps 160 --eval_data none", flags, "--out", tmp_path / "run")
-    assert wanted in text and "which has 0.50; try --keep 1, --save_every 0" in text, text
+    assert wanted in text and "where 0.50 are free; try --keep 1, --save_every 0" in text, text
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints
     overwrite what another host may still have."""
     for step in (1, 2):
         (two_checkpoints / f"step_{step:06}" / DAMAGED).unlink()
-    assert "another number of processes than 1" in refusal(two_checkpoints, capsys)
+    assert "another number of processes, not 1" in refusal(two_checkpoints, capsys)
 
 
 def refusal(out, capsys):

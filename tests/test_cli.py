@@ -409,4 +409,4 @@ def test_a_signal_while_programs_compile_ends_the_run_at_once(number, code, tmp_
         process.send_signal(number)
         rest = process.stdout.read()
     assert process.returncode == code
-    assert rest == "train.py: interrupted before the first step: nothing is saved\n"
+    assert rest == "train.py: interrupted before a new step: nothing new is saved\n"

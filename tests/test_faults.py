@@ -62,7 +62,7 @@ def outcome(cloud, code, text, calm=None):
         weights = load_file(run / "final/model.safetensors")
         assert calm is None or all((weights[name] == calm[name]).all() for name in calm), text
     if is_there:
-        assert code != 0 and "life in us-central2-b may still be there, and paid for" in text, text
+        assert code != 0 and "life in us-central2-b may still exist and cost money" in text, text
     # A trained model is in the bucket, or on a VM that was not deleted.
     assert is_complete or is_there or "done: " not in text, text
     model = "in the bucket" if is_complete else "not in the bucket"

@@ -199,7 +199,7 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "plan h100-12": "there is no h100-12; the number after h100- must be 1, 2, 4, 8 or a",
         "plan a100-": "there is no a100-",
         "plan h200-016": "there is no h200-016",
-        "plan b200-8": "plan does not know b200-8: a100-N, h100-N, h200-N, and TPU types such as",
+        "plan b200-8": "plan does not know b200-8; it knows a100-N, h100-N, h200-N and TPU types",
         "h100-8 --lr 1": "h100-8 is only for plan: plan h100-8; to train on GPUs: gpu or slurm",
         "tpu": "unknown command tpu",
         "v6e-8 --zone": "needs a value",
@@ -251,7 +251,7 @@ REFUSALS = {
     "[a@example.com] does not have permission to access projects instance [p] (or it may not "
     "exist): Required 'compute.projects.get' permission for 'projects/p'": "the role TPU Admin",
     "RESOURCE_EXHAUSTED: Quota exceeded for 'Read requests per minute' - reason: "
-    "RATE_LIMIT_EXCEEDED": "look at it",
+    "RATE_LIMIT_EXCEEDED": "see its state",
     OFFLINE.removeprefix("ERROR: (gcloud.x) "): "is this machine online?",
 }
 # fmt: on
@@ -293,8 +293,8 @@ def test_patience_has_an_end_which_is_told(cloud):
     text = cloud.launch("v6e-8 up --name vm --zone us-east5-b", code=1)
     assert "going on without us-east5-b" in text, text
     assert text.count("UNAVAILABLE: The service is currently unavailable.; trying again in") == 12
-    assert "UNAVAILABLE: The service is currently unavailable. -> look at it" in text, text
-    assert "vm in us-east5-b may still be there, and paid for" in text, text
+    assert "UNAVAILABLE: The service is currently unavailable. -> see its state" in text, text
+    assert "vm in us-east5-b may still exist and cost money" in text, text
 
 
 def test_the_page_on_pods_prepares_a_project_as_the_launcher_advises():
@@ -318,7 +318,7 @@ def test_what_gcloud_no_longer_waits_for_is_found(cloud):
     )
     cloud.fail("create", gave_up, does=True)
     text = cloud.launch("v6e-8 up --name late --zone us-east5-b,us-east1-d")
-    assert "gcloud gave up, but late is READY" in text, text
+    assert "gcloud gave up, but late may exist; its state: READY" in text, text
     assert cloud.count(" create ") == 1, "another was asked for"
     assert "delete it: bash launch.sh v6e-8 down --name=late" in text, text
 
@@ -335,7 +335,7 @@ def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
     text = cloud.launch(*words, code=130, shell=[sys.executable, "-c", alone])
     write(cloud.stub / "bin/sleep", SLEEP, 0o755)
     assert "qr in us-east5-b is WAITING_FOR_RESOURCES" in text, text
-    told = "qr in us-east5-b may still be there, and paid for; delete it: bash launch.sh v6e-8 down"
+    told = "qr in us-east5-b may still exist and cost money; delete it: bash launch.sh v6e-8 down"
     assert told in text, text
     cloud.fail(
         "describe.*format=value.state.state", "ERROR: (gcloud.x) PERMISSION_DENIED: no", times=9
@@ -371,7 +371,7 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
     cloud.launch("v6e-8 up --name both")
     cloud.fail("queued-resources delete", "ERROR: (gcloud.x) PERMISSION_DENIED: no")
     text = cloud.launch("v6e-8 down --name both --yes", code=1)
-    assert "may still be there" in text and not (cloud.stub / "both").exists(), text
+    assert "may still exist" in text and not (cloud.stub / "both").exists(), text
 
 
 def test_a_queued_request_that_failed_says_why(cloud):
@@ -385,7 +385,7 @@ def test_a_queued_request_that_failed_says_why(cloud):
     assert "Quota limit was exceeded" in text, text
     assert "ask for more (console: IAM, Quotas)" in text, text
     assert cloud.count("queued-resources create") == 1, text
-    assert "may still be there" not in text, text
+    assert "may still exist" not in text, text
     (cloud.stub / "queue_error").write_text("{'code': 13, 'message': 'an internal error'}")
     text = cloud.launch(up, code=1)
     assert text.count("an internal error") == 10, text
@@ -450,7 +450,7 @@ exec {shutil.which("tar")} "$@"
     text = cloud.launch("v6e-1 setup --name vm", code=1)
     assert "could not be packed, and nothing was sent" in text, text
     assert cloud.count("tpu-vm scp") == 0, "a part of the tree was sent"
-    assert "vm in us-east5-b may still be there, and paid for" in text, text
+    assert "vm in us-east5-b may still exist and cost money" in text, text
 
 
 def test_a_large_tree_is_told_before_it_is_sent(cloud):
@@ -458,7 +458,7 @@ def test_a_large_tree_is_told_before_it_is_sent(cloud):
     (cloud.clone / "infra/small.txt").write_text("small")
     text = cloud.launch("v6e-1 setup --name vm")
     assert re.search(r"this tree has 1[01]\d MB, packed", text), text
-    assert "the largest files, which .gitignore may leave out:" in text, text
+    assert "add files that are not needed to .gitignore; the largest:" in text, text
     assert "weights.bin" in text and "small.txt" not in text, text
 
 

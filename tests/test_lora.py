@@ -467,10 +467,11 @@ def test_another_base_is_found_by_its_checksums():
     assert lora.difference(was, was | {"model": "moved/a"}) == ""
     other = {"model": "b", "files": was["files"] | {"2.safetensors": "22"}}
     message = lora.difference(was, other)
-    wanted = "belong to a, whose 2.safetensors has the checksum 11; that of b is 22"
-    assert message.endswith(f"{wanted}; bring that base back"), message
+    wanted = "belong to a, whose 2.safetensors had the checksum 11; in b it is 22"
+    use = "use the files that the adapters were trained on"
+    assert message.endswith(f"{wanted}; {use}"), message
     fewer = {"model": "b", "files": {"1.safetensors": "00"}}
-    assert lora.difference(was, fewer).endswith("that of b is missing; bring that base back")
+    assert lora.difference(was, fewer).endswith(f"in b it is missing; {use}")
     assert lora.difference({}, was) == "its checkpoint is of a run without --lora; drop --lora"
 
 

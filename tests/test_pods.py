@@ -88,7 +88,7 @@ def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
 
 def test_setup_goes_without_a_env_file(cloud):
     (cloud.clone / ".env").unlink()
-    assert "no .env is here" in cloud.launch("v6e-1 setup --name plain")
+    assert "there is no .env to send" in cloud.launch("v6e-1 setup --name plain")
     assert not (cloud.stub / "plain/w0/podgrpo/.env").exists()
     assert "no run" in cloud.launch("v6e-1 status --name plain")
 
@@ -240,7 +240,7 @@ def test_a_connection_that_breaks_is_made_again(cloud):
     log.write_text("".join(f"line {n}\n" for n in range(200)))
     text = cloud.launch("v4-16 logs --name pod", code=143)
     assert "[w0] line 150\n" in text and "[w0] line 149\n" not in text, text
-    assert "pod in us-central2-b may still be there, and paid for" in text, text
+    assert "pod in us-central2-b may still exist and cost money" in text, text
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_results_come_home_and_the_vm_goes(cloud):
     flags = (POD_FLAGS, "--steps 2 --out", ["out/my run"])
     text = cloud.launch("v4-8 --down --name home", *flags)
     assert "its results are in out/home/my run" in text and "deleting home" in text, text
-    assert "may still be there" not in text and not (cloud.stub / "home").exists(), text
+    assert "may still exist" not in text and not (cloud.stub / "home").exists(), text
     assert sorted(os.listdir(cloud.clone / "out/home")) == ["my run"]
     results = cloud.clone / "out/home/my run"
     names = ["config.json", "final", "metrics.jsonl", "samples.jsonl"]
@@ -262,7 +262,7 @@ def test_results_come_home_and_the_vm_goes(cloud):
     assert (results / "final/model.safetensors").stat().st_size > 1e5
     # The VM of a run that failed stays.
     text = cloud.launch("v4-8 --down --name home", POD_FLAGS, ENDS, code=2)
-    assert (cloud.stub / "home").exists() and "may still be there, and paid for" in text, text
+    assert (cloud.stub / "home").exists() and "may still exist and cost money" in text, text
     text = cloud.launch("v4-8 fetch --name home", code=1)
     assert "failed" in text or "->" in text, text
 
@@ -327,8 +327,8 @@ def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
     write(cloud.stub / "finishes", "")
     start = ("v6e-1 --name vm --down", POD_FLAGS, "--out gs://bucket/run")
     text = cloud.launch(*start, code=1)
-    assert "the bucket does not have it" in text and "deleting" not in text, text
-    assert "vm in us-east5-b may still be there, and paid for" in text, text
+    assert "the bucket does not have the results" in text and "deleting" not in text, text
+    assert "vm in us-east5-b may still exist and cost money" in text, text
     assert (cloud.stub / "vm/w0").exists()
     # The bucket has the model of an earlier run instead.
     marker = cloud.stub / "gs/bucket/run/final/podgrpo.json"
@@ -338,7 +338,7 @@ def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
     write(marker, '{"step": 2}\n')
     text = cloud.launch(*start)
     assert "its results are in gs://bucket/run" in text and "deleting vm" in text, text
-    assert not (cloud.stub / "vm").exists() and "may still be there" not in text, text
+    assert not (cloud.stub / "vm").exists() and "may still exist" not in text, text
 
 
 def test_the_same_start_twice_at_once_is_one_run(cloud):

@@ -165,7 +165,8 @@ def test_advantages_of_a_group():
     wanted = {"drgrpo": off}
     wanted["grpo"] = off / math.sqrt(np.mean(off**2))
     wanted["rloo"] = mixed - others
-    rewards = [*mixed, *[1.1] * 4, *[0.3] * 4]
+    # Sums of weighted scores round: 0.1 + 0.2 is not 0.3.
+    rewards = [*mixed, *[1.1] * 4, *[0.3] * 4, 0.1 + 0.2, 0.3, 0.3, 0.3]
     for kind, first in wanted.items():
         a = train.group_advantages(rewards, 4, kind)
         assert_allclose(a[:4], first, rtol=1e-12)

@@ -2,7 +2,7 @@
 # A TPU slice in Google Cloud, and a run on it. launch.sh sources this file. The two files set these variables:
 #
 #   $type $devices $hosts $image    the slice, from check_type
-#   $name $zones $options           its name, the zones where it may be, and the launcher's options but --down and --yes
+#   $name $zones $options           its name, the zones where it may be, and launcher's options, except --down and --yes
 #   $spot $queued $create_flags     how to create it
 #   $ssh_flags                      how to reach its workers, from --ssh
 #   $delete_when_done $yes          --down, --yes
@@ -71,11 +71,11 @@ billing; BILLING_DISABLED|billing to be enabled|billing account; link a billing 
 gcloud billing projects link PROJECT --billing-account=ACCOUNT
 api; SERVICE_DISABLED|has not been used in project; run: \
 gcloud services enable tpu.googleapis.com compute.googleapis.com
-missing; NOT_FOUND; look at it: $(again status)
-absent; matched no objects; the bucket does not have it
+missing; NOT_FOUND; see its state: $(again status)
+absent; matched no objects; the bucket does not have the results
 permission; PERMISSION_DENIED|does not have permission|HTTPError 403|Required '.*' permission; \
 ask for that, or for the role TPU Admin, or try another --zone
-busy; RATE_LIMIT_EXCEEDED|UNAVAILABLE|rror 429|rror 50[0-9]; look at it: $(again status)
+busy; RATE_LIMIT_EXCEEDED|UNAVAILABLE|rror 429|rror 50[0-9]; see its state: $(again status)
 quota; [Qq]uota; ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type
 reservation; [Rr]eserv; the reservation is elsewhere, or full: try another --zone, or --spot
 capacity; apacity; $zone has no $type left
@@ -85,8 +85,8 @@ refused; publickey; run: ssh-add ~/.ssh/google_compute_engine
 host_key; Host key verification failed; another machine had this address: \
 remove its lines from ~/.ssh/google_compute_known_hosts
 unsent; infra/cloud/worker.sh: No such file; send the tree first: $(again setup)
-other; ERROR; look at it: $(again status)
-command; .*; look at it: $(again status)
+other; ERROR; see its state: $(again status)
+command; .*; see its state: $(again status)
 END
 }
 # Print the fault in TEXT, or in the last call of gcloud: its word in the table, a space, and a line for the user.
@@ -186,7 +186,7 @@ create() {
 }
 
 # Create the slice. If gcloud fails, look for the slice anyway: gcloud gives up after half an hour, but the slice may
-# still be created later. Returns 1 if there is no slice, or 2 if another try may succeed.
+# still be created later. If there is no slice, returns 2 if another try may succeed, else 1.
 create_or_find() {
   local fault now
   if create; then return 0; fi
@@ -195,7 +195,7 @@ create_or_find() {
     why "$fault"
     case "${fault%% *}" in capacity | busy | network) return 2 ;; *) return 1 ;; esac
   fi
-  say "gcloud gave up, but $name is ${now:-perhaps} there"
+  say "gcloud gave up, but $name may exist; its state: ${now:-unknown}"
 }
 
 # Delete the VM in $zone and its queued request, if they exist. If that fails, say why and return 1.
@@ -287,7 +287,7 @@ at_end() { # EXIT_CODE
   trap '' INT # print all of it, even after a second Ctrl-C
   if [ "$1" != 0 ] && [ -s "$log" ]; then say "all calls of gcloud: $log"; fi
   for zone in $maybe_paid; do
-    [ -n "$dry_run" ] || say "$name in $zone may still be there, and paid for; delete it: $(again down)"
+    [ -n "$dry_run" ] || say "$name in $zone may still exist and cost money; delete it: $(again down)"
   done
   rm -rf "$scratch"
 }
@@ -341,7 +341,7 @@ pack() {
   size="$(($(wc -c <"$packed") / 1000000))"
   say "this tree has $size MB, packed"
   if [ "$size" -gt 100 ]; then
-    say "that is a lot to send to $hosts workers; the largest files, which .gitignore may leave out:"
+    say "that is a lot to send to $hosts workers; add files that are not needed to .gitignore; the largest:"
     (cd "$here" && xargs -0 du -k <"$to_send/run.sent" | sort -rn | head -n 5) >&2 || :
   fi
 }
@@ -355,7 +355,7 @@ send() { # FLAGS..., which may need more packages
   print_busy >"$scratch/busy" || return
   [ ! -s "$scratch/busy" ] || die "$name has a run already; follow it: $(again logs); or end it: $(again stop)"
   pack
-  if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'no .env is here'; fi
+  if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'there is no .env to send'; fi
   say "sending this tree to $hosts workers"
   persistently reach scp "${files[@]}" "$name:podgrpo/" --worker=all >&2 || return
   say 'installing there, about 2 minutes the first time'
@@ -462,7 +462,7 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     [ "$code" = 75 ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
     case "$now" in
-      READY | REPAIRING | RESTARTING | REIMAGING) say "waiting for $name, which is $now" ;;
+      READY | REPAIRING | RESTARTING | REIMAGING) say "$name is $now; going on" ;;
       *)
         [ -n "$spot" ] || die "$name is ${now:-gone}; only with --spot is it made again. $RESUMES" 1
         say "making $name again"

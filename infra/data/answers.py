@@ -104,7 +104,7 @@ def plain(text: str) -> str:
     text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
     # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
     text = re.sub(r"((?<=\d)\s*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
-    # Write a minus before a number as "-", also if it is a word. Then drop currency signs, and the
+    # Write a minus before a number as "-", even if it is a word. Then drop currency signs, and the
     # dollar signs around a formula.
     text = re.sub(r"\b(?:minus|negative)\s(?=[$€£\d.])", "-", text)
     text = re.sub(r"-\s?[$€£]\s?(?=[\d.])", "-", text)
@@ -233,7 +233,11 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
     if before and before[-1][0] in OPENING and "," in number[0]:
         return False
     if before and before[-1][0] in EQUALS:
-        return is_left_side(list(formula_at_end(before[:-1])))
+        left = list(formula_at_end(before[:-1]))
+        # Punctuation before a formula belongs to the sentence, as in "Therefore, x = 5".
+        while left and left[-1][0] in ",:(":
+            left.pop()
+        return is_left_side(left)
     # A dash before a number is punctuation only in a sentence, with a space after it.
     if before and before[-1][0] == "-" and (is_marked or before[-1].end() == number.start()):
         return False

@@ -115,7 +115,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
         bpe.no_padding()
         decoded = bpe.decode(bpe.encode(text, add_special_tokens=False).ids)
         added = bpe.get_added_tokens_decoder().values()
-    check(decoded == text, f"{path} decodes {text!r} as {decoded!r}: no tokenizer of a model")
+    check(decoded == text, f"{path} decodes {text!r} as {decoded!r}: it is not a model's tokenizer")
 
     # A regular expression tries its alternatives in order, and one special token may begin with
     # another, so the longest comes first.

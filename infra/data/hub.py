@@ -219,7 +219,7 @@ def model_directory(cfg: Any, *patterns: str) -> str:
 
         return snapshot_download(cfg.model, allow_patterns=patterns)
 
-    missing = f"there is no directory {cfg.model} (a plan needs only its config.json)"
+    missing = f"there is no directory {cfg.model} (for a plan, one with a config.json is enough)"
     # The directory may exist on some hosts and not on others.
     with together(f"model {cfg.model}"):
         if os.path.isdir(cfg.model):

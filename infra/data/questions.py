@@ -138,8 +138,8 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
     place = "line" if name.endswith(".jsonl") else "row"
     return exit_on(
         Exception,
-        f"{name} {place} {number} must have a text `question`, and an `answer` that is a text or a "
-        f"number, or the columns that --columns names: {str(row)[:50]!r}",
+        f"{name} {place} {number} needs a text as question, and a text or number as answer, in "
+        f"columns of these names or of those in --columns: {str(row)[:50]!r}",
     )
 
 
@@ -159,7 +159,7 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     contents += [("messages", turn["content"]) for turn in row.get("prompt_messages", [])]
     for column, text in contents:
         if not isinstance(text, str) or not text.strip() or re.search(refused, text):
-            raise ValueError(f"{column} = {text!a:.50} is not text, or holds a special token")
+            raise ValueError(f"{column} = {text!a:.50} is empty, no text, or has a special token")
     return row
 
 

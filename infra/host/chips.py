@@ -19,11 +19,11 @@ GIB = 2**30
 class Chip:
     """Published specifications of a device. For an unknown device, gib is inf and the rest is 0."""
 
-    gib: float = math.inf  # memory that programs may use
+    gib: float = math.inf  # a TPU's memory for programs; all memory of a GPU, see GPU_SHARE
     bandwidth: float = 0  # bytes per second of that memory
     flops: float = 0  # bfloat16 operations per second
     clock: float = 0  # TPU only: cycles per second
-    # Bytes per second that a device sends to a neighbour in a ring: along one axis of a TPU's
+    # Bytes per second that a device sends around a ring: to both neighbours on an axis of a TPU's
     # torus, or over a GPU's NVLink.
     link: float = 0
 
@@ -38,7 +38,7 @@ NCCL_SECONDS = 6.6e-6
 NVLINK_SECONDS = 0.6e-6
 
 # Keys are prefixes of JAX's device_kind. The first match counts, so longer keys come first. Memory
-# is what XLA's specifications of the chips leave for programs (tools/absent_devices.py). The other
+# is from XLA's specifications of the chips (tools/absent_devices.py). The other
 # figures for TPUs are from Google's documentation of Cloud TPUs, except clock and link, which are
 # derived:
 # - The clock is the chip's peak divided by the operations that its matrix units do in a cycle, a
@@ -76,7 +76,7 @@ def ring_seconds(nbytes: int, devices: int, chip: Chip, rounds: int = 1) -> floa
     """Seconds of a collective over a ring of devices, from `link` and the latencies above.
 
     In a round, each device gets the other devices' parts of an array of `nbytes` bytes. rounds: 1
-    for an all-gather or a reduce-scatter, 2 for an all-reduce, which is one after the other.
+    for an all-gather or a reduce-scatter, 2 for an all-reduce, which is one of each.
     """
     if devices == 1:
         return 0.0

@@ -35,7 +35,7 @@ ROOT = os.path.abspath(f"{__file__}/../../..")
 # Flags that may differ between the processes of a run. In place of the flag `processes`, `connect`
 # compares the number of processes that each process has found.
 FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
-START_ALL = "on a TPU slice, `bash launch.sh TYPE` (such as v6e-16) starts all"
+START_ALL = "on a TPU slice, `bash launch.sh TYPE` starts all workers"
 
 
 # ---------------------------------------------------------------- values of all processes
@@ -57,9 +57,8 @@ def together(what: str):
     """A context in which each process loads or downloads something, and which all processes leave
     at the same time. Every process must enter it.
 
-    what: the name of what is loaded, for the message. A process may need minutes to load it, and
-    If one process exits in the context, all exit, with code 2: otherwise the others would wait for
-    it, or abort when process 0 is gone.
+    what: the name of what is loaded, for the message. If one process exits in the context, all
+    exit: otherwise the others would wait for it, or abort when process 0 is gone.
     """
     exited = None
     try:
@@ -131,7 +130,7 @@ def find_processes(cfg) -> Processes:
             # An endpoint is a host's address, or name:id:address.
             hosts = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
         except (OSError, ValueError) as e:
-            warn(f"not a slice of Cloud TPUs, so one process ({first_line(e)})")
+            warn(f"this is not a slice of Cloud TPUs, so the run has one process ({first_line(e)})")
     # JAX's default port, 8482, is closed in Google's firewall.
     return Processes(f"{hosts[0]}:8476", hosts, index)
 
@@ -388,7 +387,7 @@ SECONDS_BETWEEN_TRIES = 10  # if the metadata server does not answer
 def end_at_once(number, _frame=None) -> None:
     """Handle SIGINT and SIGUSR1 before a run watches signals, when there is nothing to save."""
     erase_status()
-    warn("interrupted before the first step: nothing is saved")
+    warn("interrupted before a new step: nothing new is saved")
     # An orderly exit would crash while JAX compiles in its own thread.
     os._exit(128 + number)
 

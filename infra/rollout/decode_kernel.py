@@ -239,7 +239,7 @@ def attend_to_block(
         weights = jnp.exp(scores - new_largest)
         shrink = jnp.exp(old_largest - new_largest)
 
-        # A slot that was not written may hold a NaN, and 0 times NaN is NaN.
+        # The last block may reach past the cache, where v may be NaN, and 0 times NaN is NaN.
         values = jnp.where(is_filled(v.shape, 1), v[...], 0)
         values = values.astype(v.dtype)
         new = product(weights.astype(v.dtype), values, axis_of_b=1)

@@ -276,10 +276,10 @@ def totals(answers: dict) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- prefill
 def prompts_at_once(n_prompts: int, width: int, layout: Layout) -> int:
-    """Number of prompts of a part of the rows that one call of `prefill` runs. width: tokens of a
-    padded prompt."""
-    # Equal parts, so that one compiled program serves them all. Each device that shares key/value
-    # heads computes the prompts of all of them.
+    """How many prompts one call of `prefill` runs for each part of the rows. n_prompts: all prompts
+    of a part. width: tokens of a padded prompt."""
+    # All calls run equally many prompts, so that one compiled program serves them all. Devices that
+    # share key/value heads each compute the prompts of all these devices.
     most = max(1, PREFILL_TOKENS // (width * layout.sharing))
     part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     return max(n for n in part_sizes if n <= most)

@@ -24,8 +24,8 @@ from model import ModelConfig
 # replicated: every device has all weights.
 # tp: weights are split by heads, F and V within a host. The mesh's tp axis takes as many of the
 # devices as can split the key/value heads evenly, and the fsdp axis takes the others: devices along
-# fsdp have the same key/value heads. They split F, V, the query heads if these divide, and the rows
-# of the KV cache.
+# fsdp have the same key/value heads. They split F, V and the rows of the KV cache, and the query
+# heads, too, if fsdp * tp divides N.
 # fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
 # decode step all-gathers them layer by layer.
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
@@ -58,8 +58,8 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Number of devices that have the same key/value heads. They have the same rows outside of
-        attention, and divide them in attention."""
+        """In the layout tp, number of devices with the same key/value heads; otherwise 1. They have
+        the same rows outside of attention, and divide them in attention."""
         return self.mesh.shape["fsdp"] if self.kind == "tp" else 1
 
     @property
@@ -92,7 +92,7 @@ class RolloutSize:
     def of_device(self, layout: "Layout") -> tuple[int, int]:
         """Returns (answers of a part of the rows, how many of these share a prompt)."""
         answers = self.answers // row_shards(layout)
-        # A part has complete groups, or equal parts of groups.
+        # A part of the rows has complete groups, or an equal share of each of its groups.
         return answers, math.gcd(self.group, answers)
 
 
@@ -148,7 +148,7 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     if chip.clock:
         of_layer += rows * ROW_SECONDS
     # Devices that share a key/value head also exchange the results of attention. If they split the
-    # query heads, they exchange queries and results, and each holds only its part of these bytes.
+    # query heads, they exchange the queries, too, and each sends only its own heads.
     if sharing > 1:
         nbytes = row_bytes * cfg.N * cfg.H // kv_parts
         exchanges = 1
@@ -184,7 +184,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     device = mesh.devices.flat[0]
     if not chips.chip(device).link:
         kind = device.device_kind
-        return fitting[0], f"the weights are split least; the time of a sum over {kind} is unknown"
+        return fitting[0], f"the weights are split least; the speed of {kind} links is unknown"
     ms = {}
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, size)
@@ -250,8 +250,8 @@ def to_rollout(
 ) -> dict:
     """Cast or quantise the parameters on the training mesh, then move them to a rollout's layout.
 
-    lora_scale: scale of adapters, if there are any. Adapters are not merged into their matrices, as
-    in the update (see model.join). In bfloat16, the sum W + scale A B would lose most of a small
+    lora_scale: scale of adapters, if there are any. As in the update, adapters are not merged into
+    their matrices (see model.join). In bfloat16, the sum W + scale A B would lose most of a small
     A B to rounding, and rollouts would not sample from the policy that is trained. For int8,
     adapters are merged into W before it is quantised, because int8 rounds more coarsely anyway.
 
@@ -285,7 +285,7 @@ def compiled_moves(
     # Joining makes D into D + R, which the number of devices may not divide. So layouts that shard
     # D do not join.
     is_joined = not layout.shards_D
-    # PartitionSpecs of parameters in the rollout, and after the cast, still on the training mesh.
+    # specs are for the rollout. cast_specs are for the training mesh, after the cast.
     specs = {}
     cast_specs = {}
     for name in names:
@@ -399,8 +399,7 @@ def rows_that_fit(
     gib = chips.least_memory(layout.mesh) - weights_gib(cfg, layout, dtype)
     free_bytes = gib * 2**30 - resting
     answers, _ = size.of_device(layout)
-    # If a group does not fit, a wave takes an equal part of it, and each part has its own cache of
-    # the prompt.
+    # If a group does not fit, it is split evenly over waves, and each wave caches the prompt again.
     for part in [n for n in range(group, 0, -1) if group % n == 0]:
         _, cache_bytes = bytes_of_step(cfg, layout, dtype, replace(size, group=part))
         bytes_per_row = cache_bytes / answers

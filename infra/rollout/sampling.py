@@ -118,7 +118,7 @@ def sample_token(z_BV, u_B, sampling: Sampling, axes: tuple) -> tuple:
 
 
 def most_likely(z_BV, top_B, axes):
-    """The first token of each row whose logit is top_B, the largest."""
+    """For each row, the first token whose logit is the largest, top_B."""
     V = z_BV.shape[1]
     shard = jax.lax.axis_index(axes)
     shards = jax.lax.axis_size(axes)

@@ -37,7 +37,7 @@ def rows_of(wave: Wave, prompt_length_B: np.ndarray, layout: Layout) -> Rows:
     # last row; their results are not used.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
-    # Each part of the rows gets their entries.
+    # Split these arrays like the rows: each device has the entries of its own rows.
     return Rows(
         layouts.shard_rows(prompt_length_B[id_B], layout),
         layouts.shard_rows(id_B, layout),
@@ -53,7 +53,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
     """
     rows = B // shards
     at_once = min(at_once, rows)
-    # A part has complete groups, or equal parts of groups.
+    # A part of the rows has complete groups, or an equal share of each of its groups.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
     # Waves have equal sizes, so that one compiled program serves them all; the last one may have

@@ -248,7 +248,7 @@ def load_shards(paths: list, tree):
 
 # ---------------------------------------------------------------- write during training
 class Saver:
-    """Writes the checkpoints of a run, in a thread during training if the hosts have the memory.
+    """Writes the checkpoints of a run: during training, if the hosts have memory for a copy.
 
     out: the run's directory. keep: number of newest checkpoints to keep. newest: step of the newest
     complete checkpoint, or 0 if there is none. about: strings for the header of each file.

@@ -144,7 +144,7 @@ def check_texts(cfg) -> None:
 
 def check_together(cfg) -> None:
     """Exit with code 2 if flags contradict each other."""
-    # Any other kind of URL would become a directory of that name.
+    # A URL other than gs://... would become a directory of that name.
     is_bucket = re.match("gs://[^/]", cfg.out)
     check(
         is_bucket or not re.match(r"\w+:/", cfg.out),
@@ -194,8 +194,8 @@ def check_lora(cfg) -> None:
     if cfg.lora:
         check(
             cfg.offload == "none",
-            f"offload = {cfg.offload} has no effect with lora = {cfg.lora}: float32 copies and "
-            "optimizer state are of the small adapters alone; drop --offload",
+            f"offload = {cfg.offload} has no effect with lora = {cfg.lora}: only the small "
+            "adapters have float32 copies and optimizer state; drop --offload",
         )
         return
     check(
@@ -205,5 +205,6 @@ def check_lora(cfg) -> None:
     )
     check(
         cfg.lora_alpha == 32,
-        f"lora_alpha = {cfg.lora_alpha} has no effect with lora = 0; add --lora 16, or drop it",
+        f"lora_alpha = {cfg.lora_alpha} has no effect with lora = 0; add --lora 16, or drop "
+        "--lora_alpha",
     )

@@ -287,7 +287,7 @@ def print_setup(cfg, setup) -> None:
         examples = len(setup.examples)
         line += f" | {examples} answers of up to {cfg.max_answer} tokens to imitate"
     if not setup.held_out:
-        line += " | no --eval_data, no evaluation"
+        line += " | no held-out questions, no evaluation"
     say(line)
     # Weights are all-gathered over fsdp, which is slow between hosts.
     inner = setup.mesh.devices[0]
@@ -307,7 +307,7 @@ def print_summary(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     # Process 0 has the files.
     if jax.process_index() != 0:
         return
-    # Read everything from the files, so that a resumed run prints the same.
+    # Read the evaluations from the files: a resumed run has not made all of them itself.
     metrics = read_jsonl(f"{out}/metrics.jsonl")
     evaluations = [row for row in metrics if is_evaluation(row)]
     say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {seconds / 60:.1f} minutes")

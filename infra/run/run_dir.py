@@ -278,7 +278,7 @@ def fault_of(error, directory):
     count = jax.process_count()
     if any(of != count for _, of in checkpoint.shard_files(directory)):
         return (
-            f"{directory} was saved by another number of processes than {count}, and not all its "
+            f"{directory} was saved by another number of processes, not {count}, and not all its "
             "files are here; --out must be a directory that all processes share, or gs://"
         )
     return ""
@@ -360,7 +360,7 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     what = f"{at_once} checkpoints at once, of {size / GIB:.2f} GiB a process, and final"
     check(
         need_gib <= free_gib,
-        f"{what} need {need_gib:.2f} GiB of the disk of {out}, which has {free_gib:.2f}; try "
+        f"{what} need {need_gib:.2f} GiB on the disk of {out}, where {free_gib:.2f} are free; try "
         "--keep 1, --save_every 0, --out gs://bucket/run, or a larger disk (on a TPU VM: --create "
         '"--data-disk source=..")',
     )

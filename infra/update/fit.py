@@ -129,7 +129,7 @@ class UpdatePrograms:
 def update_gib(
     micro_batch, width, cfg, model_cfg, mesh, programs, compile: Callable | None = None
 ) -> tuple[float, bool]:
-    """Returns (GiB that an update takes on a device, whether it fits), including the state.
+    """Returns (GiB that an update takes on a device, whether it fits). The state is part of it.
 
     micro_batch: rows per device, of `width` tokens. compile: replaces `compiled_gib`; called for
     the gradients, then for an optimizer step. Results are cached in the process.
@@ -187,8 +187,8 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
-    # Count a whole embedding, the largest parameter, in the compute dtype, and its whole gradient
-    # in float32. This overestimates: both are sharded, except with --loss_impl full. With --lora,
+    # Count the whole embedding in the compute dtype, and its whole gradient in float32, for the
+    # loss. This overestimates: both are sharded, except with --loss_impl full. With --lora,
     # the embedding has no gradient.
     bytes_of_a_gradient = 0 if cfg.lora else 4
     embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + bytes_of_a_gradient)
@@ -277,8 +277,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
     over = f"{too_much:.2f} GiB of a device's {limit:.2f}, {too_much - limit:.2f} too much"
     check(
         chosen,
-        f"not one row of {width} tokens per device fits: an update with {refused:.0f} per device "
-        f"takes {over}; try {ADVICE}",
+        f"not one row of {width} tokens per device fits: an update with one row takes {over}; try "
+        f"{ADVICE}",
     )
     check(
         chosen == most or not asked,

@@ -160,8 +160,8 @@ def difference(was: dict, now: dict) -> str:
     before = found.get(name, "missing")
     after = now["files"].get(name, "missing")
     return (
-        f"the adapters belong to {was['model']}, whose {name} has the checksum {before}; that "
-        f"of {now['model']} is {after}; bring that base back"
+        f"the adapters belong to {was['model']}, whose {name} had the checksum {before}; in "
+        f"{now['model']} it is {after}; use the files that the adapters were trained on"
     )
 
 

@@ -124,7 +124,7 @@ def flops(cfg, model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
 
     Each token takes 6 operations per trained matmul parameter, and 4 per frozen one. Each pair of a
     query and a key that it attends to takes 12 * N * H operations per layer (arXiv 2204.02311,
-    appendix B). The LM head counts for all tokens, although the loss skips most prompts.
+    appendix B). The LM head counts for all tokens, although the loss skips most prompt tokens.
     """
     of_parameters = 6 * model_cfg.n_multiplied + lora.flops_of_a_token(cfg, model_cfg)
     of_attention = 12 * model_cfg.L * model_cfg.N * model_cfg.H
