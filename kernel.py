@@ -222,8 +222,8 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: in
                 return Blocks(C, tile_tokens, V, d, vmem_bytes * 15 // 16)
     chips = ", ".join(VMEM_MIB)
     raise ValueError(
-        f"pallas is for {chips}, and for D whose tiles fit into VMEM, not for {device_kind} and "
-        f"D = {D}"
+        f"pallas is for {chips}, with a hidden size whose tiles fit into VMEM; this is "
+        f"{device_kind} with hidden size {D}"
     )
 
 

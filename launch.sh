@@ -31,7 +31,7 @@
 # Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
 # Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # without cd: paths in flags are relative to the caller's directory
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # launch.sh stays in the caller's directory
 venv="$here/.venv"
 dry_run=''
 exec 3>&1 # dry runs print here, even where the output of a command is captured
@@ -102,7 +102,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. Export .env: ps and logs would show arguments.
+# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. .env is exported, as ps and logs would show arguments.
 program() {
   local path="$here/$1" platform="$2"
   shift 2

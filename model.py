@@ -36,8 +36,8 @@ class Llama3Rope(NamedTuple):
     """Llama 3's scaling of the rotary embedding. Fields are named as in config.json."""
 
     factor: float  # divides low frequencies
-    low_freq_factor: float  # a frequency is low below this number of turns in the original context
-    high_freq_factor: float  # a frequency is high above this number of turns in the same context
+    low_freq_factor: float  # low frequencies make fewer turns than this in the original context
+    high_freq_factor: float  # high frequencies make more turns than this in the same context
     original_max_position_embeddings: float  # the original context, in tokens
 
 
@@ -396,8 +396,8 @@ def matmul(equation: str, x, w) -> jax.Array:
 
 
 def low_rank_dims(equation: str) -> tuple[str, ...]:
-    """For a matmul y = x W with adapters, returns the dimensions of: x; y; x A without R; A without
-    R; B without R."""
+    """For a matmul y = x W with adapters, returns the dimensions of x, y, the product x A, A and B,
+    with R left out of the last three."""
     of_x, of_w, of_y = re.split(",|->", equation)
     if of_w[0] == "D":
         # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR", and (x A) B is "BTR,RNH->BNTH".
@@ -765,9 +765,10 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
                          fetches one layer at a time. It may be None if the layers are stored on the
                          devices: then the forward reads params["layers"].
       params["layers"]   the masters: the layers on the devices, or with --lora the adapters alone.
-                         Masters only receive gradients. They are on the devices because JAX puts
-                         a gradient where its argument is. Nothing reads the values of the masters,
-                         so XLA never copies them from the host.
+                         Masters only receive gradients. They are in device memory, because JAX
+                         puts a gradient where its argument is. With --offload params, that
+                         would be a copy from the host, but nothing reads their values, so XLA
+                         drops the copy.
     `with_gradients_to` adds the gradients of a layer's weights to the gradients of its masters.
     """
     used = {name: param for name, param in params.items() if name != "head_VD"}

@@ -134,7 +134,7 @@ class Config:
     coordinator: str = ""  # host:port of process 0; "" = ask Slurm or the TPU slice, or run alone
     processes: Processes = 1  # number of JAX processes; only with a coordinator
     process_id: Process = 0  # number of this process, from 0
-    start_timeout: Natural = 20  # seconds to wait for the other processes; 900 with launch.sh TYPE
+    start_timeout: Natural = 20  # seconds to wait for other processes; launch.sh waits 900 on TPUs
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after GRPO
     eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all
@@ -409,7 +409,8 @@ def rewards_of(scores) -> np.ndarray:
 
 def are_equal(reward_GQ) -> np.ndarray:
     """Whether all rewards of a group are equal, up to rounding: bool [G, 1]."""
-    # 0.1 + 0.2 differs from 0.3. Compare the rewards: their standard deviation also rounds.
+    # Rewards are rounded sums: 0.1 + 0.2 differs from 0.3. So compare them with a tolerance. Their
+    # standard deviation is rounded, too.
     best_G1 = reward_GQ.max(1, keepdims=True)
     worst_G1 = reward_GQ.min(1, keepdims=True)
     return best_G1 - worst_G1 <= 1e-12 * np.maximum(abs(best_G1), abs(worst_G1))

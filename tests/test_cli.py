@@ -159,7 +159,7 @@ def test_a_model_too_wide_for_the_losss_kernels_is_refused(capsys):
         train.check_loss_impl(cfg, mock.Mock(D=8192), mesh)
     assert refusal.value.code == 2
     text = capsys.readouterr().err
-    assert "try --loss_impl jax" in text and "not for TPU v4 and D = 8192" in text
+    assert "try --loss_impl jax" in text and "this is TPU v4 with hidden size 8192" in text
 
 
 @pytest.fixture

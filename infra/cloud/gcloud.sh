@@ -2,7 +2,7 @@
 # A TPU slice in Google Cloud, and a run on it. launch.sh sources this file. The two files set these variables:
 #
 #   $type $devices $hosts $image    the slice, from check_type
-#   $name $zones $options           its name, the zones where it may be, and launcher's options, except --down and --yes
+#   $name $zones $options           its name, the zones where it may be, and launch options except --down and --yes
 #   $spot $queued $create_flags     how to create it
 #   $ssh_flags                      how to reach its workers, from --ssh
 #   $delete_when_done $yes          --down, --yes
@@ -313,7 +313,7 @@ persistently() {
       return 75
     fi
     if [ -z "$delay" ] || ! may_pass "$fault"; then break; fi
-    # The ssh keys of a new VM take minutes to arrive, but not longer.
+    # A new VM's ssh keys arrive within five minutes, so give up if ssh is refused after that.
     if [ "${fault%% *}" = refused ] && [ "$delay" -gt 160 ]; then break; fi
     say "the connection fails: ${fault#* }; trying again in $delay seconds"
     sleep "$delay"

@@ -33,8 +33,11 @@ def named_sets(eval_data: str) -> dict[str, str]:
 
 
 def questions_at_once(sequences: int, samples: int, devices: int) -> int:
-    """Number of questions that a host answers in one round, `samples` times each. A round has about
-    as many answers as a rollout has `sequences`, and their number is a multiple of `devices`."""
+    """Number of questions that a host answers in one round, `samples` times each.
+
+    sequences: number of answers of a rollout. A round has about as many answers, but always a
+    multiple of `devices`.
+    """
     # The least number of questions whose answers divide over the devices.
     unit = devices // math.gcd(samples, devices)
     units = sequences // (samples * unit)

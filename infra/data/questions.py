@@ -138,8 +138,8 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
     place = "line" if name.endswith(".jsonl") else "row"
     return exit_on(
         Exception,
-        f"{name} {place} {number} needs a text as question, and a text or number as answer, in "
-        f"columns of these names or of those in --columns: {str(row)[:50]!r}",
+        f"{name} {place} {number} needs a text as question, and a text or number as answer; if its "
+        f"columns have unusual names, give --columns: {str(row)[:50]!r}",
     )
 
 

@@ -38,9 +38,8 @@ NCCL_SECONDS = 6.6e-6
 NVLINK_SECONDS = 0.6e-6
 
 # Keys are prefixes of JAX's device_kind. The first match counts, so longer keys come first. Memory
-# is from XLA's specifications of the chips (tools/absent_devices.py). The other
-# figures for TPUs are from Google's documentation of Cloud TPUs, except clock and link, which are
-# derived:
+# is from XLA's specifications of the chips. The other figures for TPUs are from Google's
+# documentation of Cloud TPUs. The clocks of TPUs and all links are derived:
 # - The clock is the chip's peak divided by the operations that its matrix units do in a cycle, a
 #   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, and v6e has
 #   as many cells as 16 such units.
@@ -81,8 +80,8 @@ def ring_seconds(nbytes: int, devices: int, chip: Chip, rounds: int = 1) -> floa
     if devices == 1:
         return 0.0
     sent = nbytes * (devices - 1) / devices
-    # Only TPUs have a clock. They use the ring in both directions, so the latency is the time of
-    # the hops to the farthest device, half of the ring away.
+    # Only TPUs have a `clock` here. They use the ring in both directions, so the latency is the
+    # time of the hops to the farthest device, half of the ring away.
     if chip.clock:
         return rounds * (sent / chip.link + devices // 2 * HOP_SECONDS)
     return NCCL_SECONDS + rounds * (sent / chip.link + (devices - 1) * NVLINK_SECONDS)

@@ -22,17 +22,18 @@ from infra.rollout.kv_cache import Cache
 from model import ModelConfig
 
 # replicated: every device has all weights.
-# tp: weights are split by heads, F and V within a host. The mesh's tp axis takes as many of the
-# devices as can split the key/value heads evenly, and the fsdp axis takes the others: devices along
-# fsdp have the same key/value heads. They split F, V and the rows of the KV cache, and the query
-# heads, too, if fsdp * tp divides N.
+# tp: n devices of a host split the weights by heads, F and V. The mesh's tp axis has size gcd(n, K)
+# and splits the key/value heads. The fsdp axis has size n / gcd(n, K): devices along it have the
+# same key/value heads. They split F, V and the rows of the KV cache, and the query heads, too, if n
+# divides N.
 # fsdp: matrices are split along D over the training mesh's fsdp and tp axes together, and each
 # decode step all-gathers them layer by layer.
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
 # sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
-# Estimated seconds of a layer's elementwise operations per row on TPUs, and of rearranging rows for
-# one exchange; fitted to the times that tools/clock.py estimates for 0.5B to 14B on v6e.
+# Estimated seconds of a layer's elementwise operations per row, on TPUs, and of rearranging rows
+# when devices exchange queries or results of attention. Both fit the times that tools/clock.py
+# estimates for 0.5B to 14B on v6e.
 ROW_SECONDS = 0.08e-6
 EXCHANGE_SECONDS = 3e-6
 # Mesh axes that split the weights in the layout tp. The first one splits the key/value heads.
@@ -92,7 +93,8 @@ class RolloutSize:
     def of_device(self, layout: "Layout") -> tuple[int, int]:
         """Returns (answers of a part of the rows, how many of these share a prompt)."""
         answers = self.answers // row_shards(layout)
-        # A part of the rows has complete groups, or an equal share of each of its groups.
+        # A part may begin inside a group. Cut groups into pieces of equal size: the largest that
+        # also divides a part, so that each piece is within one part.
         return answers, math.gcd(self.group, answers)
 
 
@@ -180,7 +182,8 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     candidates += [layout_of("tp", tp, cfg, mesh) for tp in tp_sizes(cfg, mesh)]
     fitting = [layout for layout in candidates if fits(cfg, layout, dtype, device_gib)]
     if not fitting:
-        return layout_of("fsdp", 1, cfg, mesh), f"no other layout fits {device_gib:.0f} GiB"
+        why = f"other layouts leave too little of {device_gib:.0f} GiB free"
+        return layout_of("fsdp", 1, cfg, mesh), why
     device = mesh.devices.flat[0]
     if not chips.chip(device).link:
         kind = device.device_kind
@@ -390,9 +393,9 @@ def rows_that_fit(
 ) -> int:
     """Number of rows that fit on a device at once, beside the weights and `resting` bytes.
 
-    resting: see `make_engine`. group: rows that share a prompt. The KV cache of these rows and of
-    their prompts takes half of the free memory. The other half is for the prefill, the logits, and
-    the smaller cache from which a growing cache is copied.
+    resting: see `make_engine`. group: rows that share a prompt. The KV cache of the rows that fit,
+    and of their prompts, takes half of the free memory. The other half is for the prefill, the
+    logits, and the smaller cache from which a growing cache is copied.
     """
     # Compute this from sizes, not from the memory in use, so that a resumed run decodes the same
     # rows together.

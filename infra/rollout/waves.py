@@ -53,7 +53,8 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
     """
     rows = B // shards
     at_once = min(at_once, rows)
-    # A part of the rows has complete groups, or an equal share of each of its groups.
+    # A part may begin inside a group. Cut groups into pieces of equal size: the largest that also
+    # divides a part, so that each piece is within one part.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
     # Waves have equal sizes, so that one compiled program serves them all; the last one may have

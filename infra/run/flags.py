@@ -62,8 +62,8 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     defaults = config_class(**tiny) if is_tiny else config_class()
     if flags.get("lora"):
         # Adapters learn best at about ten times the learning rate of full training (Thinking
-        # Machines, "LoRA Without Regret", 2025). The tiny model starts from random weights, and its
-        # supervised steps learn little at ten times their rate, which is high already.
+        # Machines, "LoRA Without Regret", 2025). The tiny model keeps its sft_lr, which is high
+        # already, because that model starts from random weights: ten times as much is too high.
         names = ["lr"] if is_tiny else ["lr", "sft_lr"]
         rates = {name: float(f"{10 * getattr(defaults, name):g}") for name in names}
         defaults = dataclasses.replace(defaults, **rates)
@@ -122,7 +122,7 @@ def check_numbers(cfg) -> None:
         cfg.eval_temperature == 0 or cfg.eval_temperature >= 1e-30,
         f"eval_temperature = {cfg.eval_temperature} is out of range; 0 is greedy",
     )
-    check(cfg.top_p <= 1, f"top_p = {cfg.top_p} is not a probability above 0; 1 keeps all tokens")
+    check(cfg.top_p <= 1, f"top_p = {cfg.top_p} is more than 1, which keeps all tokens already")
 
 
 def check_texts(cfg) -> None:

@@ -274,8 +274,8 @@ def print_setup(cfg, setup) -> None:
         trained = sum(math.prod(shape) for shape in shapes)
         say(
             f"lora {cfg.lora}, alpha {cfg.lora_alpha}: {trained / 1e6:.2f}M parameters in adapters "
-            f"are trained, and the others are frozen; lr {cfg.lr:g}, sft_lr {cfg.sft_lr:g}; with "
-            "--lora, the default lr is ten times as high"
+            f"are trained, and the others are frozen; lr {cfg.lr:g}, sft_lr {cfg.sft_lr:g} (with "
+            "--lora, the default lr is ten times that of full training)"
         )
     sequences = cfg.batch * cfg.npq
     line = (

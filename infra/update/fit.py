@@ -187,9 +187,9 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
-    # Count the whole embedding in the compute dtype, and its whole gradient in float32, for the
-    # loss. This overestimates: both are sharded, except with --loss_impl full. With --lora,
-    # the embedding has no gradient.
+    # The loss gathers the LM head, which is as large as the embedding. Count all of it in the
+    # compute dtype, and all of its gradient in float32. This overestimates: both are sharded,
+    # except with --loss_impl full. With --lora, the head has no gradient.
     bytes_of_a_gradient = 0 if cfg.lora else 4
     embedding = model_cfg.V * model_cfg.D * (bytes_of_a_value + bytes_of_a_gradient)
     rest_gib = (device_bytes((state, grads)) + embedding) / GIB

@@ -264,8 +264,9 @@ def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
                 found = tensors.pop(key, np.empty(0))
                 if found.shape != wanted or not np.isfinite(found).all():
                     raise CheckpointError(
-                        f"{path}: {key} must be finite numbers of shape {wanted}, and has shape "
-                        f"{found.shape} (0 = missing); only adapters for all matrices are supported"
+                        f"{path}: {key} must be finite numbers of shape {wanted}; it has shape "
+                        f"{found.shape}, where (0,) = missing, or holds NaN or infinity; only "
+                        "adapters for all matrices are supported"
                     )
                 layers.append(found.T.reshape(shape[1:]))
             adapters[name] = np.stack(layers).astype(np.float32)
