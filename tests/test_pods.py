@@ -387,6 +387,6 @@ def test_a_vm_that_is_repaired_is_waited_for(cloud):
     repaired = when(lambda: says(home / "said", "waits"), repair)
     text = cloud.launch("v6e-1 run --name pod", POD_FLAGS, code=143)
     repaired.result()
-    assert "waiting for pod, which is REPAIRING" in text, text
+    assert "pod is REPAIRING; following it again" in text, text
     assert "pod in us-east5-b is READY" in text and "starting train.py" in text, text
     assert text.count("starting train.py") == 1, "the run was started again"

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -41,6 +42,7 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
+from infra.data.reward_pool import RewardPool
 from infra.data.tiny import arith
 from infra.host import processes
 from infra.host.processes import Stop, check_for_stop, watch_signals
@@ -365,7 +367,8 @@ def evaluated(monkeypatch, questions, faults):
     }
     monkeypatch.setattr(train, "sample_answers", lambda *_: (out, ["2", "2"]))
     rows = [{"question": "1 + 1?", "answer": "2"}] * questions
-    reward_pool = mock.Mock()
+    reward_pool = mock.Mock(have_worked={"correct"})
+    reward_pool.report = partial(RewardPool.report, reward_pool)
     reward_pool.score_answers.return_value = np.array([[1, 1, 0], [1, 1, 0]]), faults
     setup = SimpleNamespace(
         held_out={"sums": rows},

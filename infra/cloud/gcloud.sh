@@ -462,7 +462,7 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     [ "$code" = 75 ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
     case "$now" in
-      READY | REPAIRING | RESTARTING | REIMAGING) say "$name is $now; going on" ;;
+      READY | REPAIRING | RESTARTING | REIMAGING) say "$name is $now; following it again" ;;
       *)
         [ -n "$spot" ] || die "$name is ${now:-gone}; only with --spot is it made again. $RESUMES" 1
         say "making $name again"
