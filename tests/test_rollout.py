@@ -218,7 +218,9 @@ def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
         assert not out["logprobs_BT"][i, n:].any()
         errors[i] = abs(out["logprobs_BT"][i, :n] - logprobs[i]).max()
     check_errors(errors, 1e-4, record_property)
-    assert heard[-1] == (len(live) - sum(live), sum(map(len, answers))), heard
+    ended = len(live) - sum(live)
+    tokens = sum(map(len, answers))
+    assert heard[-1] == (ended, tokens), heard
     assert len(heard) == way.heard
     dropped = 0
     slots = set()
@@ -290,9 +292,12 @@ def largest_collective(program):
     results = re.findall(rf" = (.+?) (?:{kinds})(?:-start)?\(", program.as_text())
     arrays = re.findall(r"[a-z]+(\d+)\w*\[([\d,]*)\]", " ".join(results))
     assert arrays, "no collective is found, though processes agree on when to end"
-    return max(
-        int(bits) // 8 * math.prod(map(int, filter(None, dims.split(",")))) for bits, dims in arrays
-    )
+    sizes = []
+    for bits, dims in arrays:
+        # A scalar has no dimensions.
+        lengths = [int(n) for n in dims.split(",") if n]
+        sizes.append(int(bits) // 8 * math.prod(lengths))
+    return max(sizes)
 
 
 @pytest.mark.parametrize("kind", ["replicated", "tp", "fsdp"])
@@ -307,6 +312,40 @@ def test_decode_moves_no_cache_between_devices(kind):
     assert program.memory_analysis().temp_size_in_bytes < cache, "the cache is copied"
 
 
+def numbered(a, axis):
+    """Add the index along an axis to all values."""
+    index = jnp.arange(a.shape[axis], dtype=a.dtype)
+    others = [i for i in range(a.ndim) if i != axis]
+    return a + jnp.expand_dims(index, others)
+
+
+def test_rows_that_stay_keep_their_caches():
+    """Prompts 1 and 3 of four still have live answers. They and their answers stay, in order."""
+    layout = layouts.layout_of("replicated", 1, TIED, mesh())
+    size = dict(B=8, n_prompts=4, width=64, slots=256)
+    size |= dict(dtype=jnp.float32, cfg=TIED, layout=layout)
+    prompts, answers, hidden_BD = layouts.empty_state(**size)
+    # Each value is the number of its prompt or answer.
+    prompts = jax.tree.map(lambda a: numbered(a, 1), prompts)
+    answers = jax.tree.map(lambda a: numbered(a, 1), answers)
+    state = layouts.DecodeState(prompts, answers, numbered(hidden_BD, 0))
+    row_ids = np.arange(40, 48)[None]
+    is_live = np.isin(row_ids, [42, 43, 46, 47])
+    wave = waves.Wave(row_ids, is_live, group=2, slots=256, state=state)
+
+    smaller = waves.resize_wave(wave, 256, TIED, layout, quantised=False)
+    assert smaller.row_ids.tolist() == [[42, 43, 46, 47]]
+    assert smaller.is_live.all()
+    assert smaller.group == 2
+    for a in jax.tree.leaves(smaller.state.prompts):
+        numbers = a[0, :, 0, 0, 0]
+        assert_array_equal(numbers, [1, 3])
+    for a in jax.tree.leaves(smaller.state.answers):
+        numbers = a[0, :, 0, 0, 0]
+        assert_array_equal(numbers, [2, 3, 6, 7])
+    assert_array_equal(smaller.state.hidden_BD[:, 0], [2, 3, 6, 7])
+
+
 # ---------------------------------------------------------------- plans
 GIB = 2**30
 SIZE = layouts.RolloutSize(answers=128, group=8, prompt_slots=1024, answer_slots=256)
@@ -314,6 +353,12 @@ SIZE = layouts.RolloutSize(answers=128, group=8, prompt_slots=1024, answer_slots
 
 def sizes(name):
     return model.ModelConfig(*bench_rollout.SIZES[name][:7], 1e6, 1e-6, True, 9999, ())
+
+
+def layout_on_8(kind, cfg, size=SIZE):
+    """The layout of this kind on eight devices."""
+    layout, _ = layouts.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16", size)
+    return layout
 
 
 def set_memory(monkeypatch, gib):
@@ -372,7 +417,7 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
 def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
     """Replicated weights are complete on each device. tp splits weights by heads, feed-forward and
     vocabulary, but not by D: otherwise each decode step would gather them."""
-    layout, _ = layouts.rollout_layout(kind, sizes("3B"), mesh(1, 8, 1), "bfloat16", SIZE)
+    layout = layout_on_8(kind, sizes("3B"))
     for name in model.shapes(sizes("3B")):
         dims = model.letters(name)
         axes = layouts.rollout_spec(name, layout)
@@ -389,7 +434,7 @@ def test_rows_that_fit_fill_half_of_the_free_memory(monkeypatch):
     # Dimensions along which matrices are split, and over how many devices.
     splits = {"replicated": {}, "fsdp": {"D": 8}, "tp": {"N": 8, "F": 8, "V": 8, "K": 2}}
     for kind, heads in (("replicated", 2), ("fsdp", 2), ("tp", 1)):
-        layout, _ = layouts.rollout_layout(kind, cfg, mesh(1, 8, 1), "bfloat16", SIZE)
+        layout = layout_on_8(kind, cfg)
         weights = 0
         for name, shape in model.shapes(cfg).items():
             dims = model.letters(name)
@@ -412,7 +457,7 @@ def test_rows_that_fit_count_the_prompts_of_groups_that_are_split(monkeypatch):
     """If fewer rows fit than share a prompt, each part of the group caches the prompt."""
     cfg = sizes("3B")
     size = dataclasses.replace(SIZE, answers=17 * 8, group=17, prompt_slots=2048, answer_slots=128)
-    layout, _ = layouts.rollout_layout("replicated", cfg, mesh(1, 8, 1), "bfloat16", size)
+    layout = layout_on_8("replicated", cfg, size)
     bytes_of_slot = 36 * 2 * 2 * 128 * 2
     free = 2 * 16 * (2048 / 17 + 128) * bytes_of_slot
     set_memory(monkeypatch, (2 * cfg.n_params + free) / GIB)
@@ -425,7 +470,9 @@ def test_rows_that_fit_count_the_prompts_of_groups_that_are_split(monkeypatch):
 def live(*devices):
     """Returns which answers are live, bool [devices, prompts, group]. A text such as "110 000"
     gives the answers of a device."""
-    return np.array([[[c == "1" for c in prompt] for prompt in d.split()] for d in devices])
+    prompts_of_device = [device.split() for device in devices]
+    answers = [[list(prompt) for prompt in prompts] for prompts in prompts_of_device]
+    return np.array(answers) == "1"
 
 
 def test_batch_shrinks_where_that_saves_a_tenth():
