@@ -56,14 +56,14 @@ pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-c
 # Install requirements.txt, jax[$1] if given, and what the flags in $2.. need. .venv/installed records the first two.
 setup() {
   local extra="${1:-}" mark
-  mark="$(cksum <"$here/requirements.txt") $extra"
-  if ! grep -qxF "$mark" "$venv/installed" 2>/dev/null; then
+  mark="$(cksum <"$here/requirements.txt") "
+  if ! grep -qxF "$mark$extra" "$venv/installed" 2>/dev/null; then
     # A missing pip means that .venv does not exist, or that its creation was cut short.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
     drop_other_cuda "$extra"
     [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'
     pip_install -r "$here/requirements.txt" ${extra:+"jax[$extra]"} || exit
-    [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed"
+    [ -n "$dry_run" ] || printf '%s\n' "$mark" "$mark$extra" >"$venv/installed"
   fi
   case " $* " in *' --wandb'*) install_optional wandb ;; esac
 }
@@ -128,13 +128,14 @@ cmd_cpu() { # PROCESSES FLAGS...
     rm -rf "$scratch" # `train` replaces this shell, whose EXIT trap then does not run
     train cpu "$@" && exit
   fi
+  trap : INT # Ctrl-C is for the processes, which save first; this shell waits for them
   for ((i = 0; i < processes; i++)); do
     {
       (train cpu "$@" --coordinator "127.0.0.1:$port" --processes "$processes" --process_id "$i") 2>&1 ||
         echo $? >>"$codes"
     } | while IFS= read -r line || [ -n "$line" ]; do printf '[p%s] %s\n' "$i" "$line"; done &
   done
-  wait
+  until wait; do :; done
   # Exit with the code of the first process that failed: its failure ended the others.
   if [ -f "$codes" ]; then exit "$(head -n 1 "$codes")"; fi
 }

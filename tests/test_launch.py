@@ -390,7 +390,7 @@ def test_a_queued_request_that_failed_says_why(cloud):
     text = cloud.launch(up, code=1)
     assert text.count("an internal error") == 10, text
     pauses = [int(seconds) for seconds in re.findall(r"trying again in (\d+) seconds", text)]
-    assert pauses[:3] == [120, 240, 480] and max(pauses) < 1200 and len(pauses) == 9, pauses
+    assert pauses == [120, 240, 480] + [600] * 6, pauses
     assert "10 queued requests of qr failed" in text, text
     assert not list((cloud.stub / "queued").iterdir()), "a request is left"
 
@@ -565,6 +565,23 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     assert "spot is PREEMPTED; only with --spot is it made again" in text, text
     text = cloud.launch("v6e-1 logs --name spot", code=1)
     assert "the run may have gone with it" in text and "no run was started" not in text, text
+
+
+def test_logs_without_a_run_and_logs_that_cannot_be_read_differ(cloud):
+    cloud.launch("v6e-1 up --name fresh")
+    text = cloud.launch("v6e-1 logs --name fresh", code=1)
+    assert "no run was started there: bash launch.sh v6e-1 run --name=fresh" in text, text
+    denied = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) PERMISSION_DENIED: no"
+    cloud.fail("wc -l", denied, code=1)
+    text = cloud.launch("v6e-1 logs --name fresh", code=1)
+    assert "the role TPU Admin" in text and "no run was started" not in text, text
+
+
+def test_a_broken_connection_of_test_is_shown(cloud):
+    cloud.fail("worker.sh test", f"ssh: connection reset\n{BROKEN}", code=255)
+    text = cloud.launch("v6e-1 test --name vm", code=255)
+    assert "ssh: connection reset" in text, text
+    assert "vm in us-east5-b may still exist and cost money" in text, text
 
 
 def test_login_and_project_are_asked_for(cloud):

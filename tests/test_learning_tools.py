@@ -12,9 +12,9 @@ from numpy.testing import assert_allclose
 
 import train
 from infra.data.answers import final_number
-from tools import ablations, compare_trl, runs, sums, word_problems
+from tools import ablations, compare_trl, question_files, runs, sums, word_problems, worked_answers
 
-TOOLS = [sums, word_problems, compare_trl, ablations]
+TOOLS = [sums, word_problems, worked_answers, compare_trl, ablations]
 # fmt: off
 MISTAKES = [  # (tool, flags, what the message must say)
     (sums, "", "required: OUT"),
@@ -23,6 +23,10 @@ MISTAKES = [  # (tool, flags, what the message must say)
     (word_problems, "--tokenizer . --out x --seed one", "invalid int value: 'one'"),
     (word_problems, "--tokenizer . --out .", "out = . exists"),
     (word_problems, "--tokenizer nowhere --out x", "nowhere/tokenizer.json is missing"),
+    (worked_answers, "gsm8k", "required: OUT"),
+    (worked_answers, "gsm8k .", ". exists; choose another"),
+    (worked_answers, "sums.jsonl x", "sums.jsonl has no held-out questions"),
+    (worked_answers, "arith x", "arith has no answer of 1 to 2 steps in << >>"),
     (compare_trl, "--out x", "required: --model"),
     (compare_trl, "--model nowhere --out x", "model nowhere is not a directory"),
     (compare_trl, "--model . --out x --seeds 1,,2", "seeds 1,,2 are not numbers, as in 1,2,3"),
@@ -114,6 +118,27 @@ def test_word_problems_are_what_their_words_say():
         assert check_lines(row["demonstration"]) == shown
         signs[first_sign] += 1
     assert signs == {"*": 834, "+": 1666}
+
+
+# ---------------------------------------------------------------- worked answers
+def test_worked_answers_keep_short_ones_and_say_each_step_once(tmp_path):
+    """Questions of more steps are left out, and so are answers without steps. Other `<` and `>`
+    stay."""
+    texts = {
+        "one": "3*4=<<3*4=12>>12 pens, and 12 > 3.\n#### 12",
+        "two": "1+1=<<1+1=2>>2\n2+1=<<2+1=3>>3\n#### 3",
+        "three": "1+1=<<1+1=2>>2\n2+1=<<2+1=3>>3\n3+1=<<3+1=4>>4\n#### 4",
+        "none": "#### 5",
+    }
+    rows = [
+        {"question": name, "answer": text, "demonstration": "6"} for name, text in texts.items()
+    ]
+    question_files.write_sets(f"{tmp_path}/data", train=rows, test=rows[1:3])
+    worked_answers.main([f"{tmp_path}/data", f"{tmp_path}/out"])
+    one = {"question": "one", "answer": "3*4=12 pens, and 12 > 3.\n#### 12"}
+    two = {"question": "two", "answer": "1+1=2\n2+1=3\n#### 3"}
+    assert read_jsonl(tmp_path / "out/train.jsonl") == [one, two]
+    assert read_jsonl(tmp_path / "out/test.jsonl") == [two]
 
 
 # ---------------------------------------------------------------- TRL's options

@@ -106,6 +106,19 @@ def test_jax_gets_one_cuda_plugin(cloud, tmp_path):
     assert "uninstall" not in text, text
 
 
+def test_what_is_installed_for_gpus_serves_a_cpu_too(cloud):
+    """Calls for a GPU and for the CPU may alternate: each of them installs once."""
+    write(cloud.clone / ".venv/bin/python", '#!/bin/sh\necho "$*" >> asked\n', 0o755)
+
+    def installs(extra):
+        write(cloud.clone / "asked", "")
+        cloud.launch("setup", extra)
+        return (cloud.clone / "asked").read_text().count("-m pip install")
+
+    calls = ["cuda13", "", "cuda13", "cuda12", "", "cuda13"]
+    assert [installs(extra) for extra in calls] == [1, 0, 0, 1, 0, 1]
+
+
 def test_without_gpus_jax_does_not_look_for_them(cloud, tmp_path):
     """Without GPUs, launch.sh restricts JAX to the CPU. If .venv has CUDA, to compile for absent
     GPUs, or libtpu, JAX would print pages of messages otherwise."""

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -190,6 +191,35 @@ def test_a_preempted_run_resumes_on_a_new_vm(cloud, tmp_path):
     assert sorted({path.parent.name for path in (bucket / "run").glob("step_*/*")}) == KEPT
     for step in KEPT:
         assert {path.name for path in (bucket / "run" / step).iterdir()} == both, step
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes_of_this_machine_and_the_launcher_waits(cloud, tmp_path):
+    """After Ctrl-C, both processes of `cpu --processes 2` save and end before the launcher does."""
+    out = tmp_path / "run"
+    group = tmp_path / "group"
+    # Ctrl-C reaches a process group. A session of its own keeps it from pytest.
+    alone = (
+        "import os, signal, sys; os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "open(sys.argv[1], 'w').write(str(os.getpid())); "
+        "os.execvp('bash', ['bash', *sys.argv[2:]])"
+    )
+
+    def interrupt():
+        os.killpg(int(group.read_text()), signal.SIGINT)
+
+    interrupted = when(lambda: says(out / "metrics.jsonl", '"step": 2'), interrupt)
+    text = cloud.launch(
+        "cpu --processes 2",
+        *(POD_FLAGS, "--steps 500 --out", out),
+        code=130,
+        shell=[sys.executable, "-c", alone, group],
+        JAX_NUM_CPU_DEVICES="4",
+    )
+    interrupted.result()
+    assert "[p0] ended by SIGINT" in text, text
+    last = read_jsonl(out / "metrics.jsonl")[-1]["step"]
+    assert 2 <= last < 500 and (out / f"step_{last:06d}").is_dir(), text
 
 
 @pytest.mark.slow

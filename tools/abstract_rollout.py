@@ -42,12 +42,12 @@ def abstract_weights(
     weights = model.nest(weights)
     layers = weights["layers"]
     # The scale of adapters does not change what is compiled.
-    if not layout.shards_D:
+    if layout.joins_adapters:
         join = jax.vmap(partial(model.joined_matrices, scale=1.0))
         joined = jax.eval_shape(join, layers)
         for name, matrix in joined.items():
             layers[name] = place(matrix, layers[name].sharding.spec)
-    layers = model.adapted(layers, 1.0, are_joined=not layout.shards_D)
+    layers = model.adapted(layers, 1.0, are_joined=layout.joins_adapters)
 
     # Split the layers into stacks, as `layouts.to_rollout` does.
     stacks = []

@@ -208,6 +208,7 @@ def main(argv=None) -> None:
     check(args.aot or not args.lora, "--lora needs --aot")
     check(args.lengths in ("", "gsm8k"), f"--lengths is gsm8k or nothing, not {args.lengths}")
     check(args.aot or not args.lengths, "--lengths needs --aot with a type of TPUs")
+    check(not (args.lengths and args.lora), "--lengths does not know adapters; leave out --lora")
     models = args.model.split(",")
     absent_types = args.aot.split(",")
     kinds = args.layout.split(",")
@@ -224,6 +225,10 @@ def main(argv=None) -> None:
             and args.batch % devices.size == 0,
             f"--layout is one of auto, {', '.join(layouts.LAYOUTS)}; --npq {args.npq} and "
             f"{devices.size} devices must divide --batch {args.batch}",
+        )
+        check(
+            not args.lengths or chips.chip(devices[0]).clock,
+            f"--lengths needs the clock of a TPU compiler, and {absent} has none; try v6e-8",
         )
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         default = "float32" if devices[0].platform == "cpu" else "bfloat16"

@@ -6,7 +6,6 @@ Writes OUT/train.jsonl with 3,995 questions and OUT/test.jsonl with 100 others.
 """
 
 import itertools
-import json
 import os
 import random
 import sys
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, exit_on
 from tools.arguments import parser_of
+from tools.question_files import write_sets
 
 HELD_OUT = 100
 SEED = 1
@@ -38,12 +38,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", metavar="OUT", help="the directory to make")
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"{args.out} exists; choose another, or remove it")
-    os.makedirs(args.out)
-    all_rows = sums()
-    for part, rows in (("train", all_rows[HELD_OUT:]), ("test", all_rows[:HELD_OUT])):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        Path(args.out, f"{part}.jsonl").write_text("".join(lines))
-        print(f"{args.out}/{part}.jsonl: {len(rows)} sums")
+    rows = sums()
+    write_sets(args.out, train=rows[HELD_OUT:], test=rows[:HELD_OUT])
 
 
 if __name__ == "__main__":

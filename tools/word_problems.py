@@ -7,7 +7,6 @@ The `answer` of a row is worked out in words, as in GSM8K. Its `demonstration`, 
 steps, has only numbers.
 """
 
-import json
 import os
 import random
 import shutil
@@ -20,8 +19,9 @@ from infra.data import hf
 from infra.data.chat import load_tokenizer
 from infra.data.tiny import TINY_MODEL
 from infra.host import files
-from infra.host.console import check, exit_on, say
+from infra.host.console import check, exit_on
 from tools.arguments import parser_of
+from tools.question_files import write_sets
 
 NAMES = ["Mia", "Tom", "Anna", "Ben", "Emma", "Jack", "Lily", "Sam"]
 THINGS = [("boxes", "pens"), ("bags", "apples"), ("shelves", "books"), ("packs", "cards")]
@@ -127,12 +127,9 @@ def main(argv: list[str]) -> None:
         f"answers end with token {tokenizer.stop_ids}, not {stop_id} as in Qwen2.5",
     )
 
-    parts = problems(args.seed)
+    training, held_out = problems(args.seed)
     write_model(f"{args.out}/model", args.tokenizer, args.seed)
-    for part, rows in zip(("train", "test"), parts, strict=True):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        Path(args.out, f"{part}.jsonl").write_text("".join(lines))
-        say(f"{args.out}/{part}.jsonl: {len(rows)} problems")
+    write_sets(args.out, train=training, test=held_out)
 
 
 if __name__ == "__main__":

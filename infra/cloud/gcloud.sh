@@ -8,7 +8,7 @@
 #   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# The slice's state, such as its zone, is in local variables of cmd_tpu. The functions that cmd_tpu calls set them.
+# The slice's state, such as its zone, is in variables of cmd_tpu. The functions that cmd_tpu calls set them.
 # ---------------------------------------------------------------- Google Cloud: types, and errors of gcloud
 # Set $type, $devices, $hosts, $image and $all_zones, or exit and say why there is no such slice.
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
@@ -275,7 +275,7 @@ up() {
     [ -n "$worth_waiting" ] || exit 1
     [ "$failures" -lt 10 ] || die "$failures queued requests of $name failed; look at the errors above" 1
     # The next request may fail for the same reason, so wait longer each time.
-    if [ "$failures" -gt 0 ]; then pause=$((pause < 600 ? pause * 2 : 600)); fi
+    if [ "$failures" -gt 0 ]; then pause=$((pause < 300 ? pause * 2 : 600)); fi
     say "trying again in $pause seconds"
     sleep "$pause"
   done
@@ -295,6 +295,14 @@ at_end() { # EXIT_CODE
 # Run command $2 in ~/podgrpo on worker $1, or on `all`. It must be safe to repeat: gcloud runs it again if ssh breaks.
 workers() {
   reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
+}
+
+# The same, and pass on what gcloud and ssh say.
+pass_on() {
+  local code=0
+  workers "$@" || code=$?
+  cat "$scratch/errors" >&2
+  return "$code"
 }
 
 # Run a command on workers, and retry while the connection or gcloud fails. Returns 75 if the slice is not READY.
@@ -499,7 +507,8 @@ cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
   # zone: the slice's, once known. maybe_paid: zones where something may cost money. run_id: ID of the followed run.
   # to_send: directory of the packed tree. log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`.
-  local zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
+  # They are not local: if a command fails, bash leaves all functions before it calls at_end.
+  zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
   case "$action" in
@@ -542,10 +551,11 @@ cmd_tpu_logs() {
   local lines='' flag flags=() there="$scratch/there"
   need_slice
   # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each flag ends in a NUL.
-  persistently workers 0 'wc -l <run.log && cat run.id run.flags' >"$there" || {
-    [ $? != 75 ] || die "the run may have gone with it. $RESUMES" 1
-    die "no run was started there: $(again run)" 1
+  persistently workers 0 '[ ! -f run.id ] || { wc -l <run.log && cat run.id run.flags; }' >"$there" || {
+    [ $? != 75 ] || say "the run may have gone with it. $RESUMES"
+    exit 1
   }
+  [ -s "$there" ] || [ -n "$dry_run" ] || die "no run was started there: $(again run)" 1
   [ -n "$dry_run" ] || {
     read -r lines && read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
   } <"$there"
@@ -565,12 +575,12 @@ cmd_tpu_status() {
 
 # Open a shell on one worker, or run a command on one worker or all.
 cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
-  local worker="${1:-0}" code=0
+  local worker="${1:-0}"
   need_slice
   maybe_paid=''
   if [ $# -gt 1 ]; then
-    workers "$worker" "${*:2}" || code=$?
-    cat "$scratch/errors" >&2 && exit "$code"
+    pass_on "$worker" "${*:2}"
+    return
   fi
   [ -t 0 ] || [ -n "$dry_run" ] || die 'ssh without a command needs a terminal'
   run gcloud ${alpha:+"$alpha"} compute tpus tpu-vm ssh "$name" --worker="$worker" --zone="$zone" \
@@ -585,7 +595,7 @@ cmd_tpu_test() {
   up
   send || exit 1
   [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py tests/test_sampling.py
-  workers 0 "bash infra/cloud/worker.sh test $(printf '%q ' "$@")"
+  pass_on 0 "bash infra/cloud/worker.sh test $(printf '%q ' "$@")"
 }
 
 # Delete the VMs and queued requests with this name, in all zones.

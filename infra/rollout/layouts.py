@@ -69,6 +69,12 @@ class Layout:
         return self.kind in ("fsdp", "maxtext")
 
     @property
+    def joins_adapters(self) -> bool:
+        """Whether matrices are joined with their adapters (see model.joined_matrices). Joining
+        makes D into D + R, which the devices that shard D may not divide."""
+        return not self.shards_D
+
+    @property
     def split(self) -> tuple:
         """The mesh axes that split F and V."""
         return WEIGHT_AXES if self.kind == "tp" else ("tp",)
@@ -285,9 +291,7 @@ def compiled_moves(
     move_top(params) moves the parameters outside the layers. move_stack(layers, first, size) moves
     the stack of `size` layers that begins with layer `first`.
     """
-    # Joining makes D into D + R, which the number of devices may not divide. So layouts that shard
-    # D do not join.
-    is_joined = not layout.shards_D
+    is_joined = layout.joins_adapters
     # specs are for the rollout. cast_specs are for the training mesh, after the cast.
     specs = {}
     cast_specs = {}
