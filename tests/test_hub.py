@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
+import urllib.error
 from pathlib import Path
 from unittest import mock
 
@@ -428,6 +429,30 @@ def test_processes_that_failed_together_do_not_ask_again_together(monkeypatch, t
         assert len(set(waited)) == 63
     assert min(first) > 0 and max(first) < 30
     assert min(second) > 5 and max(second) < 10
+
+
+@pytest.mark.parametrize(
+    "count, failures, waited, offline",
+    [(1, 1, [], True), (4, 1, [5], False), (4, 4, [5, 10, 20], True)],
+)
+def test_in_a_run_of_many_a_failed_connection_is_tried_again(
+    count, failures, waited, offline, monkeypatch, capsys
+):
+    """A name server may fail for a moment on one host. A process that is alone uses its copies at
+    once instead."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("jax.process_count", lambda: count)
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    fault = urllib.error.URLError("Temporary failure in name resolution")
+    answers = [fault] * failures + [mock.Mock()]
+    hub.reach.cache_clear()
+    with mock.patch.object(hub.urllib.request, "urlopen", side_effect=answers):
+        reason = hub.reach()
+    hub.reach.cache_clear()
+    assert waits == waited and hub.is_offline() == offline
+    assert ("in name resolution" in reason) == offline, reason
+    assert capsys.readouterr().err.count("set HF_HUB_OFFLINE=1") == len(waited)
 
 
 def test_of_processes_that_share_a_disk_one_asks_and_the_others_find_the_copy(starts):

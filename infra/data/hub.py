@@ -166,7 +166,7 @@ def is_offline() -> bool:
 @functools.cache
 def reach() -> str:
     """Connect to the hub, once per process, unless its libraries are set offline. Returns "", or
-    why the hub cannot be reached.
+    why the hub cannot be reached, for the end of a message.
 
     If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
     would retry for half a minute. They read the setting at import, so call this before importing
@@ -177,6 +177,23 @@ def reach() -> str:
     # This is the first request of a process, so wait here to spread the hosts' first requests.
     if seconds := seconds_until_first(jax.process_index(), jax.process_count()):
         time.sleep(seconds)
+    reason = no_connection()
+    # One failed process would end a run of many, and the hub may be there for the others.
+    patience = PATIENCE[:3] if jax.process_count() > 1 else ()
+    for seconds in patience:
+        if not reason:
+            break
+        warn(f"{reason}; trying again in {seconds} s; without a hub, set HF_HUB_OFFLINE=1")
+        time.sleep(seconds)
+        reason = no_connection()
+    if not reason:
+        return ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return f"; {reason}, and there is no copy here"
+
+
+def no_connection() -> str:
+    """Try to connect to the hub. Returns "", or why there is no connection."""
     # The hub's libraries can use SOCKS proxies, but urllib cannot, so it cannot test them.
     if any(url.startswith("socks") for url in urllib.request.getproxies().values()):
         return ""
@@ -191,8 +208,7 @@ def reach() -> str:
         # The hub's libraries bring their own certificates, so they may be able to connect.
         if isinstance(getattr(e, "reason", None), ssl.SSLError):
             return ""
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        return f"; the hub gives no answer ({e}), and there is no copy here"
+        return f"the hub gives no answer ({e})"
     except (OSError, http.client.HTTPException):
         # The connection was dropped, or nothing came in time: `ask` will retry.
         return ""
