@@ -94,8 +94,8 @@ def loss_temp(flags):
 
 
 # These cases cover each chip and each width, though not all combinations. The chip with the least
-# VMEM has the smallest width and two large ones. Width 2,048 on a v6e comes below. The vocabulary does
-# not change the VMEM, but on a v4 the compiler takes five times as long for a real one.
+# VMEM has the smallest width and two large ones. Width 2,048 on a v6e comes below. The vocabulary
+# does not change the VMEM, but on a v4 the compiler takes five times as long for a real one.
 # fmt: off
 @pytest.mark.parametrize("chip, hidden, vocab", [
     ("v4-8",        3584,   8011),
