@@ -186,19 +186,19 @@ def decode_loops(*flags):
     """Compile decode loops of 128 rows. Returns a dict for each of them, all per device and step:
 
     layout; least, GB of the weights and the KV cache; compiled, GB read and written; moved, GB of
-    collectives; copied, the largest copy as a share of the KV cache; bytes_ms and clock_ms, the
-    milliseconds by bytes and by the compiler's clock.
+    collectives; copied, the largest copy as a share of the KV cache; peak, GB of memory; bytes_ms
+    and clock_ms, the milliseconds by bytes and by the compiler's clock.
     """
     bench = ROOT / "tools/bench_rollout.py"
     printed = compile_elsewhere(bench, "--prompt 1024 --answer 256", *flags)
     layouts = re.findall(r"^\S+ on \S+: (\w+)", printed, re.M)
     figures = re.findall(
         r"least ([\d.]+) GB .* compiled ([\d.]+) GB in ([\d.]+) ms, .* "
-        r"move ([\d.]+) GB; .* copy is ([\d.]+) of.*\n"
+        r"move ([\d.]+) GB; .* copy is ([\d.]+) of.* peak ([\d.]+) GB\n"
         r".* clock, not measured, a step takes ([\d.]+) ms \(of that (?:[^;]+ [\d.]+; ){4}",
         printed,
     )
-    names = ("least", "compiled", "bytes_ms", "moved", "copied", "clock_ms")
+    names = ("least", "compiled", "bytes_ms", "moved", "copied", "peak", "clock_ms")
     loops = []
     for layout, texts in zip(layouts, figures, strict=True):
         numbers = map(float, texts)
@@ -230,6 +230,8 @@ def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_prop
     assert loop["layout"] == "tp"
     check_reads_only_weights_and_cache(loop)
     assert loop["clock_ms"] <= most_ms, loop
+    # The memory has little more, and no second copy of any weights.
+    assert loop["peak"] <= 1.15 * loop["least"], loop
     record_property("bytes / those of weights and cache", f"{loop['compiled'] / loop['least']:.3f}")
     record_property("ms by the compiler's clock", loop["clock_ms"])
 

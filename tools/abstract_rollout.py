@@ -26,11 +26,16 @@ def abstract_weights(
     cfg: ModelConfig, layout: Layout, dtype, quantised: bool, lora_rank: int = 0
 ) -> dict:
     """Shapes and shardings of a rollout's weights."""
-    place = partial(abstract, layout=layout)
     shapes = model.shapes(cfg)
     # As in `layouts.to_rollout`, adapters stay beside matrices that are not quantised.
-    if lora_rank and not quantised:
+    has_adapters = bool(lora_rank and not quantised)
+    if has_adapters:
         shapes |= lora.adapter_shapes(cfg, lora_rank)
+
+    def place(name, a, spec):
+        format_of_weight = layouts.rollout_format(name, spec, layout, has_adapters)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=format_of_weight)
+
     weights = {}
     for name, shape in shapes.items():
         master = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -38,7 +43,7 @@ def abstract_weights(
         # A quantised matrix becomes two arrays, with a spec for each.
         a = jax.eval_shape(cast, master)
         specs = layouts.rollout_spec(name, layout, quantised)
-        weights[name] = jax.tree.map(place, a, specs)
+        weights[name] = jax.tree.map(partial(place, name), a, specs)
     weights = model.nest(weights)
     layers = weights["layers"]
     # The scale of adapters does not change what is compiled.
@@ -46,7 +51,7 @@ def abstract_weights(
         join = jax.vmap(partial(model.joined_matrices, scale=1.0))
         joined = jax.eval_shape(join, layers)
         for name, matrix in joined.items():
-            layers[name] = place(matrix, layers[name].sharding.spec)
+            layers[name] = place(name, matrix, layers[name].sharding.spec)
     layers = model.adapted(layers, 1.0, are_joined=layout.joins_adapters)
 
     # Split the layers into stacks, as `layouts.to_rollout` does.
@@ -55,7 +60,7 @@ def abstract_weights(
 
         def cut(a, n=n):
             shape = (n, *a.shape[1:])
-            return jax.ShapeDtypeStruct(shape, a.dtype, sharding=a.sharding)
+            return jax.ShapeDtypeStruct(shape, a.dtype, sharding=a.format)
 
         stack = jax.tree.map(cut, layers)
         stacks.append(stack)
