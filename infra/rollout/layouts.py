@@ -260,12 +260,23 @@ def rollout_format(name: str, spec: P, layout: Layout, has_adapters: bool) -> Fo
 
     A TPU holds a matrix in the order that pads it least, but decoding reads matrices with a
     dimension F in row-major order. If these orders differed, each call of `decode` would copy all
-    of these matrices. (Matrices that are joined with adapters are best left as they are.)
+    of these matrices. A matrix that is joined with an adapter stays in the TPU's order: otherwise,
+    a step of 3B on v6e-8 takes 4.7 ms instead of 4.2 by the compiler's clock.
     """
     order = None
     if "F" in model.letters(name) and not has_adapters:
         order = ArrayLayout(tuple(range(len(spec))))
     return Format(order, NamedSharding(layout.mesh, spec))
+
+
+def rollout_formats(specs: dict, layout: Layout) -> dict:
+    """specs, {flat name: `rollout_spec` of the parameter}, with Formats in place of the specs."""
+    has_adapters = any(map(model.is_adapter, specs))
+    formats = {}
+    for name, spec in specs.items():
+        place = partial(rollout_format, name, layout=layout, has_adapters=has_adapters)
+        formats[name] = jax.tree.map(place, spec)
+    return formats
 
 
 # ---------------------------------------------------------------- moving the weights
@@ -349,12 +360,7 @@ def compiled_moves(
         return jax.lax.map(move_layer, jax.tree.map(take, layers))
 
     # XLA may drop sharding constraints, but not the shardings of a program's outputs.
-    has_adapters = any(map(model.is_adapter, names))
-    formats = {}
-    for name, spec in specs.items():
-        place = partial(rollout_format, name, layout=layout, has_adapters=has_adapters)
-        formats[name] = jax.tree.map(place, spec)
-    formats = model.nest(formats)
+    formats = model.nest(rollout_formats(specs, layout))
     layer_formats = model.adapted(formats.pop("layers"), lora_scale, is_joined)
     return (
         jax.jit(move_top, out_shardings=formats),
