@@ -195,8 +195,8 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: in
     """Choose the Blocks for a chip and a bfloat16 model.
 
     First make a tile as wide in D as fits into 7/8 of VMEM, because the backward reads z again for
-    each tile of D. Then take as much of V as fits, in the forward, too. chunk_tokens: 0 = choose
-    it as well. Raises ValueError if pallas does not support the chip or D.
+    each tile of D. Then take the most rows of V with which the forward fits, too. chunk_tokens: 0 =
+    choose it as well. Raises ValueError if pallas does not support the chip or D.
     """
     if impl != "pallas":
         return Blocks(chunk_tokens or 1024)
@@ -220,8 +220,8 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: in
             backward = h_and_dh + head_and_dW + z_and_dz + temporaries_of_a_step
             # In the forward, h, W and z are bfloat16 and have two buffers each. A step copies its
             # rows of W, and has float32 temporaries.
-            forward = 4 * (tile_tokens * D + V * D + V * tile_tokens)
-            forward += 256 * (2 * D + 20 * tile_tokens)
+            T = min(tile_tokens, C)
+            forward = 4 * (T * D + V * D + V * T) + 256 * (2 * D + 20 * T)
             if backward < vmem_bytes * 7 // 8 and forward < vmem_bytes * 15 // 16:
                 return Blocks(C, tile_tokens, V, d, vmem_bytes * 15 // 16)
     chips = ", ".join(VMEM_MIB)

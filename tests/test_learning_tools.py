@@ -25,6 +25,7 @@ MISTAKES = [  # (tool, flags, what the message must say)
     (word_problems, "--tokenizer nowhere --out x", "nowhere/tokenizer.json is missing"),
     (worked_answers, "gsm8k", "required: OUT"),
     (worked_answers, "gsm8k .", ". exists; choose another"),
+    (worked_answers, "gsm8k x --most_steps 0", "most_steps = 0 leaves no question"),
     (worked_answers, "sums.jsonl x", "sums.jsonl has no held-out questions"),
     (worked_answers, "arith x", "arith has no answer of 1 to 2 steps in << >>"),
     (compare_trl, "--out x", "required: --model"),

@@ -198,7 +198,7 @@ def test_ctrl_c_ends_all_processes_of_this_machine_and_the_launcher_waits(cloud,
     """After Ctrl-C, both processes of `cpu --processes 2` save and end before the launcher does."""
     out = tmp_path / "run"
     group = tmp_path / "group"
-    # Ctrl-C reaches a process group. A session of its own keeps it from pytest.
+    # Ctrl-C reaches a process group. The launcher gets its own, so that pytest goes on.
     alone = (
         "import os, signal, sys; os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); "
         "open(sys.argv[1], 'w').write(str(os.getpid())); "

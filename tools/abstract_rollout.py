@@ -25,7 +25,7 @@ def abstract(a, spec: P, layout: Layout) -> jax.ShapeDtypeStruct:
 def abstract_weights(
     cfg: ModelConfig, layout: Layout, dtype, quantised: bool, lora_rank: int = 0
 ) -> dict:
-    """Shapes and shardings of a rollout's weights."""
+    """Shapes and formats of a rollout's weights."""
     shapes = model.shapes(cfg)
     # As in `layouts.to_rollout`, adapters stay beside matrices that are not quantised.
     has_adapters = bool(lora_rank and not quantised)

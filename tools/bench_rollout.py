@@ -208,7 +208,7 @@ def main(argv=None) -> None:
     check(args.aot or not args.lora, "--lora needs --aot")
     check(args.lengths in ("", "gsm8k"), f"--lengths is gsm8k or nothing, not {args.lengths}")
     check(args.aot or not args.lengths, "--lengths needs --aot with a type of TPUs")
-    check(not (args.lengths and args.lora), "--lengths does not know adapters; leave out --lora")
+    check(not (args.lengths and args.lora), "--lengths cannot be combined with --lora")
     models = args.model.split(",")
     absent_types = args.aot.split(",")
     kinds = args.layout.split(",")

@@ -1,4 +1,4 @@
-"""Files of questions that the tools make."""
+"""Write the question files of the tools."""
 
 import json
 import os

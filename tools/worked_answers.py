@@ -42,9 +42,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--most_steps", type=int, default=2, help="default 2")
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"{args.out} exists; choose another, or remove it")
+    check(args.most_steps > 0, f"most_steps = {args.most_steps} leaves no question; give 1 or more")
     check(
         has_held_out(args.data),
-        f"{args.data} has no held-out questions; give gsm8k, a directory or a hub set",
+        f"{args.data} has no held-out questions; give gsm8k, or a directory or hub set without @",
     )
     sets = {}
     for name, held_out in (("train", False), ("test", True)):

@@ -8,7 +8,7 @@
 #   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# The slice's state, such as its zone, is in variables of cmd_tpu. The functions that cmd_tpu calls set them.
+# The slice's state, such as its zone, is in global variables that cmd_tpu and the functions that it calls set.
 # ---------------------------------------------------------------- Google Cloud: types, and errors of gcloud
 # Set $type, $devices, $hosts, $image and $all_zones, or exit and say why there is no such slice.
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
@@ -297,7 +297,7 @@ workers() {
   reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
 
-# The same, and pass on what gcloud and ssh say.
+# Like `workers`, but then print what gcloud and ssh wrote to stderr.
 pass_on() {
   local code=0
   workers "$@" || code=$?
@@ -507,7 +507,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
   # zone: the slice's, once known. maybe_paid: zones where something may cost money. run_id: ID of the followed run.
   # to_send: directory of the packed tree. log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`.
-  # They are not local: if a command fails, bash leaves all functions before it calls at_end.
+  # They are global, because at_end reads them: after a failed command, bash drops local variables first.
   zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift

@@ -165,34 +165,35 @@ def is_offline() -> bool:
 
 @functools.cache
 def reach() -> str:
-    """Connect to the hub, once per process, unless its libraries are set offline. Returns "", or
-    why the hub cannot be reached, for the end of a message.
+    """Find out once per process whether the hub can be reached, unless its libraries are set
+    offline. Returns "", or why it cannot be reached, for the end of a message.
 
-    If the hub cannot be reached, its libraries are set to use their local copies: otherwise they
-    would retry for half a minute. They read the setting at import, so call this before importing
-    them. The hub counts as reachable if it accepts the connection, whatever it responds.
+    If the hub cannot be reached, its libraries are set to use their local copies: otherwise each of
+    their requests would retry for half a minute. They read the setting at import, so call this
+    before importing them. The hub counts as reachable if it accepts the connection, whatever it
+    responds.
     """
     if is_offline():
         return ""
     # This is the first request of a process, so wait here to spread the hosts' first requests.
     if seconds := seconds_until_first(jax.process_index(), jax.process_count()):
         time.sleep(seconds)
-    reason = no_connection()
-    # One failed process would end a run of many, and the hub may be there for the others.
+    reason = fault_of_connection()
+    # If one process of several fails, the whole run ends, so try again: the fault may be brief.
     patience = PATIENCE[:3] if jax.process_count() > 1 else ()
     for seconds in patience:
         if not reason:
             break
-        warn(f"{reason}; trying again in {seconds} s; without a hub, set HF_HUB_OFFLINE=1")
+        warn(f"{reason}; trying again in {seconds} s; if there is no hub, set HF_HUB_OFFLINE=1")
         time.sleep(seconds)
-        reason = no_connection()
+        reason = fault_of_connection()
     if not reason:
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"
     return f"; {reason}, and there is no copy here"
 
 
-def no_connection() -> str:
+def fault_of_connection() -> str:
     """Try to connect to the hub. Returns "", or why there is no connection."""
     # The hub's libraries can use SOCKS proxies, but urllib cannot, so it cannot test them.
     if any(url.startswith("socks") for url in urllib.request.getproxies().values()):

@@ -258,10 +258,10 @@ def rollout_spec(name: str, layout: Layout, quantised: bool = False):
 def rollout_format(name: str, spec: P, layout: Layout, has_adapters: bool) -> Format:
     """Where the devices hold a parameter in a rollout, and the order of its dimensions in memory.
 
-    A TPU holds a matrix in the order that pads it least, but decoding reads matrices with a
-    dimension F in row-major order. If these orders differed, each call of `decode` would copy all
-    of these matrices. A matrix that is joined with an adapter stays in the TPU's order: otherwise,
-    a step of 3B on v6e-8 takes 4.7 ms instead of 4.2 by the compiler's clock.
+    By default, a TPU holds a matrix in the order that pads it least, but decoding reads matrices
+    with a dimension F in row-major order. If the orders differed, each call of `decode` would begin
+    with a copy of these matrices of all layers. With adapters, the default remains: row-major
+    order would make a step of 3B on v6e-8 take 4.7 ms instead of 4.2 by the compiler's clock.
     """
     order = None
     if "F" in model.letters(name) and not has_adapters:
@@ -270,7 +270,7 @@ def rollout_format(name: str, spec: P, layout: Layout, has_adapters: bool) -> Fo
 
 
 def rollout_formats(specs: dict, layout: Layout) -> dict:
-    """specs, {flat name: `rollout_spec` of the parameter}, with Formats in place of the specs."""
+    """{flat name: `rollout_format` of the parameter}. specs: {flat name: its `rollout_spec`}."""
     has_adapters = any(map(model.is_adapter, specs))
     formats = {}
     for name, spec in specs.items():
