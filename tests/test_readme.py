@@ -65,6 +65,7 @@ KINDS = {
     r"gcloud|number=": "cloud",  # tests/test_launch.py checks those that prepare a project
     r"\.venv/bin/python -m pip install": "package index",
     r"python tools/smollm2\.py": "package index",  # tests/test_smollm2.py runs it
+    r"python tools/worked_answers\.py": "hub",  # tests/test_learning_tools.py runs it on files
     r"\.venv/bin/xprof --logdir ": "viewer",  # which is not here; that it has something to open
 }
 
