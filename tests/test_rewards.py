@@ -267,7 +267,7 @@ def is_running(process):
     """Whether a process runs. One that has ended may wait for its parent to notice."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
 
