@@ -53,7 +53,7 @@ def main(size: str, device_type: str, attention: str, micro_batches: str) -> Non
     mesh = train.make_mesh(cfg.mesh, absent_devices.of_kind(device_type))
     cfg = train.resolve(cfg, mesh)
     model_cfg = model_of_size(size)
-    width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
+    shape = packing.row_shape(cfg.max_prompt + cfg.max_answer, cfg, model_cfg, mesh)
     texts = []
 
     def compile(lowered, mesh):
@@ -61,10 +61,10 @@ def main(size: str, device_type: str, attention: str, micro_batches: str) -> Non
 
     gib = {}
     for n in map(int, micro_batches.split(",")):
-        update = n, width, cfg, model_cfg, mesh, train.UPDATE
+        update = n, shape, cfg, model_cfg, mesh, train.UPDATE
         gib[n], _ = fit.update_gib(*update, compile=compile)
     # The last two programs are the gradients and the optimizer step of the last micro-batch.
-    print(json.dumps({"gib": gib, **facts(texts[-2], model_cfg.V, width)}))
+    print(json.dumps({"gib": gib, **facts(texts[-2], model_cfg.V, shape.width)}))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from infra.rollout.engine import Engine
 from infra.rollout.sampling import Sampling
 from infra.update import lora
 from infra.update.fit import device_bytes, estimate_by_sizes
+from infra.update.packing import RowShape
 from infra.update.state import (
     abstract_gradients,
     abstract_rows,
@@ -573,7 +574,9 @@ def test_memory_of_the_state_is_that_of_the_base_in_bfloat16():
     assert 113 < resting[0] < 114
     assert 14.5 < resting[16] < 15.0
     # The search for a micro-batch starts from an estimate without a gradient of the embedding.
-    rest_gib = estimate_by_sizes(cfg, seven, mesh(), 2048, train.UPDATE, 56.4).rest_gib
+    rest_gib = estimate_by_sizes(
+        cfg, seven, mesh(), RowShape(2048, 64), train.UPDATE, 56.4
+    ).rest_gib
     assert rest_gib == pytest.approx(resting[16] + 2 * seven.V * seven.D / 2**30)
 
 

@@ -30,6 +30,7 @@ from infra.rollout import layouts
 from infra.rollout.engine import Engine
 from infra.run import checkpoint
 from infra.update import fit
+from infra.update.packing import RowShape
 from test_kernel import mesh
 from tools import absent_devices, plan
 
@@ -92,9 +93,9 @@ def fresh_answers(tmp_path, monkeypatch):
 
     # --micro_batch changes no program. Leave it out of the cache's key, so that each program is
     # traced once.
-    def update_gib_without_flag(micro_batch, width, cfg, model_cfg, mesh, programs, **use):
+    def update_gib_without_flag(micro_batch, shape, cfg, model_cfg, mesh, programs, **use):
         cfg = dataclasses.replace(cfg, micro_batch=0)
-        return update_gib(micro_batch, width, cfg, model_cfg, mesh, programs, **use)
+        return update_gib(micro_batch, shape, cfg, model_cfg, mesh, programs, **use)
 
     update_gib_without_flag.cache_clear = update_gib.cache_clear
     monkeypatch.setattr(fit, "update_gib", update_gib_without_flag)
@@ -107,10 +108,10 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
 
     def choose(micro_batch=0):
         asked = dataclasses.replace(cfg, micro_batch=micro_batch)
-        return fit.choose_micro_batch(asked, SMALL, mesh(), 32, train.UPDATE)
+        return fit.choose_micro_batch(asked, SMALL, mesh(), RowShape(32, 3), train.UPDATE)
 
     def needed(micro_batch):
-        return fit.update_gib(micro_batch, 32, cfg, SMALL, mesh(), train.UPDATE)
+        return fit.update_gib(micro_batch, RowShape(32, 3), cfg, SMALL, mesh(), train.UPDATE)
 
     def with_memory(gib):
         fit.update_gib.cache_clear()
@@ -184,18 +185,18 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
     of_gradients = 4 * SMALL.n_params / 2**30
 
     two, three, four, eight = (
-        fit.update_gib(n, 32, cfg, SMALL, mesh(), programs)[0] for n in (2, 3, 4, 8)
+        fit.update_gib(n, RowShape(32, 4), cfg, SMALL, mesh(), programs)[0] for n in (2, 3, 4, 8)
     )
     assert two == three and four == eight
     assert_allclose(three - four, of_gradients, rtol=1e-6)
 
-    def guess(batch):
-        larger = dataclasses.replace(cfg, batch=batch)
-        return fit.estimate_by_sizes(larger, SMALL, mesh(), 32, train.UPDATE, limit=1.0)
+    def guess(most):
+        shape = RowShape(32, most)
+        return fit.estimate_by_sizes(cfg, SMALL, mesh(), shape, train.UPDATE, limit=1.0)
 
     # The guess also counts this sum if a minibatch does not fit in one micro-batch.
-    filling, several = guess(2), guess(2**18)
-    assert fit.rows_to_fill(cfg, mesh()) == 4 < several.rows < filling.rows < 2**19
+    filling, several = guess(4), guess(2**19)
+    assert 4 < several.rows < filling.rows < 2**19
     assert_allclose(several.rest_gib - filling.rest_gib, of_gradients, rtol=1e-6)
 
 

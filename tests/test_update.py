@@ -20,6 +20,7 @@ import model
 import train
 from infra.update import packing, state
 from test_kernel import mesh, numpy_loss, relative
+from tools.sizes import model_of_size
 
 ONE = (1, 1, 1)
 # With sgd and no clipping, an update subtracts the gradient times the learning rate.
@@ -251,6 +252,33 @@ def test_packing_fills_rows_and_shares_them_out(record_property):
         assert counts["slots"] <= (fewest + 1) * width, (filled, fewest)
         padding.append(1 - counts["tokens"] / counts["slots"])
     record_property("padding", ", ".join(f"{part:.1%}" for part in padding))
+
+
+SMOLLM2 = dataclasses.replace(SMALL, V=49152, D=576, F=1536, N=9, K=3, H=64, L=30, tied=True)
+ROW_SHAPES = [  # (model, longest sequence, sequences per device, tokens per row, rows per device)
+    (SMOLLM2, 88, 64, 176, 32),  # with three sequences per row, attention would take too much
+    (SMOLLM2, 88, 12, 88, 12),  # with two, there would be too few rows
+    (SMOLLM2, 83, 64, 168, 32),  # two sequences, rounded up to a multiple of 8
+    (SMOLLM2, 300, 64, 304, 64),
+    (model_of_size("0.5B"), 88, 64, 440, 13),
+    (model_of_size("tiny"), 72, 64, 72, 64),
+]
+
+
+def test_short_sequences_share_rows():
+    """A row holds several short sequences, but attention stays cheap, and each device keeps
+    rows. Sequences of any lengths fit into the number of rows that is promised."""
+    rng = np.random.default_rng(0)
+    for model_cfg, longest, sequences, *expected in ROW_SHAPES:
+        cfg = train.Config(batch=sequences, npq=1)
+        shape = packing.row_shape(longest, cfg, model_cfg, mesh())
+        assert [*shape] == expected
+        # Sequences a little longer than half of the longest fill rows worst.
+        for least in 1, longest // 2 + 1, longest:
+            lengths = rng.integers(least, longest + 1, sequences)
+            assert len(packing.pack(lengths, shape.width)) <= shape.most
+    cfg = train.Config(batch=16, npq=8, minibatches=2)
+    assert packing.row_shape(83, cfg, SMOLLM2, mesh(fsdp=2, tp=2)) == (176, 16)
 
 
 def test_a_minibatch_takes_every_nth_sequence():

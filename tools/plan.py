@@ -86,7 +86,7 @@ def plan_update(
     Returns (the micro-batch, or 0 if it does not fit; {compiled micro-batch: (GiB per device, does
     it fit)}; {compiled micro-batch: the compiler's time estimates of its programs}).
     """
-    width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
+    shape = packing.row_shape(cfg.max_prompt + cfg.max_answer, cfg, model_cfg, mesh)
     clocks = {}
 
     def gib_and_fit(micro_batch):
@@ -99,7 +99,7 @@ def plan_update(
             clocks[micro_batch].append(found.clock)
             return found.gib, found.fits
 
-        update = micro_batch, width, cfg, model_cfg, mesh, train.UPDATE
+        update = micro_batch, shape, cfg, model_cfg, mesh, train.UPDATE
         return fit.update_gib(*update, compile=compile)
 
     if cfg.micro_batch:
@@ -137,11 +137,12 @@ def table_of_update(compiled: dict, others: dict, limit: float) -> str:
 def setup_in_words(device_type, cfg, model_cfg, mesh) -> str:
     hosts = host_count(mesh)
     kind = mesh.devices.flat[0].device_kind
+    shape = packing.row_shape(cfg.max_prompt + cfg.max_answer, cfg, model_cfg, mesh)
     return (
         f"{device_type}: {hosts} x {mesh.size // hosts} {kind}, mesh {dict(mesh.shape)}; "
         f"{model_cfg.n_params / 1e6:.2f}M parameters\n{cfg.batch} questions x {cfg.npq} answers = "
         f"{cfg.batch * cfg.npq} sequences per host, in {cfg.minibatches} minibatches of at most "
-        f"{fit.rows_to_fill(cfg, mesh)} rows per device"
+        f"{shape.most} rows per device"
     )
 
 
@@ -175,14 +176,14 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
         # Leave micro_batch unchecked: a plan may ask for more rows than a step has.
         train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
-        width = packing.row_width(cfg.max_prompt + cfg.max_answer, mesh)
+        shape = packing.row_shape(cfg.max_prompt + cfg.max_answer, cfg, model_cfg, mesh)
         say(
-            f"rows of {width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
+            f"rows of {shape.width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
             f"{cfg.remat}, {kept_small(cfg)}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
-        guess = fit.estimate_by_sizes(cfg, model_cfg, mesh, width, train.UPDATE, limit)
+        guess = fit.estimate_by_sizes(cfg, model_cfg, mesh, shape, train.UPDATE, limit)
         largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)
-        filled = fit.rows_to_fill(cfg, mesh)
+        filled = shape.most
         gib, _ = compiled[largest or min(compiled)]
         # With --micro_batch, print no other micro-batches.
         others = {} if cfg.micro_batch else gib_of_others(largest, gib, guess.rest_gib, filled)

@@ -261,10 +261,12 @@ def rollout_format(name: str, spec: P, layout: Layout, has_adapters: bool) -> Fo
     By default, a TPU holds a matrix in the order that pads it least, but decoding reads matrices
     with a dimension F in row-major order. If the orders differed, each call of `decode` would begin
     with a copy of these matrices of all layers. With adapters, the default remains: row-major
-    order would make a step of 3B on v6e-8 take 4.7 ms instead of 4.2 by the compiler's clock.
+    order would make a step of 3B on v6e-8 take 4.7 ms instead of 4.2 by the compiler's clock. It
+    also remains in the layout fsdp, where each step gathers the matrices: in row-major order, the
+    shards along D of 7B on v6e-8 would take 4.07 GB of memory in decoding instead of 3.53.
     """
     order = None
-    if "F" in model.letters(name) and not has_adapters:
+    if "F" in model.letters(name) and not has_adapters and layout.kind != "fsdp":
         order = ArrayLayout(tuple(range(len(spec))))
     return Format(order, NamedSharding(layout.mesh, spec))
 

@@ -21,14 +21,9 @@ from infra.host.chips import GIB
 from infra.host.console import check, say
 from infra.host.files import CheckpointError
 from infra.host.memory import total_memory
-from infra.host.processes import (
-    all_gather_processes,
-    code_hash,
-    host_count,
-    processes_of_this_machine,
-)
+from infra.host.processes import all_gather_processes, code_hash, processes_of_this_machine
 from infra.rollout.engine import make_engine
-from infra.update.packing import row_width
+from infra.update.packing import RowShape, row_shape
 from infra.update.state import abstract_gradients, abstract_rows, abstract_state, weights_of
 
 # Bytes of host memory per token of a step: 4-byte numbers in NumPy, Python integers, and text.
@@ -49,12 +44,12 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
 
     longest_prompt: in tokens. programs: the trainer's UpdatePrograms.
     """
-    width = row_width(longest_prompt + cfg.max_answer, mesh)
+    shape = row_shape(longest_prompt + cfg.max_answer, cfg, model_cfg, mesh)
     # Parameters and optimizer state stay on the devices during the rollout.
     resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
     engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting, cfg.lora_scale)
-    micro_batch = choose_micro_batch(cfg, model_cfg, mesh, width, programs)
-    return width, micro_batch, engine
+    micro_batch = choose_micro_batch(cfg, model_cfg, mesh, shape, programs)
+    return shape.width, micro_batch, engine
 
 
 def check_host_memory(cfg, width: int) -> None:
@@ -127,12 +122,12 @@ class UpdatePrograms:
 
 @functools.cache
 def update_gib(
-    micro_batch, width, cfg, model_cfg, mesh, programs, compile: Callable | None = None
+    micro_batch, shape: RowShape, cfg, model_cfg, mesh, programs, compile: Callable | None = None
 ) -> tuple[float, bool]:
     """Returns (GiB that an update takes on a device, whether it fits). The state is part of it.
 
-    micro_batch: rows per device, of `width` tokens. compile: replaces `compiled_gib`; called for
-    the gradients, then for an optimizer step. Results are cached in the process.
+    micro_batch: rows per device. compile: replaces `compiled_gib`; called for the gradients, then
+    for an optimizer step. Results are cached in the process.
     """
     compile = compile or compiled_gib
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
@@ -144,7 +139,7 @@ def update_gib(
         return resting_gib, False
     # GRPO's rows have more fields than supervised ones, and so take more memory.
     fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
-    rows = abstract_rows(fields, micro_batch, width, mesh)
+    rows = abstract_rows(fields, micro_batch, shape.width, mesh)
     static = dict(cfg=cfg, mesh=mesh)
     gradient = programs.gradients.lower(weights_of(state), rows, model_cfg=model_cfg, **static)
     others = {name: part for name, part in state.items() if name not in ("params", "base")}
@@ -159,19 +154,13 @@ def update_gib(
     # that are on the device at the same time.
     gradient_gib, gradient_fits = compile(gradient, mesh)
     gradient_gib += device_bytes(others) / GIB
-    if micro_batch < rows_to_fill(cfg, mesh):
+    if micro_batch < shape.most:
         # With several micro-batches, the sum of their gradients is on the device as well.
         gradient_gib += device_bytes(grads) / GIB
     step_gib, step_fits = compile(step, mesh)
     step_gib += resting_gib - device_bytes(largest) / GIB
     gib = max(gradient_gib, step_gib)
     return gib, gradient_fits and step_fits and gib <= limit
-
-
-def rows_to_fill(cfg, mesh) -> int:
-    """Rows per device in a minibatch if each sequence has a row of its own."""
-    sequences = cfg.batch * cfg.npq * host_count(mesh)
-    return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 
 class MemoryEstimate(NamedTuple):
@@ -182,8 +171,10 @@ class MemoryEstimate(NamedTuple):
     row_gib: float  # lower bound of the GiB that each row adds
 
 
-def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) -> MemoryEstimate:
-    """Estimate the memory of an update. width: tokens per row. limit: GiB of a device."""
+def estimate_by_sizes(
+    cfg, model_cfg, mesh, shape: RowShape, programs, limit: float
+) -> MemoryEstimate:
+    """Estimate the memory of an update. limit: GiB of a device."""
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     bytes_of_a_value = jnp.dtype(cfg.dtype).itemsize
@@ -195,8 +186,8 @@ def estimate_by_sizes(cfg, model_cfg, mesh, width: int, programs, limit: float) 
     rest_gib = (device_bytes((state, grads)) + embedding) / GIB
     # Each row adds the inputs of all layers, the last hidden states, and two gradients of the size
     # of the last hidden states.
-    row_gib = (model_cfg.L + 3) * width * model_cfg.D * bytes_of_a_value / GIB
-    if (limit - rest_gib) / row_gib < rows_to_fill(cfg, mesh):
+    row_gib = (model_cfg.L + 3) * shape.width * model_cfg.D * bytes_of_a_value / GIB
+    if (limit - rest_gib) / row_gib < shape.most:
         # With several micro-batches, the sum of their gradients is on the device as well.
         rest_gib += device_bytes(grads) / GIB
     # The limit may be infinite.
@@ -251,34 +242,33 @@ def where_line_meets(limit, n0, gib0, n1, gib1):
     return math.floor(min(n0 + (limit - gib0) * (n1 - n0) / rise, MOST_ROWS))
 
 
-def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) -> int:
+def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePrograms) -> int:
     """Returns the rows per device of one forward and backward: `--micro_batch` if it is given, else
     the largest number that fits, up to the rows of a minibatch. Exits with code 2 if --micro_batch,
     or a single row, does not fit.
 
-    The update is compiled for rows of `width` tokens. The result of a search is cached on disk.
+    The result of a search is cached on disk.
     """
     # A run without steps has no update.
     if cfg.steps + cfg.sft_steps == 0:
         return 0
     need = partial(
-        update_gib, width=width, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
+        update_gib, shape=shape, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
     )
     asked = cfg.micro_batch
     # A minibatch has no more rows than this, so a larger micro-batch would only add padding.
-    filled = rows_to_fill(cfg, mesh)
-    most = asked or filled
+    most = asked or shape.most
     limit = chips.device_memory(mesh.devices.flat[0])
-    estimate = estimate_by_sizes(cfg, model_cfg, mesh, width, programs, limit)
+    estimate = estimate_by_sizes(cfg, model_cfg, mesh, shape, programs, limit)
     search = partial(largest_that_fits, need, limit, most, estimate)
     # The programs do not depend on the run's directory or seed.
-    program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, width)
+    program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, shape)
     chosen, gib, refused, too_much = search_or_remember(search, limit, most, program)
     over = f"{too_much:.2f} GiB of a device's {limit:.2f}, {too_much - limit:.2f} too much"
     check(
         chosen,
-        f"not one row of {width} tokens per device fits: an update with one row takes {over}; try "
-        f"{ADVICE}",
+        f"not one row of {shape.width} tokens per device fits: an update with one row takes "
+        f"{over}; try {ADVICE}",
     )
     check(
         chosen == most or not asked,
@@ -286,7 +276,7 @@ def choose_micro_batch(cfg, model_cfg, mesh, width, programs: UpdatePrograms) ->
         f"is --micro_batch {chosen:.0f}",
     )
     say(
-        f"micro_batch {chosen:.0f} of at most {filled} rows per device: {gib:.2f} GiB of "
+        f"micro_batch {chosen:.0f} of at most {shape.most} rows per device: {gib:.2f} GiB of "
         f"{limit:.2f}"
     )
     return int(chosen)

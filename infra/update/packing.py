@@ -2,13 +2,20 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 import model
-from infra.host.processes import all_gather_processes
+from infra.host.processes import all_gather_processes, host_count
 from infra.update import lora
+
+# Short sequences share rows of up to this many tokens, if each device then has this many rows, and
+# if attention takes at most this fraction of the operations of the matmuls.
+SHARED_WIDTH = 512
+LEAST_ROWS = 8
+MOST_ATTENTION = 0.05
 
 
 @dataclass(frozen=True)
@@ -24,11 +31,35 @@ class Packing:
     counts: dict  # the step's totals, from `count_tokens`
 
 
-def row_width(longest: int, mesh) -> int:
-    """Tokens per row: the longest sequence's length, rounded up to a multiple of 8 * tp, because
-    the loss splits the tokens of a row over tp."""
+class RowShape(NamedTuple):
+    """The size of the rows that sequences are packed into."""
+
+    width: int  # tokens per row
+    most: int  # rows per device that the sequences of a minibatch take at most
+
+
+def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape:
+    """Choose the width of rows for sequences of at most `longest` tokens.
+
+    A row holds k of the longest sequences. A row of one sequence is mostly padding if most
+    sequences are much shorter than the longest; in a wider row, more of them share less padding.
+    """
+    # In the forward, matmuls take 2 operations per token and parameter. Attention over W tokens
+    # takes 4 * W * N * H per token and layer.
+    of_width = 2 * model_cfg.L * model_cfg.N * model_cfg.H
+    widest = min(SHARED_WIDTH, MOST_ATTENTION * model_cfg.n_multiplied / of_width)
+    sequences = sequences_of_device(cfg, mesh)
+    k = max(1, min(int(widest / longest), sequences // LEAST_ROWS))
+    # The loss splits the tokens of a row over tp.
     unit = 8 * mesh.shape["tp"]
-    return -(-longest // unit) * unit
+    # `pack` opens a row only if a sequence fits into no other, so each other row has at least k.
+    return RowShape(-(-k * longest // unit) * unit, max(1, -(-sequences // k)))
+
+
+def sequences_of_device(cfg, mesh) -> int:
+    """Sequences per device in a minibatch."""
+    sequences = cfg.batch * cfg.npq * host_count(mesh)
+    return sequences // (mesh.shape["dp"] * mesh.shape["fsdp"]) // cfg.minibatches
 
 
 def pack(lengths, width: int) -> list[list[int]]:
