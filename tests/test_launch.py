@@ -5,13 +5,14 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pods
 import pytest
 from conftest import ROOT, arguments, run
-from pods import ENDS, OFFLINE, POD_FLAGS, SLEEP, UNAVAILABLE, write
+from pods import ENDS, OFFLINE, POD_FLAGS, SLEEP, UNAVAILABLE, until_it_works, write
 
 # pytest finds the fixture under this name.
 cloud = pods.cloud
@@ -34,6 +35,36 @@ def test_shellcheck_finds_nothing():
         "launch.sh infra/cloud/worker.sh .ci/run .ci/slurm .ci/slurm_job tests/worker_python.sh"
     )
     run("shellcheck", "-x", *scripts.split(), cwd=ROOT)
+
+
+@pytest.mark.parametrize("words, seconds", [("stop", 600), ("stop 7.7", 30), ("stop 8.8", 0)])
+def test_stop_leaves_time_to_save(tmp_path, words, seconds):
+    """A user's stop kills a run after ten minutes, so that it can save. The launcher's stop names
+    the run, which waits for a worker that has ended, and kills it after 30 seconds."""
+    scripts = tmp_path / "infra/cloud"
+    shutil.copytree(ROOT / "infra/cloud", scripts)
+    commands = tmp_path / "bin"
+    for name, line in ("curl", "echo 0"), ("sleep", "echo >>slept"):
+        write(commands / name, f"#!/bin/sh\n{line}\n", 0o755)
+    write(tmp_path / "run.id", "7.7\n")
+
+    def is_ready():
+        assert (tmp_path / "ready").exists()
+
+    # This run ignores SIGTERM.
+    busy = "trap '' TERM; exec 9>run.lock; flock 9; echo >ready; while :; do /bin/sleep 1; done"
+    with subprocess.Popen(["bash", "-c", busy], cwd=tmp_path, start_new_session=True) as process:
+        write(tmp_path / "run.pid", str(process.pid))
+        until_it_works(is_ready)
+        path = f"{commands}:{os.environ['PATH']}"
+        text = run("bash", scripts / "worker.sh", *words.split(), PATH=path)
+        if not seconds:
+            assert process.poll() is None
+            process.kill()
+    slept = tmp_path / "slept"
+    # After SIGKILL, the lock may be held for a moment.
+    assert seconds <= (len(slept.read_text()) if slept.exists() else 0) <= seconds + 5
+    assert text.count("another stop ends it at once") == (seconds == 600)
 
 
 def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):

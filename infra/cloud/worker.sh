@@ -7,7 +7,8 @@
 #   bash infra/cloud/worker.sh follow FIRST REST        print the run's log until the end, then "exit CODE TIME". Worker
 #                                                       0 begins at FIRST, the others at REST, as for `tail -n`
 #   bash infra/cloud/worker.sh status                   print whether a run is going on, and the last line of its log
-#   bash infra/cloud/worker.sh stop [ID]                send SIGTERM to the run, and SIGKILL after 30 seconds
+#   bash infra/cloud/worker.sh stop [ID]                send SIGTERM to the run; if it does not end, SIGKILL after ten
+#                                                       minutes. With ID, end only this run, and after 30 seconds
 #   bash infra/cloud/worker.sh test ARGUMENTS           run pytest with these arguments
 #   bash infra/cloud/worker.sh results                  print where the run's results are; see tools/results.py
 set -euo pipefail
@@ -73,14 +74,19 @@ status() {
 }
 
 stop() {
-  local second
-  # Leave a run with another ID alone.
-  if [ -n "${1:-}" ] && [ "$1" != "$(cat run.id)" ]; then return; fi
-  for second in {0..40}; do
+  local second patience=600
+  if [ -n "${1:-}" ]; then
+    # Leave a run with another ID alone.
+    if [ "$1" != "$(cat run.id)" ]; then return; fi
+    # launch.sh names the run once one of its workers has ended. The others wait for that worker and cannot save.
+    patience=30
+  fi
+  for ((second = 0; second <= patience + 10; second++)); do
     if is_free; then return; fi
     case $second in
       0) kill -TERM -- "-$(cat run.pid)" ;;
-      30) kill -KILL -- "-$(cat run.pid)" ;;
+      "$patience") kill -KILL -- "-$(cat run.pid)" ;;
+      30) echo 'the run finishes what it computes, and saves; another stop ends it at once' ;;
     esac
     sleep 1
   done
