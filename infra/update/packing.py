@@ -41,8 +41,8 @@ class RowShape(NamedTuple):
 def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape:
     """Choose the width of rows for sequences of at most `longest` tokens.
 
-    A row holds k of the longest sequences. A row of one sequence is mostly padding if most
-    sequences are much shorter than the longest; in a wider row, more of them share less padding.
+    A row has room for k of the longest sequences. If most sequences are much shorter, a row for one
+    of them would be mostly padding. In a wider row, several of them share less padding.
     """
     # In the forward, matmuls take 2 operations per token and parameter. Attention over W tokens
     # takes 4 * W * N * H per token and layer.
@@ -52,7 +52,7 @@ def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape
     k = max(1, min(int(widest / longest), sequences // LEAST_ROWS))
     # The loss splits the tokens of a row over tp.
     unit = 8 * mesh.shape["tp"]
-    # `pack` opens a row only if a sequence fits into no other, so each other row has at least k.
+    # `pack` adds a row only if a sequence fits into none of the rows, so all of them have k or more.
     return RowShape(-(-k * longest // unit) * unit, max(1, -(-sequences // k)))
 
 
