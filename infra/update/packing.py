@@ -52,7 +52,7 @@ def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape
     k = max(1, min(int(widest / longest), sequences // LEAST_ROWS))
     # The loss splits the tokens of a row over tp.
     unit = 8 * mesh.shape["tp"]
-    # `pack` adds a row only if a sequence fits into none of the rows, so all of them have k or more.
+    # A row with fewer than k sequences has room for another, so all but the last have at least k.
     return RowShape(-(-k * longest // unit) * unit, max(1, -(-sequences // k)))
 
 
