@@ -54,12 +54,13 @@ def test_stop_leaves_time_to_save(tmp_path, words, seconds):
     # This run ignores SIGTERM.
     busy = "trap '' TERM; exec 9>run.lock; flock 9; echo >ready; while :; do /bin/sleep 1; done"
     with subprocess.Popen(["bash", "-c", busy], cwd=tmp_path, start_new_session=True) as process:
-        write(tmp_path / "run.pid", str(process.pid))
-        until_it_works(is_ready)
-        path = f"{commands}:{os.environ['PATH']}"
-        text = run("bash", scripts / "worker.sh", *words.split(), PATH=path)
-        if not seconds:
-            assert process.poll() is None
+        try:
+            write(tmp_path / "run.pid", str(process.pid))
+            until_it_works(is_ready)
+            path = f"{commands}:{os.environ['PATH']}"
+            text = run("bash", scripts / "worker.sh", *words.split(), PATH=path)
+            assert seconds or process.poll() is None
+        finally:
             process.kill()
     slept = tmp_path / "slept"
     # After SIGKILL, the lock may be held for a moment.

@@ -78,7 +78,7 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
 
 # ---------------------------------------------------------------- the memory of the update
 def plan_update(
-    cfg, model_cfg, mesh, guess: fit.MemoryEstimate, limit: float
+    cfg, model_cfg, mesh, shape: packing.RowShape, guess: fit.MemoryEstimate, limit: float
 ) -> tuple[int, dict, dict]:
     """Compile the update with --micro_batch, or search for the largest micro-batch that fits.
 
@@ -86,7 +86,6 @@ def plan_update(
     Returns (the micro-batch, or 0 if it does not fit; {compiled micro-batch: (GiB per device, does
     it fit)}; {compiled micro-batch: the compiler's time estimates of its programs}).
     """
-    shape = packing.row_shape(cfg.max_prompt + cfg.max_answer, cfg, model_cfg, mesh)
     clocks = {}
 
     def gib_and_fit(micro_batch):
@@ -182,7 +181,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
             f"{cfg.remat}, {kept_small(cfg)}, attention {cfg.attention}, loss {cfg.loss_impl}"
         )
         guess = fit.estimate_by_sizes(cfg, model_cfg, mesh, shape, train.UPDATE, limit)
-        largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, guess, limit)
+        largest, compiled, clocks = plan_update(cfg, model_cfg, mesh, shape, guess, limit)
         filled = shape.most
         gib, _ = compiled[largest or min(compiled)]
         # With --micro_batch, print no other micro-batches.

@@ -78,7 +78,7 @@ stop() {
   if [ -n "${1:-}" ]; then
     # Leave a run with another ID alone.
     if [ "$1" != "$(cat run.id)" ]; then return; fi
-    # launch.sh names the run once one of its workers has ended. The others wait for that worker and cannot save.
+    # launch.sh names the run if one of its workers has ended. The others wait for that worker and cannot save.
     patience=30
   fi
   for ((second = 0; second <= patience + 10; second++)); do
