@@ -309,7 +309,7 @@ def generate(
         assert a.sharding.is_equivalent_to(wanted, a.ndim), (kind, name, a.sharding)
     at_once = {group: at_once} if at_once else {}
     sampler = engine.Engine(cfg, None, layout, "float32", "float32", max_answer, at_once, weights)
-    with mock.patch.object(engine, "STAGE", stage):
+    with mock.patch.object(engine, "STAGE_ON_CPU", stage):
         key = jax.random.key(seed)
         return sampler.generate(prompts, key, sampling or Sampling(), group, **options)
 

@@ -346,6 +346,20 @@ def test_rows_that_stay_keep_their_caches():
     assert_array_equal(smaller.state.hidden_BD[:, 0], [2, 3, 6, 7])
 
 
+def test_on_cpus_rows_leave_however_large_the_weights_are(monkeypatch):
+    """With weights of 1 TiB, other devices keep all 8 rows, but a CPU keeps only the live one."""
+    layout = layouts.layout_of("replicated", 1, TIED, mesh())
+    size = dict(B=8, n_prompts=4, width=64, slots=64)
+    state = layouts.empty_state(**size, dtype=jnp.float32, cfg=TIED, layout=layout)
+    row_ids = np.arange(8)[None]
+    wave = waves.Wave(row_ids, is_live=row_ids == 5, group=2, slots=64, state=state)
+    weight_bytes = 2**40
+    monkeypatch.setattr(layouts, "bytes_read", lambda *_: (weight_bytes, 1000))
+    assert waves.fewer_rows(wave.is_live.reshape(1, 4, 2), 64000, 64000, weight_bytes) == (4, 2)
+    smaller = waves.resize_wave(wave, 64, TIED, layout, quantised=False)
+    assert smaller.row_ids.tolist() == [[5]]
+
+
 # ---------------------------------------------------------------- plans
 GIB = 2**30
 SIZE = layouts.RolloutSize(answers=128, group=8, prompt_slots=1024, answer_slots=256)

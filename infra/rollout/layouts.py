@@ -60,6 +60,10 @@ class Layout:
         return [1] * L if self.by_layer else [L]
 
     @property
+    def is_on_cpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def sharing(self) -> int:
         """In the layout tp, number of devices with the same key/value heads; otherwise 1. They have
         the same rows outside of attention, and divide them in attention."""

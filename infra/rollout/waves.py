@@ -104,6 +104,9 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     prompts, answers, hidden_BD = wave.state
     width = prompts[0].keys.shape[3]
     weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, hidden_BD.dtype, quantised)
+    if layout.is_on_cpu:
+        # There, matmuls take longer than reading the weights, so fewer rows always save time.
+        weight_bytes = 0
     by_prompt = len(wave.row_ids), -1, wave.group
     is_live_RPG = wave.is_live.reshape(by_prompt)
     _, n_prompts, _ = is_live_RPG.shape
