@@ -177,17 +177,17 @@ class Way(NamedTuple):
 GROWING = (32,)
 # fmt: off
 WAYS = {
-    "one device": Way((1, 1, 1), "replicated", dict(stage=8), 4, 0, GROWING),
+    "one device": Way((1, 1, 1), "replicated", dict(stage=8), 4, 1, GROWING),
     "fsdp": Way((2, 2, 2), "fsdp", {}, 2),
     "tp, waves": Way((2, 2, 2), "tp", dict(at_once=4), 4),
     "by layer, stages": Way((2, 2, 2), "tp", dict(stage=8, by_layer=True), 4, 0, GROWING),
     "maxtext, stages, waves": Way((2, 4, 1), "maxtext", dict(stage=8, at_once=9), 8, 1, GROWING),
 }
 SLOW_WAYS = {
-    "one device, waves": Way((1, 1, 1), "replicated", dict(stage=6, at_once=12), 15, 4, GROWING),
+    "one device, waves": Way((1, 1, 1), "replicated", dict(stage=6, at_once=12), 15, 3, GROWING),
     "replicated": Way((1, 8, 1), "replicated", {}, 2),
     "tp, stages": Way((2, 4, 1), "tp", dict(stage=8), 4, 0, GROWING),
-    "fsdp, stages, waves": Way((1, 8, 1), "fsdp", dict(stage=8, at_once=2), 8, 0, GROWING),
+    "fsdp, stages, waves": Way((1, 8, 1), "fsdp", dict(stage=8, at_once=2), 8, 1, GROWING),
     "auto, no groups": Way((1, 8, 1), "auto", dict(group=1, at_once=3), 4),
 }
 # fmt: on
@@ -346,7 +346,30 @@ def test_rows_that_stay_keep_their_caches():
     assert_array_equal(smaller.state.hidden_BD[:, 0], [2, 3, 6, 7])
 
 
-def test_on_cpus_rows_leave_however_large_the_weights_are(monkeypatch):
+def test_a_prompt_with_several_live_answers_may_be_kept_several_times():
+    """Prompt 0 of four has three live answers, and prompt 2 has one. Four rows remain, and each has
+    a copy of its prompt's cache."""
+    layout = layouts.layout_of("replicated", 1, TIED, mesh())
+    size = dict(B=16, n_prompts=4, width=64, slots=256)
+    size |= dict(dtype=jnp.float32, cfg=TIED, layout=layout)
+    prompts, answers, hidden_BD = layouts.empty_state(**size)
+    prompts = jax.tree.map(lambda a: numbered(a, 1), prompts)
+    answers = jax.tree.map(lambda a: numbered(a, 1), answers)
+    state = layouts.DecodeState(prompts, answers, numbered(hidden_BD, 0))
+    row_ids = np.arange(16)[None]
+    is_live = np.isin(row_ids, [0, 2, 3, 9])
+    wave = waves.Wave(row_ids, is_live, group=4, slots=256, state=state)
+
+    smaller = waves.resize_wave(wave, 256, TIED, layout, quantised=False)
+    assert smaller.row_ids.tolist() == [[0, 2, 3, 9]]
+    assert smaller.group == 1
+    for a in jax.tree.leaves(smaller.state.prompts):
+        assert_array_equal(a[0, :, 0, 0, 0], [0, 0, 0, 2])
+    for a in jax.tree.leaves(smaller.state.answers):
+        assert_array_equal(a[0, :, 0, 0, 0], [0, 2, 3, 9])
+
+
+def test_on_cpus_the_matmuls_of_a_row_count(monkeypatch):
     """With weights of 1 TiB, other devices keep all 8 rows, but a CPU keeps only the live one."""
     layout = layouts.layout_of("replicated", 1, TIED, mesh())
     size = dict(B=8, n_prompts=4, width=64, slots=64)
@@ -495,9 +518,11 @@ def test_batch_shrinks_where_that_saves_a_tenth():
         # (live answers, bytes of the weights, prompts per device and answers of each from then on)
         (live("1100 0100 0000 0000"), 100, (2, 2)),
         (live("1110 0100 0000 0000"), 100, (2, 4)),
-        (live("1100 0100 0010 0000"), 100, (4, 2)),
+        (live("1100 0100 0010 0000"), 100, (4, 1)),
         (live("1000 0000 0000 0000", "1000 0100 0000 0000"), 100, (2, 1)),
-        (live("1110 0100 0010 0000"), 100, (4, 4)),
+        (live("1110 0100 0010 0000"), 100, (4, 2)),
+        (live("1110 0110 0010 0000"), 100, (4, 2)),
+        (live("1111 0111 1111 0111"), 100, (4, 4)),
         (live("0000 0000 0000 0000"), 100, (1, 1)),
         (live("1100 0100 0000 0000"), 10000, (4, 4)),
         (live("110 010 000"), 1, (3, 3)),

@@ -15,7 +15,7 @@ import model
 from infra.host import chips
 from infra.rollout import engine, layouts
 from infra.rollout.layouts import Layout, RolloutSize
-from infra.rollout.waves import fewer_rows
+from infra.rollout.waves import fewer_rows, kept_rows
 from model import ModelConfig
 from tools import abstract_rollout, clock
 
@@ -81,10 +81,10 @@ def plan_stages(
         if t > 0:
             cache = size.prompt_slots * slot_bytes, slots * slot_bytes
             prompts, group = fewer_rows(lengths_RPG > t, *cache, weight_bytes)
-            # As in `resize_wave`, answers that have ended are dropped first. They are the shortest.
-            lengths_RPG = np.sort(lengths_RPG)[:, :, -group:]
-            order_RP = np.argsort(lengths_RPG.max(2))[:, -prompts:]
-            lengths_RPG = np.take_along_axis(lengths_RPG, order_RP[:, :, None], 1)
+            kept_RPG = kept_rows(lengths_RPG > t, prompts, group)
+            kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
+            lengths_RB = lengths_RPG.reshape(len(lengths_RPG), -1)
+            lengths_RPG = np.take_along_axis(lengths_RB, kept_RB, 1).reshape(kept_RPG.shape)
         # A stage ends early once no answer is live.
         steps = min(until, int(lengths_RPG.max())) - t
         if steps <= 0:

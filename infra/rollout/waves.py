@@ -68,32 +68,57 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
     return np.split(row_ids, n_waves, axis=1), group
 
 
-def halved(count: int, needed: int) -> int:
-    """Halve the count while it stays a whole number and at least `needed`."""
+def halvings(count: int) -> list[int]:
+    """The count, and its halves as long as they are whole numbers: 12, 6, 3."""
     # XLA compiles a program for each size, and halving leads to few sizes.
-    while count % 2 == 0 and count // 2 >= needed:
-        count //= 2
-    return count
+    return [count] + (halvings(count // 2) if count % 2 == 0 else [])
+
+
+def halved(count: int, needed: int) -> int:
+    """The smallest of `halvings(count)` that is at least `needed`."""
+    return min(n for n in halvings(count) if n >= needed)
 
 
 def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
     """Returns (prompts of a part of the rows, answers per prompt) that the next stage decodes.
 
-    Both numbers are halved as often as the live answers of every part allow, if a decode step
-    then reads at least a tenth fewer bytes. Otherwise, nothing is dropped. is_live_RPG: P prompts
-    of G answers in each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one
-    prompt, and of one answer.
+    Of the sizes that have room for the live answers of every part, this is the one with which a
+    decode step reads the fewest bytes, if these are at least a tenth fewer than now. Otherwise,
+    nothing is dropped. A prompt counts several times if it has more live answers than the second
+    number. is_live_RPG: P prompts of G answers in each of R parts of the rows. prompt_bytes,
+    answer_bytes: KV cache of one prompt, and of one answer.
     """
     _, prompts, group = is_live_RPG.shape
+    live_RP = is_live_RPG.sum(2)
 
-    def step_bytes(prompts, group):
+    def step_bytes(size):
+        prompts, group = size
         return weight_bytes + prompts * (prompt_bytes + group * answer_bytes)
 
-    live_prompts = is_live_RPG.any(2).sum(1).max()
-    live_answers = is_live_RPG.sum(2).max()
-    fewer = halved(prompts, live_prompts), halved(group, live_answers)
-    is_worth_it = step_bytes(*fewer) <= 0.9 * step_bytes(prompts, group)
-    return fewer if is_worth_it else (prompts, group)
+    sizes = []
+    for smaller in halvings(group):
+        # Split the live answers of a prompt into blocks of this size.
+        blocks_RP = -(-live_RP // smaller)
+        needed = blocks_RP.sum(1).max()
+        sizes.append((halved(prompts * group // smaller, needed), smaller))
+    best = min(sizes, key=step_bytes)
+    is_worth_it = step_bytes(best) <= 0.9 * step_bytes((prompts, group))
+    return best if is_worth_it else (prompts, group)
+
+
+def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
+    """Indices of the rows that the next stage decodes, within each part: [R, prompts, group].
+
+    The answers of each prompt, live ones first, are split into blocks of `group`. Blocks with live
+    answers stay, and as many others as there is room for.
+    """
+    R, P, G = is_live_RPG.shape
+    order_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")
+    blocks = (order_RPG + G * np.arange(P)[:, None]).reshape(R, -1, group)
+    has_live = np.take_along_axis(is_live_RPG, order_RPG, 2).reshape(blocks.shape).any(2)
+    kept = np.argsort(~has_live, axis=1, kind="stable")[:, :prompts]
+    # Restore the order of the prompts: if no prompt is dropped, their cache stays as it is.
+    return np.take_along_axis(blocks, np.sort(kept)[:, :, None], 1)
 
 
 def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quantised: bool) -> Wave:
@@ -104,29 +129,18 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     prompts, answers, hidden_BD = wave.state
     width = prompts[0].keys.shape[3]
     weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, hidden_BD.dtype, quantised)
-    if layout.is_on_cpu:
-        # There, matmuls take longer than reading the weights, so fewer rows always save time.
-        weight_bytes = 0
-    by_prompt = len(wave.row_ids), -1, wave.group
-    is_live_RPG = wave.is_live.reshape(by_prompt)
+    is_live_RPG = wave.is_live.reshape(len(wave.row_ids), -1, wave.group)
     _, n_prompts, _ = is_live_RPG.shape
     prompt_bytes = slot_bytes * width
     answer_bytes = slot_bytes * slots
-    size = fewer_rows(is_live_RPG, prompt_bytes, answer_bytes, weight_bytes)
-    prompts_kept, answers_kept = size
-    if size == (n_prompts, wave.group) and slots == wave.slots:
+    if layout.is_on_cpu:
+        # The matmuls of a row take about as long as reading a tenth of the weights.
+        answer_bytes += weight_bytes // 10
+    prompts_kept, group = fewer_rows(is_live_RPG, prompt_bytes, answer_bytes, weight_bytes)
+    if (prompts_kept, group, slots) == (n_prompts, wave.group, wave.slots):
         return wave
-    # Each part keeps its prompts that have live answers, and the live answers of each prompt. All
-    # parts keep equally many prompts, and all prompts equally many answers, so some answers that
-    # have ended may stay.
-    has_ended_RP = ~is_live_RPG.any(2)
-    kept_RP = np.argsort(has_ended_RP, axis=1, kind="stable")[:, :prompts_kept]
-    # Restore the order of the prompts: if no prompt is dropped, their cache stays as it is.
-    kept_RP = np.sort(kept_RP)
-    is_live_RPG = np.take_along_axis(is_live_RPG, kept_RP[:, :, None], 1)
-    kept_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")[:, :, :answers_kept]
-    # Turn indices within a prompt into indices within a part.
-    kept_RPG = kept_RPG + kept_RP[:, :, None] * wave.group
+    kept_RPG = kept_rows(is_live_RPG, prompts_kept, group)
+    kept_RP = kept_RPG[:, :, 0] // wave.group
     kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
 
     def resize(a, kept, slots):
@@ -136,10 +150,11 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
         a.delete()
         return new
 
-    if prompts_kept < n_prompts:
+    all_RP = np.tile(np.arange(n_prompts), (len(kept_RP), 1))
+    if not np.array_equal(kept_RP, all_RP):
         prompts = jax.tree.map(lambda a: resize(a, kept_RP, width), prompts)
     answers = jax.tree.map(lambda a: resize(a, kept_RB, slots), answers)
     state = DecodeState(prompts, answers, resize(hidden_BD, kept_RB, slots))
     row_ids = np.take_along_axis(wave.row_ids, kept_RB, 1)
     is_live = np.take_along_axis(wave.is_live, kept_RB, 1)
-    return Wave(row_ids, is_live, answers_kept, slots, state)
+    return Wave(row_ids, is_live, group, slots, state)
