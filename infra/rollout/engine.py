@@ -1,6 +1,6 @@
 """Rollouts: sample answers to prompts. Prefill the prompts, then decode in stages.
 
-Prompts have a KV cache of their own, which holds each prompt once for all of its answers. The
+Prompts have a KV cache of their own, which holds each prompt once for a group of its answers. The
 answers have a second KV cache, in which all rows write the same slot in each step. The answers'
 cache grows from stage to stage, and rows that have ended leave the batch between stages. If a
 device cannot hold all of its rows at once, the rows are decoded in waves.
