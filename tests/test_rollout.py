@@ -319,66 +319,49 @@ def numbered(a, axis):
     return a + jnp.expand_dims(index, others)
 
 
-def test_rows_that_stay_keep_their_caches():
-    """Prompts 1 and 3 of four still have live answers. They and their answers stay, in order."""
+def wave_of(live, group, slots):
+    """A wave of 8 rows in one part, in which only the `live` ones have not ended. Each value of its
+    caches is the number of the prompt or row that it belongs to."""
     layout = layouts.layout_of("replicated", 1, TIED, mesh())
-    size = dict(B=8, n_prompts=4, width=64, slots=256)
+    size = dict(B=8, n_prompts=8 // group, width=64, slots=slots)
     size |= dict(dtype=jnp.float32, cfg=TIED, layout=layout)
     prompts, answers, hidden_BD = layouts.empty_state(**size)
-    # Each value is the number of its prompt or answer.
     prompts = jax.tree.map(lambda a: numbered(a, 1), prompts)
     answers = jax.tree.map(lambda a: numbered(a, 1), answers)
     state = layouts.DecodeState(prompts, answers, numbered(hidden_BD, 0))
-    row_ids = np.arange(40, 48)[None]
-    is_live = np.isin(row_ids, [42, 43, 46, 47])
-    wave = waves.Wave(row_ids, is_live, group=2, slots=256, state=state)
+    row_ids = np.arange(8)[None]
+    return waves.Wave(row_ids, np.isin(row_ids, live), group, slots, state), layout
 
+
+@pytest.mark.parametrize(
+    "group, live, prompts",
+    [
+        # Prompts 1 and 3 of four still have live answers. They stay, in order.
+        (2, [2, 3, 6, 7], [1, 3]),
+        # Prompt 0 of two has three live answers, and prompt 1 has one. Each gets a prompt.
+        (4, [0, 2, 3, 5], [0, 0, 0, 1]),
+    ],
+)
+def test_rows_that_stay_keep_their_caches(group, live, prompts):
+    wave, layout = wave_of(live, group, slots=256)
     smaller = waves.resize_wave(wave, 256, TIED, layout, quantised=False)
-    assert smaller.row_ids.tolist() == [[42, 43, 46, 47]]
+    assert smaller.row_ids.tolist() == [live]
     assert smaller.is_live.all()
-    assert smaller.group == 2
+    assert smaller.group == len(live) // len(prompts)
     for a in jax.tree.leaves(smaller.state.prompts):
-        numbers = a[0, :, 0, 0, 0]
-        assert_array_equal(numbers, [1, 3])
+        assert_array_equal(a[0, :, 0, 0, 0], prompts)
     for a in jax.tree.leaves(smaller.state.answers):
-        numbers = a[0, :, 0, 0, 0]
-        assert_array_equal(numbers, [2, 3, 6, 7])
-    assert_array_equal(smaller.state.hidden_BD[:, 0], [2, 3, 6, 7])
-
-
-def test_a_prompt_with_several_live_answers_may_be_kept_several_times():
-    """Prompt 0 of four has three live answers, and prompt 2 has one. Four rows remain, and each has
-    a copy of its prompt's cache."""
-    layout = layouts.layout_of("replicated", 1, TIED, mesh())
-    size = dict(B=16, n_prompts=4, width=64, slots=256)
-    size |= dict(dtype=jnp.float32, cfg=TIED, layout=layout)
-    prompts, answers, hidden_BD = layouts.empty_state(**size)
-    prompts = jax.tree.map(lambda a: numbered(a, 1), prompts)
-    answers = jax.tree.map(lambda a: numbered(a, 1), answers)
-    state = layouts.DecodeState(prompts, answers, numbered(hidden_BD, 0))
-    row_ids = np.arange(16)[None]
-    is_live = np.isin(row_ids, [0, 2, 3, 9])
-    wave = waves.Wave(row_ids, is_live, group=4, slots=256, state=state)
-
-    smaller = waves.resize_wave(wave, 256, TIED, layout, quantised=False)
-    assert smaller.row_ids.tolist() == [[0, 2, 3, 9]]
-    assert smaller.group == 1
-    for a in jax.tree.leaves(smaller.state.prompts):
-        assert_array_equal(a[0, :, 0, 0, 0], [0, 0, 0, 2])
-    for a in jax.tree.leaves(smaller.state.answers):
-        assert_array_equal(a[0, :, 0, 0, 0], [0, 2, 3, 9])
+        assert_array_equal(a[0, :, 0, 0, 0], live)
+    assert_array_equal(smaller.state.hidden_BD[:, 0], live)
 
 
 def test_on_cpus_the_matmuls_of_a_row_count(monkeypatch):
     """With weights of 1 TiB, other devices keep all 8 rows, but a CPU keeps only the live one."""
-    layout = layouts.layout_of("replicated", 1, TIED, mesh())
-    size = dict(B=8, n_prompts=4, width=64, slots=64)
-    state = layouts.empty_state(**size, dtype=jnp.float32, cfg=TIED, layout=layout)
-    row_ids = np.arange(8)[None]
-    wave = waves.Wave(row_ids, is_live=row_ids == 5, group=2, slots=64, state=state)
+    wave, layout = wave_of([5], group=2, slots=64)
     weight_bytes = 2**40
     monkeypatch.setattr(layouts, "bytes_read", lambda *_: (weight_bytes, 1000))
-    assert waves.fewer_rows(wave.is_live.reshape(1, 4, 2), 64000, 64000, weight_bytes) == (4, 2)
+    is_live_RPG = wave.is_live.reshape(1, 4, 2)
+    assert waves.fewer_rows(is_live_RPG, 64000, 64000, weight_bytes) == (4, 2)
     smaller = waves.resize_wave(wave, 64, TIED, layout, quantised=False)
     assert smaller.row_ids.tolist() == [[5]]
 

@@ -80,11 +80,14 @@ def plan_stages(
         slots = engine.slots_for(until, size.answer_slots)
         if t > 0:
             cache = size.prompt_slots * slot_bytes, slots * slot_bytes
-            prompts, group = fewer_rows(lengths_RPG > t, *cache, weight_bytes)
-            kept_RPG = kept_rows(lengths_RPG > t, prompts, group)
+            is_live_RPG = lengths_RPG > t
+            prompts, group = fewer_rows(is_live_RPG, *cache, weight_bytes)
+            # Keep the rows that `resize_wave` keeps.
+            kept_RPG = kept_rows(is_live_RPG, prompts, group)
             kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
             lengths_RB = lengths_RPG.reshape(len(lengths_RPG), -1)
-            lengths_RPG = np.take_along_axis(lengths_RB, kept_RB, 1).reshape(kept_RPG.shape)
+            lengths_RB = np.take_along_axis(lengths_RB, kept_RB, 1)
+            lengths_RPG = lengths_RB.reshape(kept_RPG.shape)
         # A stage ends early once no answer is live.
         steps = min(until, int(lengths_RPG.max())) - t
         if steps <= 0:

@@ -71,7 +71,10 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 def halvings(count: int) -> list[int]:
     """The count, and its halves as long as they are whole numbers: 12, 6, 3."""
     # XLA compiles a program for each size, and halving leads to few sizes.
-    return [count] + (halvings(count // 2) if count % 2 == 0 else [])
+    found = [count]
+    while found[-1] % 2 == 0:
+        found.append(found[-1] // 2)
+    return found
 
 
 def halved(count: int, needed: int) -> int:
@@ -95,15 +98,17 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
         prompts, group = size
         return weight_bytes + prompts * (prompt_bytes + group * answer_bytes)
 
+    now = prompts, group
     sizes = []
-    for smaller in halvings(group):
-        # Split the live answers of a prompt into blocks of this size.
-        blocks_RP = -(-live_RP // smaller)
+    for block in halvings(group):
+        # Split the live answers of each prompt into blocks of this size.
+        blocks_RP = -(-live_RP // block)
         needed = blocks_RP.sum(1).max()
-        sizes.append((halved(prompts * group // smaller, needed), smaller))
+        blocks = halved(prompts * group // block, needed)
+        sizes.append((blocks, block))
     best = min(sizes, key=step_bytes)
-    is_worth_it = step_bytes(best) <= 0.9 * step_bytes((prompts, group))
-    return best if is_worth_it else (prompts, group)
+    is_worth_it = step_bytes(best) <= 0.9 * step_bytes(now)
+    return best if is_worth_it else now
 
 
 def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
@@ -114,11 +119,16 @@ def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
     """
     R, P, G = is_live_RPG.shape
     order_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")
-    blocks = (order_RPG + G * np.arange(P)[:, None]).reshape(R, -1, group)
-    has_live = np.take_along_axis(is_live_RPG, order_RPG, 2).reshape(blocks.shape).any(2)
-    kept = np.argsort(~has_live, axis=1, kind="stable")[:, :prompts]
+    is_live_RPG = np.take_along_axis(is_live_RPG, order_RPG, 2)
+    # Turn indices within a prompt into indices within a part.
+    first_P1 = G * np.arange(P)[:, None]
+    rows = order_RPG + first_P1
+    blocks = rows.reshape(R, -1, group)
+    has_live = is_live_RPG.reshape(blocks.shape).any(2)
+    kept = np.argsort(~has_live, axis=1, kind="stable")
     # Restore the order of the prompts: if no prompt is dropped, their cache stays as it is.
-    return np.take_along_axis(blocks, np.sort(kept)[:, :, None], 1)
+    kept = np.sort(kept[:, :prompts])
+    return np.take_along_axis(blocks, kept[:, :, None], 1)
 
 
 def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quantised: bool) -> Wave:
