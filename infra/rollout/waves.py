@@ -126,7 +126,7 @@ def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
     blocks = rows.reshape(R, -1, group)
     has_live = is_live_RPG.reshape(blocks.shape).any(2)
     kept = np.argsort(~has_live, axis=1, kind="stable")
-    # Restore the order of the prompts: if no prompt is dropped, their cache stays as it is.
+    # Restore the order of the prompts.
     kept = np.sort(kept[:, :prompts])
     return np.take_along_axis(blocks, kept[:, :, None], 1)
 
@@ -160,6 +160,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
         a.delete()
         return new
 
+    # If every prompt stays once, the cache of the prompts stays as it is.
     all_RP = np.tile(np.arange(n_prompts), (len(kept_RP), 1))
     if not np.array_equal(kept_RP, all_RP):
         prompts = jax.tree.map(lambda a: resize(a, kept_RP, width), prompts)
