@@ -58,8 +58,8 @@ from infra.update.state import (
     abstract_state,
     initial_state,
     is_vector,
-    memory_of,
     reference,
+    step_in_place,
     trained_part,
     weights_of,
     without_base,
@@ -677,19 +677,16 @@ def optimizer_step(param, state, grad, factor, lr, *, name, cfg, mesh):
     With --offload, the parameter and its optimizer state come from host memory and return to it.
     `update` takes one parameter at a time, so that few offloaded arrays are on the device at once.
     """
-    param, state = jax.device_put((param, state), DEVICE)
     rule = optimizer(cfg, name)
-    direction, new_state = rule.update(factor * grad, state, param)
-    sharding = NamedSharding(mesh, model.spec(name))
-    new_param = jax.lax.with_sharding_constraint(param - lr * direction, sharding)
     # An update that is not finite has a factor of NaN: keep the old values.
     old_if_skipped = partial(jnp.where, jnp.isnan(factor))
-    param = old_if_skipped(param, new_param)
-    state = jax.tree.map(old_if_skipped, state, new_state)
-    # Scalars, such as Adam's step count, stay on the device.
-    param_memory, state_memory = memory_of(name, cfg.offload)
-    state = jax.tree.map(lambda a: jax.device_put(a, state_memory) if a.ndim else a, state)
-    return jax.device_put(param, param_memory), state
+
+    def step(param, state, grad):
+        direction, new_state = rule.update(factor * grad, state, param)
+        new_param = param - lr * direction
+        return jax.tree.map(old_if_skipped, (param, state), (new_param, new_state))
+
+    return step_in_place(step, param, state, grad, name, cfg.offload)
 
 
 def update(state, batch, lr, *, cfg, model_cfg, mesh):

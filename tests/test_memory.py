@@ -200,6 +200,37 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
     assert_allclose(several.rest_gib - filling.rest_gib, of_gradients, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "offload, largest", [("none", "layers/w_down_LFD"), ("params", "embed_VD")]
+)
+def test_the_optimizer_step_that_takes_most_is_compiled(offload, largest, monkeypatch):
+    """Of an offloaded parameter with layers, one layer at a time is on the device, so that the step
+    of the embedding takes more."""
+    programs = fit.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
+    monkeypatch.setattr(fit, "compiled_gib", lambda *_: (0.0, True))
+    model_cfg = dataclasses.replace(SMALL, F=4 * SMALL.D, V=5 * SMALL.D)
+    cfg = train.resolve(train.Config(batch=2, npq=4, offload=offload), mesh())
+    fit.update_gib(8, RowShape(32, 8), cfg, model_cfg, mesh(), programs)
+    assert programs.optimizer_step.lower.call_args.kwargs["name"] == largest
+
+
+@pytest.mark.parametrize("peak, gib", [(5, 5), (11, 7)])
+def test_memory_of_a_program_for_tpus_has_no_arrays_of_the_host(peak, gib):
+    """Where arrays are offloaded, the compiler's peak counts them. Where they are not, the peak is
+    less than the sum of the arrays."""
+    memory = SimpleNamespace(
+        argument_size_in_bytes=3 * 2**30,
+        output_size_in_bytes=3 * 2**30,
+        alias_size_in_bytes=2 * 2**30,
+        temp_size_in_bytes=3 * 2**30,
+        peak_memory_in_bytes=peak * 2**30,
+    )
+    lowered = mock.Mock()
+    lowered.compile().memory_analysis.return_value = memory
+    tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
+    assert fit.compiled_gib(lowered, tpu) == (gib, True)
+
+
 # ---------------------------------------------------------------- devices
 def test_a_gpu_has_what_jax_takes_less_a_margin(monkeypatch):
     """The memory of a GPU is what it reports. For an absent GPU it is three quarters of the chip's

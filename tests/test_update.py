@@ -522,6 +522,35 @@ def test_optimizer_equals_optax_on_the_clipped_gradient(flags):
         assert_allclose(ours, weights[name] + steps[name], atol=2e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("dims", [ONE, (2, 2, 2)], ids=label)
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_offloaded_steps_equal_those_on_the_device(offload, dims):
+    """Three steps of AdamW with offloaded arrays, of which the last is skipped, equal those with
+    all arrays on the devices, bit for bit."""
+    on = mesh(*dims)
+    rng = np.random.default_rng(7)
+    factors = np.float32([0.5, 2.0, np.nan])
+    weights = update_case().weights
+    gradients = {k: rng.standard_normal((3, *w.shape), np.float32) for k, w in weights.items()}
+
+    def last(name, cfg):
+        before = state_of(cfg, SMALL, on)
+        param = model.flatten(before["params"])[name]
+        opt = before["opt"][name]
+        for gradient, factor in zip(gradients[name], factors, strict=True):
+            gradient = jax.device_put(gradient, jax.NamedSharding(on, model.spec(name)))
+            step = param, opt, gradient, factor, 0.01
+            param, opt = train.optimizer_step(*step, name=name, cfg=cfg, mesh=on)
+        return jax.device_get((param, opt))
+
+    on_device = train.Config(**PLAIN | ADAMW)
+    offloaded = train.Config(**PLAIN | ADAMW | {"offload": offload})
+    for name in weights:
+        found, wanted = last(name, offloaded), last(name, on_device)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        assert abs(found[0] - weights[name]).max() > 0, f"no step changed {name}"
+
+
 # ---------------------------------------------------------------- updates that are not finite
 def test_update_that_is_not_finite_changes_nothing():
     """If one of several micro-batches is not finite, the update changes nothing, bit for bit."""

@@ -24,7 +24,13 @@ from infra.host.memory import total_memory
 from infra.host.processes import all_gather_processes, code_hash, processes_of_this_machine
 from infra.rollout.engine import make_engine
 from infra.update.packing import RowShape, row_shape
-from infra.update.state import abstract_gradients, abstract_rows, abstract_state, weights_of
+from infra.update.state import (
+    abstract_gradients,
+    abstract_rows,
+    abstract_state,
+    is_stepped_by_layer,
+    weights_of,
+)
 
 # Bytes of host memory per token of a step: 4-byte numbers in NumPy, Python integers, and text.
 HOST_BYTES_OF_A_TOKEN = 100
@@ -100,13 +106,15 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
         return float(total[1]) * gib_of_unit[total[2]], False
     use(compiled)
     memory = compiled.memory_analysis()
-    if mesh.devices.flat[0].platform == "tpu":
-        return memory.peak_memory_in_bytes / GIB, True
-    # Other compilers do not report a peak.
     arguments_and_results = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
-    return (arguments_and_results + memory.temp_size_in_bytes) / GIB, True
+    most = arguments_and_results + memory.temp_size_in_bytes
+    if mesh.devices.flat[0].platform == "tpu":
+        # Not all of these arrays are live at once. With --offload, the peak counts arrays in the
+        # host's memory as well.
+        most = min(most, memory.peak_memory_in_bytes)
+    return most / GIB, True
 
 
 @dataclass(frozen=True)
@@ -143,9 +151,14 @@ def update_gib(
     static = dict(cfg=cfg, mesh=mesh)
     gradient = programs.gradients.lower(weights_of(state), rows, model_cfg=model_cfg, **static)
     others = {name: part for name, part in state.items() if name not in ("params", "base")}
-    # Parameters are updated one by one; the largest one takes the most memory.
+    # Parameters are updated one by one. The one that has the most on the device at once takes the
+    # most memory.
     params = model.flatten(state["params"])
-    name = max(params, key=lambda name: params[name].size)
+
+    def size_at_once(name):
+        return params[name].size // (model_cfg.L if is_stepped_by_layer(name, cfg.offload) else 1)
+
+    name = max(params, key=size_at_once)
     largest = params[name], state["opt"][name], model.flatten(grads)[name]
     factor = jax.ShapeDtypeStruct((), jnp.float32)
     step = programs.optimizer_step.lower(*largest, factor, 0.0, name=name, **static)
