@@ -140,7 +140,8 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
     with_memory(one / 100)
     with pytest.raises(SystemExit):
         choose()
-    assert "not one row of 32 tokens per device fits" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "not one row of 32 tokens per device fits" in text and "try more --minibatches" in text
 
 
 def test_a_refusal_names_a_number_that_was_tried(tmp_path, monkeypatch):

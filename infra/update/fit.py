@@ -281,7 +281,7 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     check(
         chosen,
         f"not one row of {shape.width} tokens per device fits: an update with one row takes "
-        f"{over}; try {ADVICE}",
+        f"{over}; try {advice(shape)}",
     )
     check(
         chosen == most or not asked,
@@ -293,6 +293,12 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
         f"{limit:.2f}"
     )
     return int(chosen)
+
+
+def advice(shape: RowShape) -> str:
+    """What to try if not one row of an update fits."""
+    # A minibatch that is a single micro-batch holds one copy of the gradients instead of two.
+    return f"more --minibatches, {ADVICE}" if shape.most > 1 else ADVICE
 
 
 def search_or_remember(search, limit, most, program):
