@@ -128,7 +128,9 @@ BAD_MODELS = [  # (file, how to edit it, by conftest.edit, what the message must
     ("config.json", {"hidden_size": 128.7}, "hidden_size = 128.7"),
     ("config.json", {"eos_token_id": -1}, "[-1]"),
     ("config.json", {"num_hidden_layers": 10**9}, "1000000000"),
-    ("model.safetensors", None, "model.safetensors"),
+    ("model.safetensors", None, 'has no model.safetensors; if the hub has the model in another '
+     'format, run python -c \'from transformers import AutoModelForCausalLM as M; '
+     'M.from_pretrained("HUB/ID").save_pretrained("DIR")\' and give --model DIR'),
     ("config.json", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling yarn"),
     ("config.json", {"rope_parameters": {"rope_type": "yarn"}}, "rope scaling yarn"),
     ("model.safetensors", b"junk" * 9, "not a safetensors file"),

@@ -537,16 +537,19 @@ def test_offloaded_steps_equal_those_on_the_device(offload, dims):
         before = state_of(cfg, SMALL, on)
         param = model.flatten(before["params"])[name]
         opt = before["opt"][name]
+        sharding = jax.NamedSharding(on, model.spec(name))
         for gradient, factor in zip(gradients[name], factors, strict=True):
-            gradient = jax.device_put(gradient, jax.NamedSharding(on, model.spec(name)))
-            step = param, opt, gradient, factor, 0.01
-            param, opt = train.optimizer_step(*step, name=name, cfg=cfg, mesh=on)
+            gradient = jax.device_put(gradient, sharding)
+            param, opt = train.optimizer_step(
+                param, opt, gradient, factor, 0.01, name=name, cfg=cfg, mesh=on
+            )
         return jax.device_get((param, opt))
 
     on_device = train.Config(**PLAIN | ADAMW)
-    offloaded = train.Config(**PLAIN | ADAMW | {"offload": offload})
+    offloaded = dataclasses.replace(on_device, offload=offload)
     for name in weights:
-        found, wanted = last(name, offloaded), last(name, on_device)
+        found = last(name, offloaded)
+        wanted = last(name, on_device)
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
         assert abs(found[0] - weights[name]).max() > 0, f"no step changed {name}"
 

@@ -111,7 +111,15 @@ def weight_files(directory: str) -> list[str]:
     # Models of more than a few gigabytes have several files and an index.
     index = os.path.join(directory, "model.safetensors.index.json")
     if not os.path.exists(index):
-        return [os.path.join(directory, "model.safetensors")]
+        only = os.path.join(directory, "model.safetensors")
+        if not os.path.exists(only):
+            # A download from the hub leaves out all other formats.
+            convert = conversion('"HUB/ID"', "DIR")
+            raise CheckpointError(
+                f"{directory} has no model.safetensors; if the hub has the model in another "
+                f"format, run {convert} and give --model DIR"
+            )
+        return [only]
     weight_map = files.read_json(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
     for name in names:
@@ -133,11 +141,17 @@ def refuse_other_weights(directory: str) -> None:
         return
     # transformers finds other formats by their usual names, but must be told a GGUF file's name.
     gguf = f', gguf_file="{others[0]}"' if others[0].endswith("gguf") else ""
+    convert = conversion(f'"{directory}"{gguf}', directory)
     raise CheckpointError(
-        f"{directory} has weights as {others[0]}, and no *.safetensors; convert them: python -c "
-        "'from transformers import AutoModelForCausalLM as M; "
-        f"""M.from_pretrained("{directory}"{gguf}).save_pretrained("{directory}")'"""
+        f"{directory} has weights as {others[0]}, and no *.safetensors; convert them: {convert}"
     )
+
+
+def conversion(source: str, directory: str) -> str:
+    """Returns a command that writes a model as safetensors. source: the arguments of
+    from_pretrained."""
+    load = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({source})"
+    return f"""python -c '{load}.save_pretrained("{directory}")'"""
 
 
 class ModelFiles:

@@ -37,7 +37,8 @@ def memory_of(name: str, offload: str) -> tuple:
 
 def is_stepped_by_layer(name: str, offload: str) -> bool:
     """Whether an optimizer step brings one layer of a parameter at a time to the device."""
-    return name.startswith("layers/") and memory_of(name, offload) != (DEVICE, DEVICE)
+    _, opt_memory = memory_of(name, offload)
+    return name.startswith("layers/") and opt_memory == HOST
 
 
 def step_in_place(step, param, opt_state, grad, name: str, offload: str) -> tuple:
@@ -45,30 +46,41 @@ def step_in_place(step, param, opt_state, grad, name: str, offload: str) -> tupl
     them. The step runs on the device; if it is offloaded, one layer at a time."""
     param_memory, opt_memory = memory_of(name, offload)
     # Scalars, such as Adam's step count, stay on the device.
-    memories = param_memory, jax.tree.map(lambda a: opt_memory if a.ndim else DEVICE, opt_state)
+    opt_memories = jax.tree.map(lambda a: opt_memory if a.ndim else DEVICE, opt_state)
 
     def step_on_device(kept, grad):
-        return jax.device_put(step(*jax.device_put(kept, DEVICE), grad), memories)
+        param, opt_state = jax.device_put(kept, DEVICE)
+        new = step(param, opt_state, grad)
+        return jax.device_put(new, (param_memory, opt_memories))
 
     kept = param, opt_state
     if not is_stepped_by_layer(name, offload):
         return step_on_device(kept, grad)
 
     def step_of_layer(i, kept):
-        old, grad_of_layer = jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), (kept, grad)
-        )
+        def layer(a):
+            return jax.lax.dynamic_index_in_dim(a, i, keepdims=False)
+
+        def with_layer(a, new):
+            return jax.lax.dynamic_update_index_in_dim(a, new, i, 0)
+
+        old, grad_of_layer = jax.tree.map(layer, (kept, grad))
         new = step_on_device(old, grad_of_layer)
         # As the carry of the loop, the arrays are updated in place, in the host's memory too.
-        return jax.tree.map(
-            lambda a, layer: jax.lax.dynamic_update_index_in_dim(a, layer, i, 0), kept, new
-        )
+        return jax.tree.map(with_layer, kept, new)
 
     L = param.shape[0]
-    # Repeat scalars for each layer.
-    kept = jax.tree.map(lambda a: a if a.ndim else jnp.full(L, a), kept)
-    param, opt_state = jax.lax.fori_loop(0, L, step_of_layer, kept)
-    return param, jax.tree.map(lambda a: a if a.ndim > 1 else a[0], opt_state)
+
+    # Scalars are the same for all layers.
+    def repeated(a):
+        return a if a.ndim else jnp.full(L, a)
+
+    def once(a):
+        return a if a.ndim > 1 else a[0]
+
+    kept = jax.tree.map(repeated, kept)
+    kept = jax.lax.fori_loop(0, L, step_of_layer, kept)
+    return jax.tree.map(once, kept)
 
 
 def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
