@@ -669,13 +669,12 @@ def norm_and_factor(grads, loss, cfg):
     return norm, jnp.minimum(1.0, largest / norm)
 
 
-@partial(jax.jit, static_argnames=("name", "cfg", "mesh"), donate_argnames=("param", "state"))
-def optimizer_step(param, state, grad, factor, lr, *, name, cfg, mesh):
+@partial(jax.jit, static_argnames=("name", "cfg"), donate_argnames=("param", "state"))
+def optimizer_step(param, state, grad, factor, lr, *, name, cfg):
     """Take an optimizer step on one parameter. Returns (parameter, its optimizer state), unchanged
     if factor is NaN.
 
-    With --offload, the parameter and its optimizer state come from host memory and return to it.
-    `update` takes one parameter at a time, so that few offloaded arrays are on the device at once.
+    With --offload, arrays come from host memory, one layer at a time, and return to it.
     """
     rule = optimizer(cfg, name)
     # An update that is not finite has a factor of NaN: keep the old values.
@@ -712,7 +711,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     opt = {}
     for name, param in model.flatten(state["params"]).items():
         params[name], opt[name] = optimizer_step(
-            param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg, mesh=mesh
+            param, state["opt"][name], grads.pop(name), factor, lr, name=name, cfg=cfg
         )
     return state | {"params": model.nest(params), "opt": opt}, parts, norm
 

@@ -541,7 +541,7 @@ def test_offloaded_steps_equal_those_on_the_device(offload, dims):
         for gradient, factor in zip(gradients[name], factors, strict=True):
             gradient = jax.device_put(gradient, sharding)
             param, opt = train.optimizer_step(
-                param, opt, gradient, factor, 0.01, name=name, cfg=cfg, mesh=on
+                param, opt, gradient, factor, 0.01, name=name, cfg=cfg
             )
         return jax.device_get((param, opt))
 

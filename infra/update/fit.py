@@ -148,20 +148,22 @@ def update_gib(
     # GRPO's rows have more fields than supervised ones, and so take more memory.
     fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
     rows = abstract_rows(fields, micro_batch, shape.width, mesh)
-    static = dict(cfg=cfg, mesh=mesh)
-    gradient = programs.gradients.lower(weights_of(state), rows, model_cfg=model_cfg, **static)
+    gradient = programs.gradients.lower(
+        weights_of(state), rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh
+    )
     others = {name: part for name, part in state.items() if name not in ("params", "base")}
     # Parameters are updated one by one. The one that has the most on the device at once takes the
     # most memory.
     params = model.flatten(state["params"])
 
     def size_at_once(name):
-        return params[name].size // (model_cfg.L if is_stepped_by_layer(name, cfg.offload) else 1)
+        layers = model_cfg.L if is_stepped_by_layer(name, cfg.offload) else 1
+        return params[name].size // layers
 
     name = max(params, key=size_at_once)
     largest = params[name], state["opt"][name], model.flatten(grads)[name]
     factor = jax.ShapeDtypeStruct((), jnp.float32)
-    step = programs.optimizer_step.lower(*largest, factor, 0.0, name=name, **static)
+    step = programs.optimizer_step.lower(*largest, factor, 0.0, name=name, cfg=cfg)
 
     # The compiler counts a program's arguments, results and temporary arrays. Add the other arrays
     # that are on the device at the same time.
