@@ -141,7 +141,8 @@ def test_micro_batch_is_the_largest_that_the_compiler_says_fits(fresh_answers, m
     with pytest.raises(SystemExit):
         choose()
     text = capsys.readouterr().err
-    assert "not one row of 32 tokens per device fits" in text and "try more --minibatches" in text
+    assert "not one row of 32 tokens per device fits" in text
+    assert "; try more --minibatches, --offload params, --lora 16, a smaller" in text
 
 
 def test_a_refusal_names_a_number_that_was_tried(tmp_path, monkeypatch):

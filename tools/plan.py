@@ -193,7 +193,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
 
     if not largest:
         # If the update does not fit, do not plan the rollout.
-        say(f"try {fit.advice(shape)}")
+        say(f"try {fit.advice(cfg)}")
         return rows
     # Plan the rollout of the last setting.
     size = size_of_step(cfg, host_count(mesh), cfg.max_prompt)

@@ -283,7 +283,7 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     check(
         chosen,
         f"not one row of {shape.width} tokens per device fits: an update with one row takes "
-        f"{over}; try {advice(shape)}",
+        f"{over}; try {advice(cfg)}",
     )
     check(
         chosen == most or not asked,
@@ -297,10 +297,17 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     return int(chosen)
 
 
-def advice(shape: RowShape) -> str:
-    """What to try if not one row of an update fits."""
+def advice(cfg) -> str:
+    """What to try if not one row of an update fits: what the flags do not do yet, in words."""
     # A minibatch that is a single micro-batch holds one copy of the gradients instead of two.
-    return f"more --minibatches, {ADVICE}" if shape.most > 1 else ADVICE
+    ways = ["more --minibatches"]
+    if cfg.remat != "full":
+        ways.append("--remat full")
+    if not cfg.lora and cfg.offload != "params":
+        ways.append("--offload params")
+    if not cfg.lora:
+        ways.append("--lora 16")
+    return ", ".join([*ways, "a smaller --max_answer or more devices"])
 
 
 def search_or_remember(search, limit, most, program):
