@@ -682,7 +682,9 @@ recomputed_chunk = jax.custom_vjp(run_chunk, nondiff_argnums=(0, 1))
 
 
 def recomputed_chunk_forward(cfg, options, *arrays):
-    return run_chunk(cfg, options, *arrays), arrays
+    # JAX moves what depends only on positions and segments out of the loops, and holds the rotary
+    # tables and masks of all rows. It moves nothing out of a checkpoint.
+    return jax.checkpoint(run_chunk, static_argnums=(0, 1))(cfg, options, *arrays), arrays
 
 
 def recomputed_chunk_backward(cfg, options, arrays, grads):
