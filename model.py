@@ -683,7 +683,7 @@ recomputed_chunk = jax.custom_vjp(run_chunk, nondiff_argnums=(0, 1))
 
 def recomputed_chunk_forward(cfg, options, *arrays):
     # JAX moves what depends only on positions and segments out of the loops, and holds the rotary
-    # tables and masks of all rows. It moves nothing out of a checkpoint.
+    # tables and masks of all rows. JAX moves nothing out of a checkpoint.
     return jax.checkpoint(run_chunk, static_argnums=(0, 1))(cfg, options, *arrays), arrays
 
 

@@ -131,7 +131,7 @@ def test_offloaded_7b_fits_one_gpu(tmp_path, record_property):
     # 42 GiB beside the gradients.
     flags = "h100-1 --micro_batch 32 --minibatches 2 --offload params"
     gib["h100"] = gib_of(plan(tmp_path, "7B", flags), 32)
-    assert gib["h100"] < 2 * masters, gib
+    assert gib["h100"] < 1.6 * masters, gib
     record_property("GiB", gib)
 
 

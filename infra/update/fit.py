@@ -36,8 +36,10 @@ from infra.update.state import (
 HOST_BYTES_OF_A_TOKEN = 100
 # The search for the largest micro-batch ends at this many rows.
 MOST_ROWS = 2**20
-# Ways to leave more memory for a rollout. They also help an update, and so does --remat full.
-ROLLOUT_ADVICE = "--offload optimizer or params, a smaller --max_answer or more devices"
+# What to try if a run that has begun has too little memory for a rollout. An update needs less with
+# --remat full, too. `advice` is for a run that cannot begin.
+LAST_RESORTS = "a smaller --max_answer or more devices"
+ROLLOUT_ADVICE = f"--offload optimizer or params, {LAST_RESORTS}"
 ADVICE = f"--remat full, {ROLLOUT_ADVICE}"
 
 
@@ -298,7 +300,7 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
 
 
 def advice(cfg) -> str:
-    """What to try if not one row of an update fits: what the flags do not do yet, in words."""
+    """What to try if not one row of an update fits: ways that the flags do not use yet."""
     # A minibatch that is a single micro-batch holds one copy of the gradients instead of two.
     ways = ["more --minibatches"]
     if cfg.remat != "full":
@@ -307,7 +309,7 @@ def advice(cfg) -> str:
         ways.append("--offload params")
     if not cfg.lora:
         ways.append("--lora 16")
-    return ", ".join([*ways, "a smaller --max_answer or more devices"])
+    return ", ".join([*ways, LAST_RESORTS])
 
 
 def search_or_remember(search, limit, most, program):

@@ -43,7 +43,8 @@ def is_stepped_by_layer(name: str, offload: str) -> bool:
 
 def step_in_place(step, param, opt_state, grad, name: str, offload: str) -> tuple:
     """Returns step(param, opt_state, grad), a new (param, opt_state), in the memory that holds
-    them. The step runs on the device; if it is offloaded, one layer at a time."""
+    them. The step runs on the device. An offloaded parameter with layers takes it layer by layer.
+    """
     param_memory, opt_memory = memory_of(name, offload)
     # Scalars, such as Adam's step count, stay on the device.
     opt_memories = jax.tree.map(lambda a: opt_memory if a.ndim else DEVICE, opt_state)
