@@ -37,6 +37,8 @@ MISTAKES = [  # (tool, flags, what the message must say)
     (compare_trl, "--model . --out x --beta 0.1", "without the flag, it is 0.0"),
     (compare_trl, "--model . --out x --data x.jsonl", "there is nothing to compare; give --steps"),
     (compare_trl, "--model . --out .", "out = . exists; choose another"),
+    (compare_trl, "--model . --out x --micro_batch 5", "micro_batch 5 does not divide the"),
+    (compare_trl, "--model . --out x --micro_batch 4 --minibatches 2", "give --minibatches 1"),
     (ablations, "--model . --out x --seeds one", "seeds one are not numbers"),
     (ablations, "--model . --out x --variants default,best", "no variant best; there are default"),
     (ablations, "--model nowhere --out x", "model nowhere is not a directory"),
@@ -153,11 +155,14 @@ def test_trl_gets_the_same_schedule_and_sizes(tmp_path):
     flags |= {"minibatches": minibatches, "ppo_epochs": rng.choice([1, 2]), "batch": 8, "npq": 4}
     flags |= {"lr": rng.uniform(1e-6, 1e-3), "warmup": rng.randrange(9), "steps": 12}
     flags |= {"clip_high": rng.uniform(0.2, 0.4), "decay": rng.choice(["linear", "cosine"])}
+    flags |= {"micro_batch": rng.choice([0, 4])}
     cfg = train.parse(runs.words(flags | {"out": str(tmp_path)}))
     options = trl.GRPOConfig(**compare_trl.trl_options(cfg))
     # One rollout of 32 answers is for all updates of a step.
     assert options.generation_batch_size == 32
-    assert options.per_device_train_batch_size == 32 // minibatches
+    at_once, passes = options.per_device_train_batch_size, options.gradient_accumulation_steps
+    assert at_once == (cfg.micro_batch or 32 // minibatches)
+    assert at_once * passes == 32 // minibatches
     assert (options.epsilon, options.epsilon_high) == (0.2, cfg.clip_high)
     assert (options.max_grad_norm, options.scale_rewards, options.beta) == (1.0, "none", 0)
     updates = minibatches * cfg.ppo_epochs
@@ -177,28 +182,19 @@ def test_trl_gets_the_same_schedule_and_sizes(tmp_path):
         assert_allclose(step, expected * np.array([1, -1, 1]), rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss_agg", compare_trl.LOSS_TYPES)
-def test_trl_has_the_same_loss(loss_agg):
-    """TRL's own loss function, on answers of many lengths, equals the loss by the token weights of
-    train.make_rows."""
-    trl = pytest.importorskip("trl")
-    import torch
+def loss_by_trl(cfg, mask, new, old, advantage) -> float:
+    """TRL's own loss of answers, summed over the forward passes that its options ask for.
 
-    rng = np.random.default_rng()
-    rows, width = 6, 11
-    lengths = rng.integers(1, width + 1, rows)
-    mask = np.arange(width) < lengths[:, None]
-    old = rng.normal(-2, 1, (rows, width))
-    new = old + rng.normal(0, 0.3, (rows, width))
-    advantage = rng.normal(0, 1, rows)
+    mask, new, old: [answers, tokens], real tokens and logprobs. advantage: [answers].
+    """
+    import torch
+    import trl
+
+    at_once = compare_trl.answers_at_once(cfg)
+    passes = len(mask) // at_once
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            torch.tensor(new),
-            torch.zeros(rows, width),
-            None,
-        ),
-        loss_type=compare_trl.LOSS_TYPES[loss_agg],
-        max_completion_length=width,
+        loss_type=compare_trl.trl_loss_type(cfg),
+        max_completion_length=cfg.max_answer,
         epsilon_low=0.2,
         epsilon_high=0.28,
         beta=0.0,
@@ -208,26 +204,52 @@ def test_trl_has_the_same_loss(loss_agg):
         use_vllm=False,
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
-        current_gradient_accumulation_steps=1,
-        args=SimpleNamespace(delta=None),
+        current_gradient_accumulation_steps=passes,
+        args=SimpleNamespace(delta=None, steps_per_generation=passes),
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(
+            gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1
+        ),
         _metrics={"train": collections.defaultdict(list)},
     )
-    inputs = {
-        "prompt_ids": torch.zeros(rows, 1),
-        "prompt_mask": torch.ones(rows, 1),
-        "completion_ids": torch.zeros(rows, width),
-        "completion_mask": torch.tensor(mask, dtype=torch.int32),
-        "advantages": torch.tensor(advantage),
-        "old_per_token_logps": torch.tensor(old),
-    }
-    got = trl.GRPOTrainer._compute_loss(trainer, None, inputs).item()
+
+    def loss_of(some):
+        logps = torch.tensor(new[some]), torch.zeros(new[some].shape), None
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: logps
+        inputs = {
+            "prompt_ids": torch.zeros(at_once, 1),
+            "prompt_mask": torch.ones(at_once, 1),
+            "completion_ids": torch.zeros(new[some].shape),
+            "completion_mask": torch.tensor(mask[some], dtype=torch.int32),
+            "advantages": torch.tensor(advantage[some]),
+            "old_per_token_logps": torch.tensor(old[some]),
+            "num_items_in_batch": torch.tensor(mask.sum()),
+        }
+        return trl.GRPOTrainer._compute_loss(trainer, None, inputs).item()
+
+    return sum(loss_of(slice(i * at_once, (i + 1) * at_once)) for i in range(passes))
+
+
+@pytest.mark.parametrize("micro_batch", [0, 2])
+@pytest.mark.parametrize("loss_agg", compare_trl.LOSS_TYPES)
+def test_trl_has_the_same_loss(loss_agg, micro_batch):
+    """TRL's loss of answers of many lengths equals the loss by the token weights of
+    train.make_rows."""
+    pytest.importorskip("trl")
+    rng = np.random.default_rng()
+    rows, width = 6, 11
+    sizes = dict(batch=2, npq=3, minibatches=1, micro_batch=micro_batch, max_answer=width)
+    cfg = train.Config(loss_agg=loss_agg, **sizes)
+    lengths = rng.integers(1, width + 1, rows)
+    mask = np.arange(width) < lengths[:, None]
+    old = rng.normal(-2, 1, (rows, width))
+    new = old + rng.normal(0, 0.3, (rows, width))
+    advantage = rng.normal(0, 1, rows)
+    got = loss_by_trl(cfg, mask, new, old, advantage)
 
     ratio = np.exp(new - old)
     clipped = np.clip(ratio, 0.8, 1.28)
     gain = np.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
-    cfg = train.Config(max_answer=width, loss_agg=loss_agg)
     answers = [[1] * n for n in lengths]
     packed = {i: [i] for i in range(rows)}
     made = train.make_rows(packed, [[1]] * rows, answers, advantage, (rows, width + 1), cfg, old)

@@ -40,9 +40,11 @@ SAME = {"advantage": "drgrpo", "is_cap": 0.0}
 # These flags are fixed: TRL defines the KL, the entropy bonus and weight decay differently, and
 # this comparison does not translate other optimizers.
 LEFT_OUT = {"beta": 0.0, "entropy_bonus": 0.0, "weight_decay": 0.0, "optimizer": "adamw"}
-# TRL's name of each loss_agg: mean over the tokens of a minibatch | mean over answers of the mean
-# over an answer's tokens | mean over answers of the sum over an answer's tokens / max_answer.
+# TRL's name of each loss_agg: mean over the tokens of one forward pass | mean over answers of the
+# mean over an answer's tokens | mean over answers of the sum over an answer's tokens / max_answer.
 LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}
+# TRL's name of the mean over all tokens of a step, if a minibatch takes several forward passes.
+MEAN_OVER_STEP = "dapo"
 
 
 # ---------------------------------------------------------------- flags
@@ -63,8 +65,34 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
     check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with one file")
     # An existing directory may hold evaluations of other weights.
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
+    check(
+        answers_of_minibatch(cfg) % answers_at_once(cfg) == 0,
+        f"micro_batch {cfg.micro_batch} does not divide the {answers_of_minibatch(cfg)} answers of "
+        "a minibatch",
+    )
+    check(
+        cfg.minibatches == 1 or trl_loss_type(cfg) != MEAN_OVER_STEP,
+        f"with micro_batch {cfg.micro_batch}, TRL takes the mean over the tokens of a step, not of "
+        f"each of {cfg.minibatches} minibatches; give --minibatches 1",
+    )
     check(importlib.util.find_spec("trl"), "TRL is missing: pip install trl==1.16.0 torch")
     return args, cfg
+
+
+def answers_of_minibatch(cfg: train.Config) -> int:
+    return cfg.batch * cfg.npq // cfg.minibatches
+
+
+def answers_at_once(cfg: train.Config) -> int:
+    """Returns the number of answers in one forward pass of TRL, which does not pack answers: as
+    many as `train.py` has rows."""
+    return cfg.micro_batch or answers_of_minibatch(cfg)
+
+
+def trl_loss_type(cfg: train.Config) -> str:
+    if cfg.loss_agg == "token" and answers_at_once(cfg) < answers_of_minibatch(cfg):
+        return MEAN_OVER_STEP
+    return LOSS_TYPES[cfg.loss_agg]
 
 
 def trl_options(cfg: train.Config) -> dict:
@@ -74,6 +102,7 @@ def trl_options(cfg: train.Config) -> dict:
     once and shuffles them before splitting them into updates; this trainer spreads each group
     evenly over the minibatches.
     """
+    passes = answers_of_minibatch(cfg) // answers_at_once(cfg)
     # fmt: off
     return dict(
         output_dir=cfg.out, seed=cfg.seed,
@@ -82,11 +111,11 @@ def trl_options(cfg: train.Config) -> dict:
         num_generations=cfg.npq, max_completion_length=cfg.max_answer,
         temperature=cfg.temperature, top_p=1.0, top_k=0,
         # The update.
-        per_device_train_batch_size=cfg.batch * cfg.npq // cfg.minibatches,
-        steps_per_generation=cfg.minibatches, gradient_accumulation_steps=1,
+        per_device_train_batch_size=answers_at_once(cfg),
+        steps_per_generation=cfg.minibatches * passes, gradient_accumulation_steps=passes,
         num_iterations=cfg.ppo_epochs,
         epsilon=cfg.clip_low, epsilon_high=cfg.clip_high, beta=0.0, scale_rewards="none",
-        loss_type=LOSS_TYPES[cfg.loss_agg], max_grad_norm=cfg.grad_clip,
+        loss_type=trl_loss_type(cfg), max_grad_norm=cfg.grad_clip,
         # The questions are already in order. No remat; compute in float32.
         shuffle_dataset=False, gradient_checkpointing=False, bf16=False, use_cpu=True,
         # This tool writes checkpoints and metrics itself.
