@@ -18,6 +18,8 @@ With d_logp = dloss/dlogp and d_entropy = dloss/dH, the gradients are:
 
     dz     = (d_logp (onehot(y) - p) - d_entropy p (log p + H)) / T
     dh, dW = dz W, dz' h
+
+If the head is frozen, as with --lora, dW is not computed.
 """
 
 import math
@@ -158,7 +160,8 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
 
     row_C: each target's row of this head; outside [0, V) if another part of the head has it.
     per_token: (d_logp / T, d_entropy / T, logsumexp, entropy), [C] each. A chunk adds its gradient
-    to dW_VD, except for the first chunk, which replaces dW_VD.
+    to dW_VD, except for the first chunk, which replaces dW_VD. If the head is frozen, both dW are
+    None.
     """
     d_logp, d_entropy, logsumexp, entropy = (a_C[:, None] for a_C in per_token)
     log_p = z_CV - logsumexp
@@ -167,6 +170,8 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
     dz = jnp.where(is_target, d_logp, 0.0) - from_softmax
     dz_CV = dz.astype(h_CD.dtype)
     dh_CD = dot(dz_CV, head_VD, 1, 0)
+    if dW_VD is None:
+        return dh_CD, None
     dW_so_far = jnp.where(is_first_chunk, 0.0, dW_VD)
     return dh_CD, dW_so_far + dot(dz_CV, h_CD, 0, 0)
 
@@ -327,10 +332,10 @@ def step_gradient(shifted, max_1C, row_1C, per_token, uses_entropy):
 
 
 def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
-    """Compute dz [V, C] of a tile, then dW += dz h and dh += dz' W."""
-    row_1C, per_token_4C, h_CD, head_VD, shifted_VC, tile_max, dW_in = refs[:7]
-    dh_out, dW_out = refs[7:9]
-    dz_VC, dh_CD = refs[9:]  # scratch; dh_CD is the float32 sum over tiles of V
+    """Compute dz [V, C] of a tile, then dW += dz h (unless the head is frozen) and dh += dz' W."""
+    row_1C, per_token_4C, h_CD, head_VD, shifted_VC, tile_max = refs[:6]
+    *in_and_out_of_dW, dh_out = refs[6:-2]
+    dz_VC, dh_CD = refs[-2:]  # scratch; dh_CD is the float32 sum over tiles of V
     tile = program_id(1)
     tile_rows = head_VD.shape[0]
     per_token = [per_token_4C[k : k + 1] for k in range(4)]
@@ -360,8 +365,10 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
         # As in the forward, compute the next dz before this dz's GEMM, so that they overlap.
         next_dz = gradient(end) if end < tile_rows else None
         dz_VC[start:end] = dz
-        dW_so_far = jnp.where(is_first_chunk[0] == 1, 0.0, dW_in[start:end])
-        dW_out[start:end] = dW_so_far + dot(dz, h_CD[...], 1, 0)
+        if in_and_out_of_dW:
+            dW_in, dW_out = in_and_out_of_dW
+            dW_so_far = jnp.where(is_first_chunk[0] == 1, 0.0, dW_in[start:end])
+            dW_out[start:end] = dW_so_far + dot(dz, h_CD[...], 1, 0)
         dz = next_dz
     dh_CD[...] += dot(dz_VC[...], head_VD[...], 0, 0)
 
@@ -370,7 +377,7 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
         dh_out[...] = dh_CD[...].astype(dh_out.dtype)
 
 
-def backward_grid(blocks, h_CD, tile_max):
+def backward_grid(blocks, h_CD, tile_max, is_frozen):
     """Returns the grid of `backward_kernel`, over tiles of D and of V, and its block specs."""
     C, D = h_CD.shape
     V = blocks.tile_vocab
@@ -379,7 +386,7 @@ def backward_grid(blocks, h_CD, tile_max):
     tile_of_head = BlockSpec((V, d), lambda i, j, _: (j, i))
     # The first chunk ignores the old dW. In this chunk, the index of dW's tile stays 0 along V,
     # so that only tile 0 is fetched.
-    tile_of_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
+    old_dW = BlockSpec((V, d), lambda i, j, is_first: (j * (1 - is_first[0]), i))
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(cdiv(D, d), len(tile_max)),
@@ -391,9 +398,9 @@ def backward_grid(blocks, h_CD, tile_max):
             tile_of_head,
             BlockSpec((V, C), lambda i, j, _: (j, 0)),
             BlockSpec((1, *tile_max.shape[1:]), lambda i, j, _: (j, 0, 0, 0)),
-            tile_of_dW,
+            *([] if is_frozen else [old_dW]),
         ],
-        out_specs=[columns_of_h, tile_of_head],
+        out_specs=[*([] if is_frozen else [tile_of_head]), columns_of_h],
         scratch_shapes=[pltpu.VMEM((V, C), h_CD.dtype), pltpu.VMEM((C, d), f32)],
     )
 
@@ -404,33 +411,40 @@ def pallas_backward(
     """Like `jax_backward`, but returns dh in `dh_dtype` and updates dW_VD in place."""
     shifted_VC, tile_max, z_rest = saved
     tiled = len(shifted_VC)
+    is_frozen = dW_VD is None
     # Plain JAX computes the rows that do not fill a tile.
+    old_dW_rest = None if is_frozen else dW_VD[tiled:]
     dh_rest, dW_rest = jax_backward(
-        head_VD[tiled:], z_rest, h_CD, row_C - tiled, per_token, dW_VD[tiled:], is_first_chunk
+        head_VD[tiled:], z_rest, h_CD, row_C - tiled, per_token, old_dW_rest, is_first_chunk
     )
     # Write these rows of dW before the kernel runs: writing them afterwards would copy all of dW.
-    dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))
+    dW = [] if is_frozen else [lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))]
     # dz = d_logp onehot(y) - p (d_logp + d_entropy (log p + H)), with d_logp and d_entropy already
     # divided by T. The bracket is offset + slope log2(p).
     d_logp, d_entropy, logsumexp, entropy = per_token
     offset = d_logp + d_entropy * entropy
     slope = d_entropy / LOG2E
     per_token_4C = jnp.stack([d_logp, offset, slope, logsumexp * LOG2E])
-    # Input 7, dW, becomes output 1. Do not alias in the interpreter: it would return dW padded.
-    aliases = {} if blocks.interpret else {7: 1}
-    dh_CD, dW_VD = pallas_call(
+    # Input 7, dW, becomes output 0. Do not alias in the interpreter: it would return dW padded.
+    aliases = {} if blocks.interpret or is_frozen else {7: 0}
+    out_shape = [ShapeDtypeStruct(a.shape, a.dtype) for a in dW]
+    *dW, dh_CD = pallas_call(
         partial(backward_kernel, blocks.step_rows, uses_entropy),
         name="grpo_backward",
         interpret=blocks.interpret,
-        grid_spec=backward_grid(blocks, h_CD, tile_max),
-        out_shape=[ShapeDtypeStruct(h_CD.shape, dh_dtype), ShapeDtypeStruct(dW_VD.shape, f32)],
+        grid_spec=backward_grid(blocks, h_CD, tile_max, is_frozen),
+        out_shape=[*out_shape, ShapeDtypeStruct(h_CD.shape, dh_dtype)],
         input_output_aliases=aliases,
         compiler_params=compiler_params(blocks),
-    )(is_first_chunk[None], row_C[None], per_token_4C, h_CD, head_VD, shifted_VC, tile_max, dW_VD)
+    )(is_first_chunk[None], row_C[None], per_token_4C, h_CD, head_VD, shifted_VC, tile_max, *dW)
+    dh_CD = (dh_CD + dh_rest).astype(dh_dtype)
+    if is_frozen:
+        return dh_CD, None
+    (dW_VD,) = dW
     if blocks.interpret:
         # The kernel did not update dW in place, so the output lacks the rows written above.
         dW_VD = lax.dynamic_update_slice(dW_VD, dW_rest, (tiled, 0))
-    return (dh_CD + dh_rest).astype(dh_dtype), dW_VD
+    return dh_CD, dW_VD
 
 
 # ---------------------------------------------------------------- over a mesh
@@ -449,6 +463,7 @@ class Settings:
     temperature: float = 1.0
     impl: str = "jax"  # or pallas, or full
     blocks: Blocks | None = None  # None: chosen by block_sizes
+    is_frozen: bool = False  # whether the head is frozen; if so, dW is None
 
 
 def rows_to_columns(dW_VD, shards):
@@ -614,10 +629,12 @@ def on_one_device(settings, h_nD, head_Vd, targets_n, vectors):
     if not settings.terms:
         _, results = lax.fori_loop(0, chunks, step, (None, [jnp.zeros(n)] * 2))
         return tuple(results)
-    dW_VD = lax.empty(head_VD.shape, f32)
+    dW_VD = None if settings.is_frozen else lax.empty(head_VD.shape, f32)
     results = [jnp.zeros(n)] * 3 + [jnp.zeros_like(h_nD)]
     dW_VD, results = lax.fori_loop(0, chunks, step, (dW_VD, results))
-    return *results, rows_to_columns(dW_VD, shards)[:V]
+    if not settings.is_frozen:
+        dW_VD = rows_to_columns(dW_VD, shards)[:V]
+    return *results, dW_VD
 
 
 def with_all_logits(settings, h_ND, head_VD, targets_N, vectors):
@@ -648,7 +665,7 @@ def loss_and_gradients(
     settings: Settings, h_ND: Array, head_VD: Array, targets_N: Array, vectors: dict
 ) -> tuple:
     """Returns logp [N] and entropy [N], and if settings.terms is given, loss [N], dh [N, D] and
-    dW [V, D].
+    dW [V, D] (None if the head is frozen).
 
     dh has the dtype of h. The others are float32, but with impl full, dW has the head's dtype.
     """
@@ -663,7 +680,7 @@ def loss_and_gradients(
     in_specs = (tokens, columns, tokens, tokens)
     out_specs = (tokens, tokens)
     if settings.terms:
-        out_specs = (tokens, tokens, tokens, tokens, columns)
+        out_specs = (tokens, tokens, tokens, tokens, None if settings.is_frozen else columns)
     run = partial(on_one_device, settings)
     mesh = settings.mesh
     run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -686,19 +703,20 @@ def fused_loss(settings, h_ND, head_VD, targets_N, vectors):
 def fused_loss_forward(settings, *primals):
     # With symbolic_zeros, JAX passes each primal together with whether it is differentiated.
     inputs = jax.tree.map(lambda primal: primal.value, primals)
-    logp_N, entropy_N, loss_N, dh_ND, dW_VD = loss_and_gradients(settings, *inputs)
-    return (loss_N.sum(), logp_N, entropy_N), (inputs, dh_ND, dW_VD)
+    _, head, *_ = primals
+    settings = replace(settings, is_frozen=not head.perturbed)
+    logp_N, entropy_N, loss_N, *gradients = loss_and_gradients(settings, *inputs)
+    return (loss_N.sum(), logp_N, entropy_N), (inputs, gradients)
 
 
 def fused_loss_backward(settings, saved, cotangents):
-    (h_ND, head_VD, targets_N, vectors), dh_ND, dW_VD = saved
+    (h_ND, head_VD, targets_N, vectors), gradients = saved
+    is_frozen = gradients[1] is None
     d_loss, d_logp_N, d_entropy_N = cotangents
     if isinstance(d_loss, SymbolicZero):
-        dh_ND = 0.0
-        dW_VD = 0.0
+        gradients = jax.tree.map(jnp.zeros_like, gradients)
     else:
-        dh_ND = dh_ND * d_loss
-        dW_VD = dW_VD * d_loss
+        gradients = jax.tree.map(lambda a: a * d_loss, gradients)
     extra = {"d_logp": d_logp_N, "d_entropy": d_entropy_N}
     extra = {name: d for name, d in extra.items() if not isinstance(d, SymbolicZero)}
     if extra:
@@ -707,12 +725,15 @@ def fused_loss_backward(settings, saved, cotangents):
             loss = v.get("d_logp", 0) * logp + v.get("d_entropy", 0) * entropy
             return loss, {}
 
-        settings = replace(settings, terms=linear_terms, uses_entropy="d_entropy" in extra)
+        uses_entropy = "d_entropy" in extra
+        settings = replace(
+            settings, terms=linear_terms, uses_entropy=uses_entropy, is_frozen=is_frozen
+        )
         outputs = loss_and_gradients(settings, h_ND, head_VD, targets_N, vectors | extra)
-        _, _, _, more_dh_ND, more_dW_VD = outputs
-        dh_ND = dh_ND + more_dh_ND
-        dW_VD = dW_VD + more_dW_VD
-    return dh_ND.astype(h_ND.dtype), dW_VD.astype(head_VD.dtype), None, None
+        gradients = jax.tree.map(jnp.add, gradients, list(outputs[3:]))
+    dh_ND, dW_VD = gradients
+    dW_VD = None if is_frozen else dW_VD.astype(head_VD.dtype)
+    return dh_ND.astype(h_ND.dtype), dW_VD, None, None
 
 
 fused_loss.defvjp(fused_loss_forward, fused_loss_backward, symbolic_zeros=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 import kernel
 from test_kernel import (
@@ -27,6 +27,7 @@ from test_kernel import (
     relative,
     run_loss,
     run_score,
+    without_races,
 )
 
 
@@ -87,6 +88,30 @@ def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
     worst = max(map(relative, many_gradients, (dh, dW)))
     assert worst < 1e-5
     record_property("largest relative error", f"{worst:.1e}")
+
+
+@pytest.mark.parametrize("dims", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_frozen_head_gets_no_gradient(impl, dims):
+    """If only h is differentiated, as with --lora, its gradient is the same, and dW is not
+    computed: a chunk takes two GEMMs instead of three."""
+    h, W, targets, vectors, cotangents = loss_inputs(136, 203, 1.3, 21)
+
+    def objective(h, W):
+        how = {"temperature": 1.3, "impl": impl, "blocks": blocks(impl)}
+        loss, tokens = kernel.grpo_loss(h, W, targets, vectors, mesh(*dims), **how, **KNOBS)
+        # The cotangents of logprobs and entropies take the GEMMs of all chunks once more.
+        return loss + (cotangents * jnp.stack([tokens["logp"], tokens["entropy"]])).sum()
+
+    of_both = jax.jit(jax.grad(objective, (0, 1)))
+    of_h = jax.jit(jax.grad(objective))
+    wanted, _ = without_races(of_both, h, W)
+    assert_array_equal(without_races(of_h, h, W), wanted)
+    gemms = [str(jax.make_jaxpr(f)(h, W)).count("dot_general[") for f in (of_both, of_h)]
+    if impl == "jax":
+        assert gemms == [6, 4]
+    if impl == "pallas":
+        assert gemms[1] < gemms[0]
 
 
 def test_loss_without_some_vectors(record_property):
