@@ -822,6 +822,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
     metrics = {"step": step}
     # A single set needs no name.
     is_single = len(setup.held_out) == 1
+    took = f"{time.time() - began:.1f}s" + ("" if is_single else " for all sets")
     for name in setup.held_out:
         solved = [answer["solved"] for answer in answered if answer["set"] == name]
         found = eval_metrics(np.reshape(solved, (-1, samples)))
@@ -830,7 +831,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
         what = "eval" if is_single else f"eval of {name}"
         say(
             f"{what} at step {step} | solved {found['solved']:.4f} (stderr {found['stderr']:.4f}) "
-            f"of {len(setup.held_out[name])} | {time.time() - began:.1f}s"
+            f"of {len(setup.held_out[name])} | {took}"
         )
     # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
     run.write_evals(step, answered)
