@@ -33,6 +33,7 @@ FINAL_NUMBERS = {  # {number: texts whose final number this is}
         r"<answer>\boxed{5}</answer>", r"\boxed{1} \boxed{5}", r"\boxed{5",
         r"\boxed{\text{5 apples}}", "#### $5.00", "#### 1\n#### 5\nyes 7",
     ],
+    20: ["In 3 years, 20 remain", "the 5 boxes hold 4 each, so (4)(5) = 20"],
     25: ["<answer>25 m^2</answer>", r"\boxed{25\text{ cm}^2}"],
     42: ["<answer>42</answer>", r"\boxed{42}", "so\n#### 42", "it is 7, no, 42",
          "<answer>42\x1f</answer>"],
@@ -146,6 +147,30 @@ EQUAL = [
     ("2,500,000", "$2.5 million"),
     ("18", r"\boxed{18\text{ ways}}"),
     ("3", r"\boxed{x = 3}"),
+    # as people and models write it
+    ("-5", "<answer>\u20135</answer>"),
+    ("-5", "The answer is \u20135."),
+    ("-5", "$\u20135$"),
+    ("-5", r"x = -\boxed{5}"),
+    ("5", "`5`"),
+    ("5", "*5*"),
+    ("5", "5 \u2705"),
+    ("5", r"\boxed {5}"),
+    ("5", "<Answer>5</Answer>"),
+    ("5", "2 + 3 = <<2+3=5>>5 apples"),
+    ("500000", "5 hundred thousand"),
+    ("25", "25\u00b0C"),
+    ("25", r"25^\circ\text{C}"),
+    ("18", "18\u00a2"),
+    ("18", "\u20b918"),
+    ("32", "The answer is 2^5 = 32."),
+    ("25", "The area is 5^2 = 25 square feet."),
+    ("4", r"\sqrt{16} = 4"),
+    ("9", "2 + 3 = 5 and 5 + 4 = 9"),
+    # a line that begins with #### and holds no answer is a heading of Markdown
+    ("18", "#### Step 1\n9 + 9\n#### Step 2\nSo the answer is 18."),
+    ("18", "#### 2. Add both\nThe answer is 18."),
+    ("18", "#### Final Answer:\n18"),
 ]
 OTHER_NUMBERS = [
     ("#### 72", "<answer>73</answer> 72"),
@@ -206,6 +231,15 @@ FORMULAS = [
     ("e^5", "5"),
     ("10-5", "5"),
     ("(3)-2", "2"),
+    (r"x = 2 \text{ or } x = 3", r"x = 7 \text{ or } x = 3"),
+    (r"x = -5 \text{ or } x = 5", "5"),
+    ("x = 1 and y = 3", "3"),
+    ("-(5)", "5"),
+    (r"-\left(\frac{5}{2}\right)", "5/2"),
+    ("0.333...", "0.333"),
+    ("5 and a half", "5"),
+    ("5 hours 30 minutes", "30"),
+    ("3 feet and 6 inches", "6"),
 ]
 # Texts without a number, or with a number that is only a part of something else.
 NO_NUMBERS = [
@@ -221,6 +255,9 @@ NO_NUMBERS = [
     ("1e999999999", "1e999999999"),
     ("10^999999999", "10^999999999"),
     (r"\infty", r"\infty"),
+    (r"\boxed{\text{width} = 5, \text{length} = 10}", "10"),
+    ("<answer>half of 5</answer>", "5"),
+    ("<answer>square root of 5</answer>", "5"),
 ]
 DIFFERENT = OTHER_NUMBERS + FORMULAS + NO_NUMBERS
 # fmt: on

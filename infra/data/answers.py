@@ -6,6 +6,7 @@ it, but no other mathematics: no part of 2\pi, x^2 + 1 or (1, 2) is compared as 
 
 import fractions
 import re
+import unicodedata
 from collections.abc import Iterator
 
 # A decimal number, with or without thousands separators, such as `7`, `1,450.25` or `.5`.
@@ -39,6 +40,8 @@ EQUALS = set("=\u2248")
 # Two numbers joined by one of these words are a pair.
 JOINING = {"and", "or", "to", "by", "over", "through", "x", "vs"}
 MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
+# Before a number in a marked answer, these words are operations, as in "half of 5".
+OPERATIONS = set("root half third quarter twice double triple reciprocal".split())
 # After a number, a short string of letters is a product of variables, as in 2 xy, unless it is one
 # of these units or words. Only UNITS and TIMES may follow without a space, as in 5cm. A single
 # letter without a space, as in 5m, counts as a variable.
@@ -53,8 +56,13 @@ LETTERS_AS_WORDS = set("aAI")
 # Words that multiply a number by a power of ten, with the power's exponent.
 TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
+# A measure that a second number continues, as in "5 hours 30 minutes".
+MEASURE = re.compile(
+    r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?)(?:\s+and)?\s+\Z"
+)
+
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
+BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 
@@ -66,10 +74,13 @@ def final_number(text: str) -> fractions.Fraction | None:
     The last mark that counts and is not empty has the answer; if all are empty, there is no answer.
     Without marks, the answer is the last number of the text, unless it is part of a formula.
     """
+    # Move the sign of -\boxed{5} into the box, unless the box is subtracted from something.
+    text = re.sub(r"(?<![\w)\]}])(?<![\w)\]}]\s)-\s?\\boxed\s?\{", r"\\boxed{-", text)
     marked = (
-        re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S)
+        re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S | re.I)
         or BOXED.findall(text)
-        or re.findall(r"####(.*)", text)
+        # A line such as "#### Step 2" or "#### 2. Add both" is a heading of Markdown.
+        or re.findall(r"####[^\S\n]*(?!\d+\.\s)(?=[-+\u2212\u2013$\u20ac\u00a3\\(.\d])(.*)", text)
     )
     if not marked:
         return read_number(text, is_marked=False)
@@ -84,6 +95,11 @@ def plain(text: str) -> str:
     text = text.replace("\u2212", "-").replace("{,}", ",")
     # Drop replacement characters, which tokenizers write for incomplete characters.
     text = text.replace("\ufffd", " ")
+    # Drop Markdown's marks of code and of italics, and the calculations in GSM8K's << >>.
+    text = re.sub(r"<<[^<>]*>>|`", " ", text)
+    text = re.sub(r"(?<![\w*)])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*(])", r"\1", text)
+    # A dash right before a number is a minus, unless it is between two numbers or words.
+    text = re.sub(r"(?<![\w)\]}%])[\u2013\u2014](?=[$\u20ac\u00a3]?\.?\d)", "-", text)
     # Replace LaTeX's spaces and the commands that only affect typesetting.
     text = re.sub(r"\\!", "", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3})", "", text)
@@ -91,6 +107,7 @@ def plain(text: str) -> str:
     text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}", r" \1", text)
     text = re.sub(r"\\([%$])", r"\1", text)
     text = re.sub(r"\^?\{?(?:\\circ|\\degree)(?![A-Za-z])\s?\}?", "\u00b0", text)
+    text = re.sub(r"\u00b0\s?[CF]\b", "\u00b0", text)
     text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])|[\u00d7\u00b7]", "*", text)
     text = re.sub(r"\\(?:approx|simeq)(?![A-Za-z])", "\u2248", text)
     # Fractions of numbers, as in \frac{1}{2}, \frac1{2} and \frac12.
@@ -108,7 +125,7 @@ def plain(text: str) -> str:
     # dollar signs around a formula.
     text = re.sub(r"\b(?:minus|negative)\s(?=[$€£\d.])", "-", text)
     text = re.sub(r"-\s?[$€£]\s?(?=[\d.])", "-", text)
-    return re.sub("[$€£]", " ", text)
+    return re.sub("[$€£¢¥₹]", " ", text)
 
 
 def fraction_text(match: re.Match) -> str:
@@ -172,7 +189,8 @@ def is_letter(token: re.Match) -> bool:
 
 def is_maths(token: re.Match) -> bool:
     """Whether a token belongs to a formula: an operator, a LaTeX command, a name such as sqrt."""
-    is_operator = token["symbol"] and token[0] not in PUNCTUATION
+    is_emoji = token["symbol"] and unicodedata.category(token[0]) == "So"
+    is_operator = token["symbol"] and token[0] not in PUNCTUATION and not is_emoji
     return bool(is_operator or token["command"] or token[0].lower() in MATHS)
 
 
@@ -196,10 +214,21 @@ def scale_after(
         after = after[1:]
     if not after or after[0]["line"]:
         return 1
+    rest = number.string[number.end() :].lower()
+    if re.match(r"\s+and an? (?:half|third|quarter)\b", rest) or (
+        # 0.333... goes on.
+        "." in number[0] and rest.startswith("..")
+    ):
+        return None
     first = after[0]
     is_attached = first.start() == number.end()
     if first["word"]:
-        return word_scale(first[0], is_attached)
+        scale = word_scale(first[0], is_attached)
+        # 5 hundred thousand
+        while scale and scale > 1 and len(after) > 1 and after[1][0].lower() in TIMES:
+            after = after[1:]
+            scale *= 10 ** TIMES[after[0][0].lower()]
+        return scale
     # A symbol attached to the number may continue a formula, as in 5!, 5(x), 5[x] and 5:x.
     return None if is_attached and first[0] in "!([:" else 1
 
@@ -237,12 +266,19 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
         # Punctuation before a formula belongs to the sentence, as in "Therefore, x = 5".
         while left and left[-1][0] in ",:(":
             left.pop()
-        return is_left_side(left)
+        return is_left_side(left) and not follows_equation(before, left, is_marked)
     # A dash before a number is punctuation only in a sentence, with a space after it.
     if before and before[-1][0] == "-" and (is_marked or before[-1].end() == number.start()):
         return False
+    # -(5)
+    if len(before) > 1 and before[-1][0] in OPENING and before[-2][0] == "-":
+        return False
+    if MEASURE.search(number.string[: number.start()]):
+        return False
     if is_marked:
-        has_formula = any(token["number"] or is_maths(token) for token in before)
+        has_formula = any(
+            token["number"] or is_maths(token) or token[0].lower() in OPERATIONS for token in before
+        )
         has_variable = any(is_variable(token) for token in before)
         return not (has_formula or has_variable or is_call(before, number))
     for place in reversed(range(len(before))):
@@ -256,6 +292,22 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
             is_pair = token[0] in JOINING and earlier and earlier["number"]
             return not (is_pair or is_variable(token))
     return True
+
+
+def follows_equation(before: list[re.Match], left: list[re.Match], is_marked: bool) -> bool:
+    """Whether an equation is one of several with different values, as in `x = 2 or x = 3` and
+    `width = 5, length = 10`. before: the tokens before its value. left: its left side."""
+    # 2 + 3 = 5 is a calculation.
+    if left and not any(token["word"] for token in left):
+        return False
+    earlier = before[: -1 - len(left)]
+    if not left and is_marked:
+        # The left side is a word.
+        return any(token[0] in EQUALS for token in earlier)
+    if len(earlier) < 2:
+        return False
+    joint, value = earlier[-1], earlier[-2]
+    return bool(joint[0].lower() in JOINING | {","} and value["number"])
 
 
 def is_variable(token: re.Match) -> bool:
@@ -284,4 +336,5 @@ def is_left_side(tokens: list[re.Match]) -> bool:
     letters = [token for token in tokens if token["word"]]
     if letters:
         return len(tokens) == 1
-    return all(token["number"] or token[0] in "+-*/()%=\u2248.:,\u00f7" for token in tokens)
+    signs = set("+-*/()%=\u2248.:,\u00f7^{}") | {"\\sqrt"}
+    return all(token["number"] or token[0] in signs for token in tokens)
