@@ -235,6 +235,16 @@ def test_a_template_is_found_where_transformers_finds_it(model_with):
         assert theirs.apply_chat_template([USER], tokenize=False) == wanted
 
 
+def test_special_tokens_may_be_in_a_file_of_their_own(model_with):
+    transformers = pytest.importorskip("transformers")
+    directory = model_with("{{ bos_token }}{{ messages[0].content }}")
+    (directory / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    wanted = theirs.apply_chat_template([USER], tokenize=False)
+    assert load_tokenizer(directory).render([USER]) == wanted
+    assert wanted.startswith("<s>")
+
+
 def test_a_template_may_write_the_date_and_says_so(model_with, capsys):
     directory = model_with("{{ strftime_now('%Y-%m') }}: {{ messages[0].content }}")
     before = datetime.datetime.now()

@@ -97,3 +97,42 @@ def test_columns_of_other_names_are_named(tmp_path, capsys):
         with pytest.raises(SystemExit):
             load_rows(str(path), False, wrong)
         assert "is not of the form question=...,answer=..." in capsys.readouterr().err
+
+
+# fmt: off
+UNREADABLE = [  # (name of a file, its content, words of the message)
+    ("a.csv", "question,answer\nTom has 3, Ann 4. Both?,7\n", "put texts that have commas in"),
+    ("b.csv", "question,answer\nBoth?,7\nTom, Ann?,7\n", "Expected 2 fields in line 3, saw 3"),
+    ("c.csv", "", "No columns to parse"),
+    ("d.json", '[{"question": "x", "answer": }]', "Expecting value: line 1 column 30"),
+    ("e.json", '{"data": []}', "holds no list of rows, but a dict"),
+    ("f.jsonl", json.dumps({"prompt": str(VERL_GSM8K["prompt"]), "answer": 2}), "as a list"),
+    ("g.jsonl", json.dumps({"prompt": [{"role": "tool", "content": "x"}]}), "the role 'tool', not"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("name, text, words", UNREADABLE)
+def test_data_that_cannot_be_read_is_refused_with_the_reason(name, text, words, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as end:
+        load_rows(f"{tmp_path}/{name}", False)
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_directory_without_held_out_rows_says_what_to_give(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": ASK, "answer": "2"}))
+    assert len(load_rows(str(tmp_path), False)) == 1
+    with pytest.raises(SystemExit):
+        load_rows(str(tmp_path), True)
+    assert f"give --eval_data none or {tmp_path}@SPLIT" in capsys.readouterr().err
+
+
+def test_no_number_of_a_json_file_is_rounded(tmp_path):
+    rows = [{"input": ASK, "answer": answer} for answer in (2**70 + 1, 2.5, "2024-05-06")]
+    texts = [json.dumps(rows), "\n".join(map(json.dumps, rows))]
+    for text in texts:
+        (tmp_path / "rows.json").write_text(text)
+        read = load_rows(f"{tmp_path}/rows.json", False)
+        assert [row["answer"] for row in read] == [str(2**70 + 1), "2.5", "2024-05-06"]

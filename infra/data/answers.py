@@ -58,8 +58,10 @@ TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12
 
 # A measure that a second number continues, as in "5 hours 30 minutes".
 MEASURE = re.compile(
-    r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?)(?:\s+and)?\s+\Z"
+    r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?)"
+    r"(?:\s+and)?\s+\Z"
 )
+AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
@@ -214,11 +216,9 @@ def scale_after(
         after = after[1:]
     if not after or after[0]["line"]:
         return 1
-    rest = number.string[number.end() :].lower()
-    if re.match(r"\s+and an? (?:half|third|quarter)\b", rest) or (
-        # 0.333... goes on.
-        "." in number[0] and rest.startswith("..")
-    ):
+    # 0.333... is not 0.333.
+    goes_on = "." in number[0] and number.string.startswith("..", number.end())
+    if goes_on or AND_A_HALF.match(number.string, number.end()):
         return None
     first = after[0]
     is_attached = first.start() == number.end()

@@ -122,7 +122,9 @@ def load_tokenizer(directory: str) -> Tokenizer:
     special = sorted((t.content for t in added if t.special), key=len, reverse=True)
     # (?!) matches nothing.
     pattern = "|".join(map(re.escape, special)) or "(?!)"
-    named = named_tokens(read_config(directory))
+    # transformers writes these tokens to either file, or to both.
+    special_tokens = files.read_optional_json(f"{directory}/special_tokens_map.json")
+    named = named_tokens(special_tokens) | named_tokens(read_config(directory))
     source = template_of(directory) or CHAT_TEMPLATE
     with exit_on(Exception, f"the chat template of {directory} cannot be read"):
         template = compile_template(source)
@@ -146,7 +148,7 @@ def read_config(directory: str) -> dict:
 
 
 def named_tokens(config: dict) -> dict[str, str]:
-    """{"eos_token": its text, ...} of a tokenizer_config.json."""
+    """{"eos_token": its text, ...} of a tokenizer_config.json or special_tokens_map.json."""
     named = {}
     for name in TOKEN_NAMES:
         token = config.get(name)

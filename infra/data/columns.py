@@ -1,5 +1,6 @@
 """Find the question and answer columns of a data set, and read prompts given as messages."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from typing import Any
 # set with both `answer` and `solution` has the derivation in `solution`. `outer.inner` is the key
 # `inner` of the dicts in a column `outer`.
 NAMES = {
-    "question": ("question", "problem", "prompt", "messages"),
+    "question": ("question", "problem", "prompt", "input", "messages"),
     "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "solution"),
 }
 
@@ -61,6 +62,8 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
             if value is not None:
                 row[ours] = value
     asked = row["question"]
+    if isinstance(asked, str) and re.match(r"\s*\[\s*\{.*\brole\b", asked, re.S):
+        raise ValueError("the question is messages written as a text; store them as a list")
     if not isinstance(asked, list) or not asked:
         return row
     # Other fields of a message, such as names or tool calls, are not part of the prompt.
@@ -69,7 +72,10 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
         row.setdefault("answer", turns[-1]["content"])
         turns.pop()
     roles = [turn["role"] for turn in turns]
-    if roles[-1:] != ["user"] or not {*roles} <= {"system", "user", "assistant"}:
+    unknown = [role for role in roles if role not in ("system", "user", "assistant")]
+    if unknown:
+        raise ValueError(f"a message has the role {unknown[0]!r}, not system, user or assistant")
+    if roles[-1:] != ["user"]:
         raise ValueError(f"messages with roles {roles} do not end with a user's message")
     return row | {"question": turns[-1]["content"], "prompt_messages": turns}
 

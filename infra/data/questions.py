@@ -22,8 +22,8 @@ from infra.host.console import check, exit_on, say
 from infra.host.processes import together
 
 # ---------------------------------------------------------------- rows of files and of the hub
-# {extension of a file of questions: name of its loader in `datasets`}. A .jsonl file is read here
-# instead, so that an error message can name the line.
+# {extension of a file of questions: name of its loader in `datasets`}. A .jsonl or .json file is
+# read here instead: an error message can then name the line, and no number is rounded.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -59,6 +59,8 @@ def load_rows(
         return arith(held_out)
     if name.endswith(".jsonl"):
         numbered = read_jsonl(name)
+    elif name.endswith(".json"):
+        numbered = enumerate(read_json(name), 1)
     else:
         numbered = enumerate(read_with_datasets(name, held_out), 1)
     rows = []
@@ -95,6 +97,24 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
         yield number, row
 
 
+def read_json(path: str) -> list:
+    """The rows of a file that holds a list of JSON objects, or one object per line."""
+    check(os.path.isfile(path), f"{path} does not exist, or is not a file")
+    with exit_on(Exception, f"{path} cannot be loaded"):
+        with open(path, encoding="utf-8-sig") as f:
+            text = f.read()
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError:
+            lines = [line for line in text.splitlines() if line.strip()]
+            if len(lines) < 2 or not lines[0].rstrip().endswith("}"):
+                raise
+            content = [json.loads(line) for line in lines]
+    kind = type(content).__name__
+    check(kind == "list", f"{path} holds no list of rows, but a {kind}")
+    return content
+
+
 def read_with_datasets(name: str, held_out: bool) -> list[dict]:
     """The rows of a file, or of one split of a directory or of a data set on the hub. A name may
     end with the data set's config and split, as in openai/gsm8k:main@test. The default split is
@@ -113,16 +133,28 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
         import datasets
 
         datasets.disable_progress_bars()
-        if kind:
-            # A file has one split, which `datasets` calls train.
-            return list(datasets.load_dataset(kind, data_files=name, split="train"))
-        default = "test" if held_out else "train"
-        return list(datasets.load_dataset(path, config or None, split=split or default))
+        try:
+            if kind:
+                # A file has one split, which `datasets` calls train.
+                return list(datasets.load_dataset(kind, data_files=name, split="train"))
+            return list(datasets.load_dataset(path, config or None, split=split or default))
+        except datasets.exceptions.DatasetGenerationError as e:
+            # This error itself does not say what is wrong with the data.
+            raise e.__cause__ or e from None
 
     failure = f"{name} cannot be loaded"
     if kind:
         with exit_on(Exception, failure):
-            return read()
+            rows = read()
+        # pandas takes surplus fields at the start of a row as its index.
+        check(
+            not rows or "__index_level_0__" not in rows[0],
+            f"{name} row 1 has more fields than the header; put texts that have commas in quotes",
+        )
+        return rows
+    default = "test" if held_out else "train"
+    if held_out and not split:
+        failure += f" (without a split test, give --eval_data none or {name}@SPLIT)"
     # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
     # The directory may exist on some hosts and not on others.
     with together(name):
