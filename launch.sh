@@ -12,7 +12,7 @@
 #     up        find or create the TPU VM             setup    send this tree and .env, install
 #     run       start train.py on all workers, and follow it
 #     logs      follow the run again
-#     status    state of the VM, workers' last lines  stop     end train.py: SIGTERM, after 30 s SIGKILL
+#     status    state of the VM, workers' last lines  stop     end train.py: SIGTERM, after 10 min SIGKILL
 #     fetch     copy final/, config.json, *.jsonl and profile/ to out/NAME/RUN/, or print the bucket that has them
 #     ssh [WORKER|all] [COMMAND]   a shell on WORKER (default 0), or a command in ~/podgrpo
 #     down      delete the VM and its queued request  test     test loss, model, rollout on worker 0
@@ -87,7 +87,7 @@ make_venv() {
 # uv uses this machine's Python if only ensurepip is missing, or else downloads one. If uv is not installed, get it from
 # the package index, or else from its own installer.
 make_venv_with_uv() {
-  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # newer versions are untested
+  local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # CI tests 3.11 and 3.12
   if command -v uv >/dev/null; then
     run uv "${make[@]}"
   elif python3 -m pip --version >/dev/null 2>&1; then

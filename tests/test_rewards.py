@@ -442,9 +442,12 @@ def same_and_slow(row, answer):
     (tmp_path / "formulas.py").write_text(textwrap.dedent(lines) + hanging)
     monkeypatch.syspath_prepend(tmp_path)
     formulas = importlib.import_module("formulas")
+    # The lines of README go into train.py.
+    new = {name for name in vars(formulas) if not name.startswith("__")}
+    assert not new & vars(train).keys(), "README's names replace names of train.py"
     row = {"question": "q", "answer": r"10 - 2\sqrt{5}"}
-    texts = [r"so \boxed{-2\sqrt5 + 10}", r"\boxed{3+\sqrt{5}}", "hang", "no"]
+    texts = [r"so \boxed{-2\sqrt5 + 10}", r"\boxed{3+\sqrt{5}}", "hang", "no", "5"]
     with pool_of([formulas.same_and_slow], tmp_path, seconds=4) as pool:
         scores, faults = score(pool, texts, row)
-    assert_array_equal(scores, [[1], [0], [0], [0]])
+    assert_array_equal(scores, [[1], [0], [0], [0], [0]])
     assert faults == {"same_and_slow": {2: "TooSlow: no score within 4 s"}}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# launch.sh runs these actions over ssh on each TPU worker, in ~/podgrpo. Every action can safely be repeated: gcloud
-# repeats a command when its connection breaks.
+# launch.sh runs these actions over ssh on each TPU worker, in ~/podgrpo. Every action but stop can safely be
+# repeated, and gcloud repeats a command when its connection breaks. A second stop ends a save at once.
 #
 #   bash infra/cloud/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
 #   bash infra/cloud/worker.sh start ID [flags]         start train.py with these flags, detached; only once for each ID

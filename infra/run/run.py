@@ -18,7 +18,7 @@ from infra.host.processes import Stop, all_gather_processes, check_for_stop, com
 from infra.run import checkpoint, log, run_dir
 from infra.run.profiler import Profiler
 from infra.update import lora
-from infra.update.fit import ADVICE, ROLLOUT_ADVICE
+from infra.update.fit import rollout_advice, update_advice
 from infra.update.state import without_base
 
 
@@ -238,7 +238,9 @@ class Run:
             # An evaluation follows the last complete step; other phases belong to the next one.
             step = self.step if phase == "evaluating" else self.step + 1
             smaller = f"--micro_batch {micro_batch // 2} or " if micro_batch > 1 else ""
-            advice = f"{smaller}{ADVICE}" if phase == "update" else ROLLOUT_ADVICE
+            advice = rollout_advice(self.cfg)
+            if phase == "update":
+                advice = smaller + update_advice(self.cfg)
             warn(
                 f"a device ran out of memory in step {step} ({phase}): {first_line(e)[:300]}\n"
                 f"{saver.save_before_exit()}; try {advice}"

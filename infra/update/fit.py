@@ -36,11 +36,8 @@ from infra.update.state import (
 HOST_BYTES_OF_A_TOKEN = 100
 # The search for the largest micro-batch ends at this many rows.
 MOST_ROWS = 2**20
-# What to try if a run that has begun has too little memory for a rollout. An update needs less with
-# --remat full, too. `advice` is for a run that cannot begin.
+# What to try last if there is too little memory.
 LAST_RESORTS = "a smaller --max_answer or more devices"
-ROLLOUT_ADVICE = f"--offload optimizer or params, {LAST_RESORTS}"
-ADVICE = f"--remat full, {ROLLOUT_ADVICE}"
 
 
 def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple:
@@ -297,6 +294,21 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
         f"{limit:.2f}"
     )
     return int(chosen)
+
+
+def rollout_advice(cfg) -> str:
+    """What to try if a run that has begun has too little memory for a rollout: ways that the flags
+    do not use yet."""
+    offloads = [] if cfg.lora else ["optimizer", "params"]
+    more = offloads[offloads.index(cfg.offload) + 1 :] if cfg.offload in offloads else offloads
+    ways = [f"--offload {' or '.join(more)}"] if more else []
+    return ", ".join([*ways, LAST_RESORTS])
+
+
+def update_advice(cfg) -> str:
+    """Like `rollout_advice`, for an update of a run that has begun."""
+    ways = [] if cfg.remat == "full" else ["--remat full"]
+    return ", ".join([*ways, rollout_advice(cfg)])
 
 
 def advice(cfg) -> str:
