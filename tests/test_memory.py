@@ -589,3 +589,20 @@ def test_ten_skipped_updates_in_a_row_end_a_run_that_resumed(train_here, monkeyp
     assert end.value.code == 1, text
     assert "10 updates in a row, up to step 7" in text, text
     assert "run/step_000006; " in text and "Traceback" not in text, text
+
+
+def test_advice_names_only_what_the_flags_do_not_do_yet():
+    rest = "a smaller --max_answer or more devices"
+    for flags, wanted in (
+        ({}, f"--offload optimizer or params, {rest}"),
+        ({"offload": "optimizer"}, f"--offload params, {rest}"),
+        ({"offload": "params"}, rest),
+        ({"lora": 8}, rest),
+    ):
+        cfg = train.Config(**flags)
+        assert cfg.remat == "full"
+        assert fit.rollout_advice(cfg) == fit.update_advice(cfg) == wanted
+        less = dataclasses.replace(cfg, remat="none")
+        assert fit.update_advice(less) == f"--remat full, {wanted}"
+        assert "more --minibatches" in fit.advice(cfg)
+        assert ("--lora" in fit.advice(cfg)) == (not cfg.lora)

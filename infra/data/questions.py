@@ -22,9 +22,9 @@ from infra.host.console import check, exit_on, say
 from infra.host.processes import together
 
 # ---------------------------------------------------------------- rows of files and of the hub
-# {extension of a file of questions: name of its loader in `datasets`}. A .jsonl or .json file is
-# read here instead: an error message can then name the line, and no number is rounded.
-FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# {extension of a file of questions: name of its loader in `datasets`}. Files of JSON are read here
+# instead: an error message can then name the line, and no number is rounded.
+FILE_KINDS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}
 
 
 def is_file(name: str) -> bool:
@@ -106,7 +106,7 @@ def read_json(path: str) -> list:
         try:
             content = json.loads(text)
         except json.JSONDecodeError:
-            lines = [line for line in text.splitlines() if line.strip()]
+            lines = [line for line in text.split("\n") if line.strip()]
             if len(lines) < 2 or not lines[0].rstrip().endswith("}"):
                 raise
             content = [json.loads(line) for line in lines]
@@ -148,7 +148,7 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
             rows = read()
         # pandas takes surplus fields at the start of a row as its index.
         check(
-            not rows or "__index_level_0__" not in rows[0],
+            kind != "csv" or not rows or "__index_level_0__" not in rows[0],
             f"{name} row 1 has more fields than the header; put texts that have commas in quotes",
         )
         return rows

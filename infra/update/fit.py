@@ -299,9 +299,11 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
 def rollout_advice(cfg) -> str:
     """What to try if a run that has begun has too little memory for a rollout: ways that the flags
     do not use yet."""
-    offloads = [] if cfg.lora else ["optimizer", "params"]
-    more = offloads[offloads.index(cfg.offload) + 1 :] if cfg.offload in offloads else offloads
-    ways = [f"--offload {' or '.join(more)}"] if more else []
+    ways = []
+    if not cfg.lora and cfg.offload != "params":
+        ways.append(
+            "--offload " + ("params" if cfg.offload == "optimizer" else "optimizer or params")
+        )
     return ", ".join([*ways, LAST_RESORTS])
 
 
