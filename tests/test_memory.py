@@ -464,7 +464,7 @@ def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypa
     text = capsys.readouterr().err
     assert end.value.code == 1, text
     assert "in step 3 (update): " in text and "step 2 is saved" in text, text
-    assert "--micro_batch 4 or --remat full" in text and "Traceback" not in text, text
+    assert "--micro_batch 4 or --offload optimizer" in text and "Traceback" not in text, text
     assert os.listdir("run/step_000002")
     train_here(flags, "--out run")
     assert [row["step"] for row in read_jsonl("run/metrics.jsonl")] == [1, 2, 3]
