@@ -80,6 +80,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
 
 
 def answers_of_minibatch(cfg: train.Config) -> int:
+    """Returns the number of answers in one optimizer step."""
     return cfg.batch * cfg.npq // cfg.minibatches
 
 
@@ -90,6 +91,8 @@ def answers_at_once(cfg: train.Config) -> int:
 
 
 def trl_loss_type(cfg: train.Config) -> str:
+    """Returns TRL's name of loss_agg. A mean over the tokens of one forward pass would weigh the
+    answers of short passes more, so several passes need the mean over all tokens of the step."""
     if cfg.loss_agg == "token" and answers_at_once(cfg) < answers_of_minibatch(cfg):
         return MEAN_OVER_STEP
     return LOSS_TYPES[cfg.loss_agg]

@@ -61,6 +61,7 @@ MEASURE = re.compile(
     r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?)"
     r"(?:\s+and)?\s+\Z"
 )
+# After a number, this makes it larger.
 AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
@@ -224,7 +225,7 @@ def scale_after(
     is_attached = first.start() == number.end()
     if first["word"]:
         scale = word_scale(first[0], is_attached)
-        # 5 hundred thousand
+        # Several such words multiply, as in 5 hundred thousand.
         while scale and scale > 1 and len(after) > 1 and after[1][0].lower() in TIMES:
             after = after[1:]
             scale *= 10 ** TIMES[after[0][0].lower()]
@@ -270,7 +271,7 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
     # A dash before a number is punctuation only in a sentence, with a space after it.
     if before and before[-1][0] == "-" and (is_marked or before[-1].end() == number.start()):
         return False
-    # -(5)
+    # The sign of -(5) is outside the brackets.
     if len(before) > 1 and before[-1][0] in OPENING and before[-2][0] == "-":
         return False
     if MEASURE.search(number.string[: number.start()]):
