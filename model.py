@@ -164,7 +164,7 @@ def rope_settings(config: dict) -> dict:
     is in several places of the config.json."""
     # transformers 5 writes rope_parameters; transformers 4 wrote rope_scaling and rope_theta.
     places = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
-    places.append({"rope_theta": config.get("rope_theta")})
+    places.append({name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")})
     settings = {}
     for place in places:
         for name, value in place.items():
@@ -187,6 +187,7 @@ def refuse_unsupported(config: dict) -> None:
     layer_types = set(config.get("layer_types") or [])
     rope = rope_settings(config)
     rope_types = rope.pop("rope_type", ["default"])
+    rotated = rope.pop("partial_rotary_factor", [])
     other_types = [str(kind) for kind in rope_types if kind not in ("default", "llama3")]
     settings = ["rope_theta", *(Llama3Rope._fields if "llama3" in rope_types else [])]
     other_settings = [name for name in rope if name not in settings]
@@ -204,7 +205,7 @@ def refuse_unsupported(config: dict) -> None:
         (other_types, f"rope scaling {', '.join(other_types)}", "none and llama3 are"),
         (other_settings, f"rope settings {other_settings}", f"{settings} are"),
         (contradictions, "; ".join(contradictions), "one value is"),
-        (config.get("partial_rotary_factor") not in (None, 1),
+        (any(share != 1 for share in rotated),
          "a partial_rotary_factor", "rotation of all dimensions is"),
         (config.get("use_sliding_window"), "use_sliding_window = true", "full attention is"),
         (layer_types - {"full_attention"}, "sliding-window layers", "full attention is"),

@@ -133,6 +133,7 @@ BAD_MODELS = [  # (file, how to edit it, by conftest.edit, what the message must
      'M.from_pretrained("HUB/ID").save_pretrained("DIR")\' and give --model DIR'),
     ("config.json", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling yarn"),
     ("config.json", {"rope_parameters": {"rope_type": "yarn"}}, "rope scaling yarn"),
+    ("config.json", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("model.safetensors", b"junk" * 9, "not a safetensors file"),
     ("model.safetensors", {UP: None}, f"lacks the tensor {UP}"),
     ("model.safetensors", {UP: np.full((256, 128), 1, np.int8)}, "type I8"),

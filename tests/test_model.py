@@ -85,7 +85,7 @@ HF_MODELS = {
         model_type="qwen2",
         vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False,
-        rope_parameters=plain_rope(5e3)),
+        rope_parameters=plain_rope(5e3) | {"partial_rotary_factor": 1.0}),
     "qwen3": dict(
         model_type="qwen3",
         vocab_size=334, hidden_size=96, intermediate_size=160, num_hidden_layers=3,
