@@ -158,7 +158,7 @@ def jax_forward(head_VD, valid_rows, temperature, h_CD):
 def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
     """Returns dh [C, D] and the new dW [V, D], in float32.
 
-    row_C: each target's row of this head; outside [0, V) if another part of the head has it.
+    row_C: each target's row in this part of the head; outside [0, V) if it is in another part.
     per_token: (d_logp / T, d_entropy / T, logsumexp, entropy), [C] each. A chunk adds its gradient
     to dW_VD, except for the first chunk, which replaces dW_VD. If the head is frozen, both dW are
     None.
@@ -199,9 +199,9 @@ class Blocks:
 def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: int = 0) -> Blocks:
     """Choose the Blocks for a chip and a bfloat16 model.
 
-    First make a tile as wide in D as fits into 7/8 of VMEM, because the backward reads z again for
-    each tile of D. Then take the most rows of V with which the forward fits, too. chunk_tokens: 0 =
-    choose it as well. Raises ValueError if pallas does not support the chip or D.
+    Makes the backward's tile as wide in D as fits into 7/8 of VMEM, because the backward reads z
+    again for each tile of D. At this width, takes the most rows of V for which both kernels fit.
+    chunk_tokens: 0 = choose it, too. Raises ValueError if pallas does not support the chip or D.
     """
     if impl != "pallas":
         return Blocks(chunk_tokens or 1024)
@@ -701,7 +701,7 @@ def fused_loss(settings, h_ND, head_VD, targets_N, vectors):
 
 
 def fused_loss_forward(settings, *primals):
-    # With symbolic_zeros, JAX passes each primal together with whether it is differentiated.
+    # With symbolic_zeros, JAX passes each primal with a flag: whether it is differentiated.
     inputs = jax.tree.map(lambda primal: primal.value, primals)
     _, head, *_ = primals
     settings = replace(settings, is_frozen=not head.perturbed)

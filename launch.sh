@@ -102,7 +102,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. .env is exported, as ps and logs would show arguments.
+# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. Export .env, since ps and logs show arguments.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -199,7 +199,7 @@ cmd_test() {
   setup
   mark="$(cksum <"$here/tests/requirements.txt")"
   if [ "$mark" != "$(cat "$venv/installed-tests" 2>/dev/null)" ]; then
-    [ -n "$dry_run" ] || say 'installing what the tests compare with, once: minutes, and 7 GB'
+    [ -n "$dry_run" ] || say 'installing the packages that the tests need, once: minutes, and 7 GB'
     pip_install -r "$here/tests/requirements.txt" || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
   fi

@@ -684,8 +684,8 @@ recomputed_chunk = jax.custom_vjp(run_chunk, nondiff_argnums=(0, 1))
 
 
 def recomputed_chunk_forward(cfg, options, *arrays):
-    # JAX moves what depends only on positions and segments out of the loops, and holds the rotary
-    # tables and masks of all rows. JAX moves nothing out of a checkpoint.
+    # Without jax.checkpoint, JAX would compute the rotary tables and masks of all rows at once,
+    # outside the loops, because they depend only on positions and segments.
     return jax.checkpoint(run_chunk, static_argnums=(0, 1))(cfg, options, *arrays), arrays
 
 
@@ -770,9 +770,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
                          devices: then the forward reads params["layers"].
       params["layers"]   the masters: the layers on the devices, or with --lora the adapters alone.
                          Masters only receive gradients. They are in device memory, because JAX
-                         puts a gradient where its argument is. With --offload params, that
-                         would be a copy from the host, but nothing reads their values, so XLA
-                         drops the copy.
+                         puts a gradient where its argument is. With --offload params, this
+                         asks for a copy from the host, which XLA drops, because nothing reads
+                         the masters' values.
     `with_gradients_to` adds the gradients of a layer's weights to the gradients of its masters.
     """
     used = {name: param for name, param in params.items() if name != "head_VD"}

@@ -92,10 +92,10 @@ class Config:
     npq: Positive = 8  # answers per question: the group of GRPO
     max_prompt: Positive = 512  # skip questions whose prompt, with the template, is longer
     max_answer: Positive = 512  # truncate longer answers; a truncated answer scores 0
-    truncated: Literal["zero", "mask"] = "zero"  # mask = truncated answers have no loss, as in DAPO
+    truncated: Literal["zero", "mask"] = "zero"  # mask = omit truncated answers from the loss
     temperature: Temperature = 1.0  # divides the logits, in sampling and in the loss
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
-    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # of GRPO's rollouts; auto = dtype
+    rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # for GRPO rollouts; auto = dtype
     # the rewards
     reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
@@ -144,7 +144,7 @@ class Config:
     top_p: Probability = 1.0  # sampled evaluation: only the top tokens of this total probability
     save_every: Natural = 50  # steps between checkpoints; 0 = save only at the end
     keep: Positive = 2  # number of newest checkpoints to keep
-    resume: Literal["auto", "force"] = "auto"  # force = allow changed flags, unusable checkpoints
+    resume: Literal["auto", "force"] = "auto"  # force = accept changed flags or bad checkpoints
     wandb: str = ""  # project on wandb.ai; "" = none
     profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
 
@@ -260,7 +260,7 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
 
 
 def check_sizes(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh, tokenizer_size: int) -> None:
-    """Exit with code 2 unless all sizes fit each other. Called before weights load."""
+    """Exit with code 2 unless all sizes are compatible. Called before weights load."""
     processes = host_count(mesh)
     local_devices = mesh.size // processes
     dp, fsdp, tp = mesh.devices.shape
@@ -368,10 +368,10 @@ class Setup:
 
 # ---------------------------------------------------------------- rollout and advantages
 def question_order(seed: int, start: int, count: int, n_questions: int) -> list[int]:
-    """Question indices at places start, ..., start + count - 1 of an endless walk over n_questions.
+    """Entries start .. start + count - 1 of an endless sequence of question indices, by epoch.
 
-    Each epoch has its own permutation, which depends only on the seed and the number of the epoch.
-    So the walk does not depend on how steps and hosts divide it, and a resumed run continues it.
+    Each epoch is a permutation of n_questions that depends only on the seed and the epoch's number.
+    So the sequence is the same however steps and hosts split it, and a resumed run continues it.
     """
     places = np.arange(start, start + count)
     permutations = {}
@@ -409,8 +409,8 @@ def rewards_of(scores) -> np.ndarray:
 
 def are_equal(reward_GQ) -> np.ndarray:
     """Whether all rewards of a group are equal, up to rounding: bool [G, 1]."""
-    # Rewards are rounded sums: 0.1 + 0.2 differs from 0.3. So compare them with a tolerance. Their
-    # standard deviation is rounded, too.
+    # Rewards are rounded sums (0.1 + 0.2 differs from 0.3), so compare them with a tolerance. A
+    # standard deviation is rounded, too, and may not be exactly 0 if all rewards are equal.
     best_G1 = reward_GQ.max(1, keepdims=True)
     worst_G1 = reward_GQ.min(1, keepdims=True)
     return best_G1 - worst_G1 <= 1e-12 * np.maximum(abs(best_G1), abs(worst_G1))

@@ -85,8 +85,8 @@ def answers_of_minibatch(cfg: train.Config) -> int:
 
 
 def answers_at_once(cfg: train.Config) -> int:
-    """Returns the number of answers in one forward pass of TRL, which does not pack answers: as
-    many as `train.py` has rows."""
+    """Returns the number of answers in one forward pass of TRL: --micro_batch, or a complete
+    minibatch. TRL does not pack answers, so a row is an answer."""
     return cfg.micro_batch or answers_of_minibatch(cfg)
 
 

@@ -115,7 +115,7 @@ def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dic
     """
     others = [2**i for i in range(11) if 2**i <= 2 * largest]
     # A micro-batch of at least `filled` rows is a complete minibatch, and needs one copy of the
-    # gradients instead of two. Estimate only micro-batches that need as many as the largest.
+    # gradients instead of two. Estimate only those that need as many copies as the largest.
     alike = [n for n in others if (n < filled) == (largest < filled)]
     return {n: rest_gib + n * (gib - rest_gib) / largest for n in alike}
 
@@ -153,7 +153,7 @@ def kept_small(cfg) -> str:
 def devices_of(device_type: str) -> list:
     """Returns the devices of a type, or of this machine. Exits 2 if programs cannot be compiled for
     them."""
-    needs = "that needs a type such as v6e-8 or h100-8, and what `bash launch.sh plan` installs"
+    needs = "give a type such as v6e-8 or h100-8; `bash launch.sh plan` installs the compiler"
     if device_type == "here":
         nvidia.find_devices()
         return jax.devices()

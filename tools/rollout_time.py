@@ -120,7 +120,7 @@ def seconds_of_prefill(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     """Seconds of all calls of `prefill`, by the clock."""
     rows, group = size.of_device(layout)
     shards = layouts.row_shards(layout)
-    # Each call runs as many prompts, so that one program serves them all.
+    # All calls run the same number of prompts, so that one program serves them all.
     n_prompts = rows // group
     at_once = engine.prompts_at_once(n_prompts, size.prompt_slots, layout)
     n = at_once * shards

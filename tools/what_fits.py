@@ -22,13 +22,13 @@ def table(cfg, plan: Callable) -> str:
     marks = "o: with `--offload optimizer`; p: with `--offload params`; -: fits with neither."
     if cfg.lora:
         marks = (
-            f"With `--lora {cfg.lora}`. - n: not one row fits, by n GiB. + n: the update fits, and "
-            "the rollout, whose weights come on top of the frozen ones, is n GiB too large."
+            f"With `--lora {cfg.lora}`. - n: not one row fits, by n GiB. + n: the update fits, but "
+            "the rollout, which adds its own weights to the frozen ones, is n GiB too large."
         )
     lines = [
         f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
-        "that fits, the GiB that it takes of a device, and the layout of the rollout: groups of "
-        "devices x devices that split the weights.",
+        "that fits, the GiB that it takes per device, and the layout of the rollout: groups of "
+        "devices x devices per group, which split the weights.",
         marks,
         "",
         f"| devices | GiB | {' | '.join(MODELS)} |",

@@ -34,7 +34,7 @@ CHANGES = [
 ]
 TRAINING = 20000
 HELD_OUT = 500
-# One of RIGHT_EVERY demonstrations is right.
+# One in RIGHT_EVERY demonstrations is right.
 RIGHT_EVERY = 3
 
 # The tiny model's config.json with other sizes. Most parameters are in the embedding, which has

@@ -51,7 +51,7 @@ check_gpus() {
     die "there is no $1; the number after ${1%%-*}- must be 1, 2, 4, 8 or a multiple of 8"
 }
 
-# Install what compiles for $1, such as h100-8: JAX's CUDA plugin, and cuDNN, whose version JAX reads. Compilation needs
+# Install the compiler for $1, such as h100-8: JAX's CUDA plugin, and cuDNN, whose version JAX reads. Compilation needs
 # no driver. If .venv already has the plugin for CUDA 12, use CUDA 12. jax's extra pins the plugin to jax's version.
 setup_absent_gpus() {
   local cuda=13
@@ -63,7 +63,7 @@ setup_absent_gpus() {
   local ready="from importlib.metadata import version as v; import nvidia.cudnn"
   ready="$ready; assert v('jax') == v('jax-cuda$cuda-plugin') == v('jax-cuda$cuda-pjrt')"
   if "$venv/bin/python" -c "$ready" 2>/dev/null; then return; fi
-  say "installing what compiles for $1, JAX's CUDA $cuda plugin and cuDNN: 0.7 GB to download, 1.3 GB in .venv"
+  say "installing the compiler for $1, JAX's CUDA $cuda plugin and cuDNN: 0.7 GB to download, 1.3 GB in .venv"
   say 'from then on, set JAX_PLATFORMS=cpu whenever you run .venv/bin/python on a CPU'
   pip_install "jax[cuda$cuda-local]" || exit
   # --no-deps: cuDNN depends on cuBLAS, which compilation does not need.

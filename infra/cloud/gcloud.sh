@@ -423,7 +423,7 @@ watch_ends() {
     printf '%s\n' "$line"
     case "$line" in '[w0] exit '*) ;; '[w0] '*) lines=$((lines + 1)) && echo "$lines" >"$2" ;; esac
     case "$line" in '[w'[0-9]*'] exit '*) printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
-    # At the first failure, the others only wait. After a signal (128 + SIGINT or SIGTERM), each saves: leave it time.
+    # After a failure, the other workers would only wait: stop them. After SIGINT or SIGTERM (128 + n), let each save.
     case "$line" in *'] exit 130 '* | *'] exit 143 '*) continue ;; esac
     if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc -e 0 -e 130 -e 143)" = 1 ]; then stop_rest & fi
   done

@@ -78,7 +78,7 @@ stop() {
   if [ -n "${1:-}" ]; then
     # Leave a run with another ID alone.
     if [ "$1" != "$(cat run.id)" ]; then return; fi
-    # launch.sh names the run if one of its workers has ended. The others wait for that worker and cannot save.
+    # launch.sh gives an ID when a worker of that run has failed. The others wait for that worker and cannot save.
     patience=30
   fi
   for ((second = 0; second <= patience + 10; second++)); do
@@ -86,7 +86,7 @@ stop() {
     case $second in
       0) kill -TERM -- "-$(cat run.pid)" ;;
       "$patience") kill -KILL -- "-$(cat run.pid)" ;;
-      30) echo 'the run finishes what it computes, and saves; another stop ends it at once' ;;
+      30) echo 'the run finishes its current work, and saves; another stop ends it at once' ;;
     esac
     sleep 1
   done

@@ -1,7 +1,7 @@
 r"""Read the final number of a text as an exact fraction, or None if the answer is not a number.
 
-Words, a unit, a currency or percent sign may stand around the number, and `x =` or `2 + 3 =` before
-it, but no other mathematics: no part of 2\pi, x^2 + 1 or (1, 2) is compared as the answer.
+The number may have words, a unit, or a currency or percent sign around it, and `x =` or `2 + 3 =`
+before it, but no other mathematics: no part of 2\pi, x^2 + 1 or (1, 2) counts as the answer.
 """
 
 import fractions
@@ -61,7 +61,7 @@ MEASURE = re.compile(
     r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?)"
     r"(?:\s+and)?\s+\Z"
 )
-# After a number, this makes it larger.
+# After a number, these words add to it.
 AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.

@@ -63,7 +63,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
                 row[ours] = value
     asked = row["question"]
     if isinstance(asked, str) and re.match(r"\s*\[\s*\{.*\brole\b", asked, re.S):
-        raise ValueError("the question is messages written as a text; store them as a list")
+        raise ValueError("the question is a list of messages in a string; store it as a list")
     if not isinstance(asked, list) or not asked:
         return row
     # Other fields of a message, such as names or tool calls, are not part of the prompt.

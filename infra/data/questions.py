@@ -170,8 +170,8 @@ def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractCont
     place = "line" if name.endswith(".jsonl") else "row"
     return exit_on(
         Exception,
-        f"{name} {place} {number} needs a text as question, and a text or number as answer; if its "
-        f"columns have unusual names, give --columns: {str(row)[:50]!r}",
+        f"{name} {place} {number} needs a string as question, and a string or number as answer; if "
+        f"its columns have unusual names, give --columns: {str(row)[:50]!r}",
     )
 
 
@@ -191,7 +191,9 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     contents += [("messages", turn["content"]) for turn in row.get("prompt_messages", [])]
     for column, text in contents:
         if not isinstance(text, str) or not text.strip() or re.search(refused, text):
-            raise ValueError(f"{column} = {text!a:.50} is empty, no text, or has a special token")
+            raise ValueError(
+                f"{column} = {text!a:.50} is empty, not a string, or has a special token"
+            )
     return row
 
 

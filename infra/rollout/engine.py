@@ -103,7 +103,7 @@ class Engine:
     ) -> dict:
         """Sample an answer to each prompt, until a stop token or for max_answer tokens.
 
-        prompts: this process's lists of token ids, equally many on each process. Every `group`
+        prompts: this process's lists of token ids, the same number on each process. Every `group`
         consecutive prompts are equal. key: a row's tokens depend on the key and on the row's index
         among the rows of all processes, and on the layout only by rounding. progress(rows that have
         ended, tokens) is called after each prefill and stage.
@@ -281,8 +281,8 @@ def totals(answers: dict) -> tuple[int, int]:
 def prompts_at_once(n_prompts: int, width: int, layout: Layout) -> int:
     """How many prompts one call of `prefill` runs for each part of the rows. n_prompts: all prompts
     of a part. width: tokens of a padded prompt."""
-    # All calls run equally many prompts, so that one compiled program serves them all. Devices that
-    # share key/value heads each compute the prompts of all these devices.
+    # All calls run the same number of prompts, so that one compiled program serves them all. Each
+    # of the devices that share key/value heads computes the prompts of all of them.
     most = max(1, PREFILL_TOKENS // (width * layout.sharing))
     part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     return max(n for n in part_sizes if n <= most)

@@ -52,8 +52,8 @@ def decode_attention(
 
     cache: keys and values of the answers; the new ones are written to `slot`. prompts: keys and
     values of the prompts. prompt_length_B: tokens of each row's prompt. Rows with the same prompt
-    are consecutive, and each prompt has equally many rows. answer_length_B: tokens of each answer,
-    the new one included. Returns ([B, N, 1, H], cache).
+    are consecutive, and all prompts have the same number of rows. answer_length_B: tokens of each
+    answer, the new one included. Returns ([B, N, 1, H], cache).
     """
     device = layout.mesh.devices.flat[0]
     is_tpu = device.platform == "tpu"

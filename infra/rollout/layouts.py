@@ -65,8 +65,8 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """In the layout tp, number of devices with the same key/value heads; otherwise 1. They have
-        the same rows outside of attention, and divide them in attention."""
+        """Number of devices with the same key/value heads in the layout tp; otherwise 1. These
+        devices have the same rows outside of attention, and split the rows in attention."""
         return self.mesh.shape["fsdp"] if self.kind == "tp" else 1
 
     @property
@@ -77,7 +77,7 @@ class Layout:
     @property
     def joins_adapters(self) -> bool:
         """Whether matrices are joined with their adapters (see model.joined_matrices). Joining
-        makes D into D + R, which the devices that shard D may not divide."""
+        extends D to D + R, which may not be divisible by the number of devices that shard D."""
         return not self.shards_D
 
     @property
@@ -382,7 +382,7 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
     # fsdp gathers all weights; in the other layouts, a device reads its own.
     if layout.kind != "fsdp":
         sizes = sizes_on_device(cfg, layout)
-    # Of an untied embedding, a step reads only the rows of its tokens.
+    # A step reads only its tokens' rows of an untied embedding.
     values = sum(size for name, size in sizes.items() if name != "embed_VD" or cfg.tied)
     # int8 is one byte per value. The scales, and the wider norms and biases, are too few to matter.
     weight_bytes = values if quantised else values * itemsize
@@ -505,7 +505,7 @@ def resize_array(a, index_B, *, layout: Layout, slots: int) -> jax.Array:
         # Copy one layer at a time. Otherwise XLA would make a temporary copy of the complete cache.
         def copy_layer(i, new):
             layer = jax.lax.dynamic_slice_in_dim(a, i, 1)
-            # No index is out of range. The default mode would still test for that, to write NaN.
+            # All indices are in range, so clip: the default mode would test each, to fill with NaN.
             layer = jnp.take(layer, index_B, 1, mode="clip")
             return jax.lax.dynamic_update_slice(new, layer, [i, 0, 0, 0, 0])
 

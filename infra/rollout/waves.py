@@ -85,11 +85,11 @@ def halved(count: int, needed: int) -> int:
 def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
     """Returns (prompts of a part of the rows, answers per prompt) that the next stage decodes.
 
-    Of the sizes that have room for the live answers of every part, this is the one with which a
-    decode step reads the fewest bytes, if these are at least a tenth fewer than now. Otherwise,
-    nothing is dropped. A prompt counts several times if it has more live answers than the second
-    number. is_live_RPG: P prompts of G answers in each of R parts of the rows. prompt_bytes,
-    answer_bytes: KV cache of one prompt, and of one answer.
+    Chooses the size whose decode step reads the fewest bytes, among those with room for the live
+    answers of every part. Keeps the present size unless this saves a tenth of the bytes. A prompt
+    with more live answers than the second number counts several times. is_live_RPG: P prompts of G
+    answers in each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one prompt, and
+    of one answer.
     """
     _, prompts, group = is_live_RPG.shape
     live_RP = is_live_RPG.sum(2)
@@ -160,7 +160,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
         a.delete()
         return new
 
-    # If every prompt stays once, the cache of the prompts stays as it is.
+    # If every prompt is kept exactly once, the prompts' cache does not change.
     all_RP = np.tile(np.arange(n_prompts), (len(kept_RP), 1))
     if not np.array_equal(kept_RP, all_RP):
         prompts = jax.tree.map(lambda a: resize(a, kept_RP, width), prompts)

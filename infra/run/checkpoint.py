@@ -2,8 +2,8 @@
 
 A checkpoint is a directory `step_NNNNNN`. Each process writes one file with all of its shards,
 since each may have its own disk. A checkpoint is complete if it has a file of each process, all
-written by the same launch of the run: a run that resumes is a new launch. A header's `run` is the
-time of the launch. A file's name says how many processes there were. A file gets its name by a
+written by the same launch of the run. A resumed run is a new launch. `run` in a file's header is
+the time of the launch, and the file's name has the number of processes. A file gets its name by a
 rename, so that a process that is killed during a write leaves only a file that nobody reads.
 """
 

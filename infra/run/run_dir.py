@@ -207,7 +207,7 @@ def refuse_other_run(out, flags, resume):
     check(
         not changed or resume == "force" or not has_begun,
         f"{out} is another run: {'; '.join(changed[:3])}; choose another --out, or --resume force "
-        "to go on with it",
+        "to continue it",
     )
 
 

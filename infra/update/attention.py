@@ -101,8 +101,8 @@ def splash(q_BNTH, k_BKTH, v_BKTH, segments_BT, is_interpreted):
     sizes = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
     blocks = {f"block_{name}": block for name in sizes}
     if (T + pad_T) % 1024 == 0:
-        # The backward kernel writes a dq for each block of keys. Summing these is slow, so it takes
-        # longer blocks of keys, if they divide the row.
+        # The backward kernel writes one dq per block of keys, and summing them is slow. So give it
+        # longer blocks of keys if they divide the row.
         blocks["block_kv_dkv"] = 1024
     # All heads use the same mask.
     causal = masks.CausalMask((T + pad_T, T + pad_T))

@@ -151,8 +151,8 @@ def update_gib(
         weights_of(state), rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh
     )
     others = {name: part for name, part in state.items() if name not in ("params", "base")}
-    # Parameters are updated one by one. The one that has the most on the device at once takes the
-    # most memory.
+    # Parameters are updated one by one, so the step of the parameter with the most values on the
+    # device at once takes the most memory.
     params = model.flatten(state["params"])
 
     def size_at_once(name):

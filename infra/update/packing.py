@@ -35,14 +35,14 @@ class RowShape(NamedTuple):
     """The size of the rows that sequences are packed into."""
 
     width: int  # tokens per row
-    most: int  # rows per device that the sequences of a minibatch take at most
+    most: int  # maximum rows per device that a minibatch's sequences take
 
 
 def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape:
     """Choose the width of rows for sequences of at most `longest` tokens.
 
-    A row has room for k of the longest sequences. If most sequences are much shorter, a row for one
-    of them would be mostly padding. In a wider row, several of them share less padding.
+    A row has room for k of the longest sequences. If most sequences are much shorter, rows with
+    k = 1 would be mostly padding. A larger k packs several of them into a row and wastes less.
     """
     # In the forward, matmuls take 2 operations per token and parameter. Attention over W tokens
     # takes 4 * W * N * H per token and layer.
