@@ -394,7 +394,10 @@ def matmul(equation: str, x, w) -> jax.Array:
         # output, so that they broadcast over it.
         scale = jnp.einsum(equation, jnp.ones([1] * x.ndim), w.scale, precision="highest")
         return scale * matmul(equation, x, w.int8)
-    return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    # By default, a TPU or GPU would round float32 inputs.
+    precision = "highest" if x.dtype == jnp.float32 else "default"
+    w = w.astype(x.dtype)
+    return jnp.einsum(equation, x, w, precision=precision, preferred_element_type=jnp.float32)
 
 
 def low_rank_dims(equation: str) -> tuple[str, ...]:

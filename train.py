@@ -437,12 +437,16 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Whether each answer has a gradient, bool [answers]. All have one if the loss has a KL or an
     entropy bonus; otherwise, only answers whose advantage is not 0 have one."""
-    # If a logprob is not finite, the weights are broken. Compute the gradients anyway: they are
-    # NaN, the update is skipped, and many skipped updates end the run.
-    is_finite = sampler_logprobs is None or np.isfinite(np.concatenate(sampler_logprobs)).all()
-    all_have = bool(cfg.beta or cfg.entropy_bonus or not is_finite)
+    all_have = bool(cfg.beta or cfg.entropy_bonus or not are_finite(sampler_logprobs))
     has_advantage = np.asarray(advantages) != 0
     return has_advantage | all_have
+
+
+def are_finite(logprobs: list | None) -> bool:
+    """Whether the sampler's logprobs of all answers are finite. If not, the weights are broken:
+    compute all gradients. They are NaN, the update is skipped, and many skipped updates end the
+    run."""
+    return logprobs is None or bool(np.isfinite(np.concatenate(logprobs)).all())
 
 
 # ---------------------------------------------------------------- packed rows
@@ -509,6 +513,7 @@ def make_batches(
     micro-batches for each minibatch. A micro-batch is {field: global array
     [dp * fsdp * micro_batch, width]}."""
     is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
+    is_masked &= are_finite(sampler_logprobs)
     # Answers without a gradient are not packed, so that nothing is computed for them.
     is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked
     plan = packing.pack_minibatches(prompts, answers, is_packed, ~is_masked, cfg, setup)
@@ -963,7 +968,10 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     # A run that resumes has its adapters in its checkpoint.
     adapters = None if run.step else lora.read(cfg, model_cfg)
     if cfg.lora:
-        run.check_base(lora.base_of(cfg, weights))
+        base = lora.base_of(cfg, weights)
+        run.check_base(base)
+        if adapters:
+            lora.check_base(cfg, base)
     run.write_config()
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(

@@ -30,7 +30,8 @@ from conftest import (
     without_times,
 )
 from jax.experimental.layout import Format, Layout
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
@@ -133,6 +134,22 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     edit(file, {shards[3]: None})
     with pytest.raises(files.CheckpointError, match="params/embed_VD"):
         checkpoint.load_shards([file], tree)
+
+
+def test_an_array_of_another_shape_is_refused(tmp_path):
+    """A run that resumes with a smaller --lora would otherwise train a part of each adapter."""
+    on = NamedSharding(mesh(1, 8, 1), P("fsdp"))
+    tree = {"a": jax.device_put(np.arange(48, dtype=np.float32).reshape(8, 6), on)}
+    file = save(tree, tmp_path)
+    for shape, words in (
+        ((8, 5), "a does not have the shape (8, 5), because a piece of it ends at (1, 6)"),
+        ((8, 7), "only 6 of the 7 numbers of a that this process needs; a flag such as --lora"),
+        ((8,), "a does not have the shape (8,)"),
+    ):
+        wanted = {"a": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on)}
+        with pytest.raises(files.CheckpointError) as error:
+            checkpoint.load_shards([file], wanted)
+        assert words in str(error.value), error.value
 
 
 def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):

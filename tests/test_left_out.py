@@ -36,7 +36,7 @@ def compute_all(advantages, sampler_logprobs, cfg):
     return np.ones(len(advantages), bool)
 
 
-def batches_of(cfg, rewards=REWARDS, on=None, sampler_logprobs=None):
+def batches_of(cfg, rewards=REWARDS, on=None, sampler_logprobs=None, truncated=False):
     """Returns (batches, counts, Setup): train.make_batches of the test case, in rows with few
     sequences."""
     case = update_case()
@@ -45,7 +45,7 @@ def batches_of(cfg, rewards=REWARDS, on=None, sampler_logprobs=None):
     if sampler_logprobs is None:
         sampler_logprobs = case.sampler_logprobs
     batches, counts = train.make_batches(
-        case.prompts, case.answers, advantages, cfg, setup, sampler_logprobs
+        case.prompts, case.answers, advantages, cfg, setup, sampler_logprobs, truncated
     )
     return batches, counts, setup
 
@@ -190,7 +190,7 @@ def test_metrics_say_what_they_are_over(monkeypatch):
     assert abs(of_all["nll"] - nll.mean()) > 1e-3
 
 
-def check_all_computed(cfg, spoilt=()):
+def check_all_computed(cfg, spoilt=(), truncated=False):
     """Check that every answer is in the rows, and return the batch.
 
     spoilt: sequences that get a NaN among their logprobs.
@@ -198,7 +198,7 @@ def check_all_computed(cfg, spoilt=()):
     case = update_case()
     sampler_logprobs = case.sampler_logprobs.copy()
     sampler_logprobs[list(spoilt), 0] = np.nan
-    (batch,), counts, _ = batches_of(cfg, sampler_logprobs=sampler_logprobs)
+    (batch,), counts, _ = batches_of(cfg, sampler_logprobs=sampler_logprobs, truncated=truncated)
     pairs = zip(case.prompts, case.answers, strict=True)
     assert computed_sequences(batch) == sorted(prompt + answer for prompt, answer in pairs)
     assert counts["trained"] == counts["valid"] > 0
@@ -210,11 +210,12 @@ def test_a_kl_or_an_entropy_leaves_nothing_out(flags):
     check_all_computed(train.Config(max_answer=12, **flags))
 
 
-def test_weights_that_are_not_finite_are_found():
+@pytest.mark.parametrize("truncated", ["zero", "mask"])
+def test_weights_that_are_not_finite_are_found(truncated):
     """If a sampled logprob is NaN, no answer is left out, so that the update finds the NaN. Weights
-    that are not finite sample answers that all score the same."""
-    cfg = train.Config(**PLAIN)
-    batch = check_all_computed(cfg, spoilt=[5])
+    that are not finite sample answers that are all truncated, and all score the same."""
+    cfg = train.Config(**PLAIN, truncated=truncated)
+    batch = check_all_computed(cfg, spoilt=[5], truncated=True)
     state = state_of(cfg, SMALL, mesh())
     _, _, norm = train.update(state, batch, 0.1, cfg=cfg, model_cfg=SMALL, mesh=mesh())
     assert np.isnan(norm)

@@ -476,11 +476,14 @@ def test_another_base_is_found_by_its_checksums():
     assert lora.difference({}, was) == "its checkpoint is of a run without --lora; drop --lora"
 
 
+BASE = {"model": "some/base", "files": {"1.safetensors": "00"}}
+
+
 def test_peft_files_keep_every_number(tmp_path):
     on = mesh(1, 4, 2)
     cfg = train.Config(**LORA, adapter=str(tmp_path / "adapter"))
     adapters = adapters_of(SMALL)
-    lora.write(cfg.adapter, place(adapters, on), cfg, SMALL, on, "some/base")
+    lora.write(cfg.adapter, place(adapters, on), cfg, SMALL, on, BASE)
     about = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == "some/base"
     assert (about["r"], about["lora_alpha"]) == (RANK, 6)
@@ -490,12 +493,14 @@ def test_peft_files_keep_every_number(tmp_path):
 # fmt: off
 CONFIG_MISTAKES = {  # {change of adapter_config.json: what the message must say}
     "r": (9, "lora = 4, but {} has r = 9; try --lora 9"),
-    "lora_alpha": (16, "lora_alpha = 6, but {} has lora_alpha = 16; try --lora_alpha 16"),
+    "lora_alpha": (22.6, "{} has lora_alpha = 22.6; only integers are supported"),
     "use_dora": (True, "use_dora = True; only False is supported"),
     "use_rslora": (True, "use_rslora = True; only False is supported"),
     "modules_to_save": (["lm_head"], "modules_to_save = ['lm_head']; only []"),
     "rank_pattern": ({"q_proj": 2}, "rank_pattern = {{'q_proj': 2}}; only {{}}"),
     "peft_type": ("IA3", "peft_type = 'IA3'; only 'LORA' is supported"),
+    "alora_invocation_tokens": ([5], "alora_invocation_tokens = [5]; only [] is supported"),
+    "init_lora_weights": ("pissa_niter_4", "'pissa_niter_4', which changes the base; save the"),
 }
 FIRST_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 TENSOR_MISTAKES = [  # (change of adapter_model.safetensors, what the message must say)
@@ -511,7 +516,7 @@ TENSOR_MISTAKES = [  # (change of adapter_model.safetensors, what the message mu
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path, capsys):
     cfg = train.Config(**LORA, adapter=str(tmp_path / "adapter"))
-    lora.write(cfg.adapter, place(adapters_of(SMALL), mesh()), cfg, SMALL, mesh(), "base")
+    lora.write(cfg.adapter, place(adapters_of(SMALL), mesh()), cfg, SMALL, mesh(), BASE)
     config = tmp_path / "adapter/adapter_config.json"
     tensors = tmp_path / "adapter/adapter_model.safetensors"
     good = config.read_bytes(), tensors.read_bytes()
@@ -528,6 +533,23 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, capsys):
             lora.read(cfg, SMALL)
         assert words in str(error.value), error.value
         tensors.write_bytes(good[1])
+
+
+def test_adapters_of_another_base_are_refused(tmp_path, capsys):
+    cfg = train.Config(**LORA, model="other", adapter=str(tmp_path / "adapter"))
+    lora.write(cfg.adapter, place(adapters_of(SMALL), mesh()), cfg, SMALL, mesh(), BASE)
+    lora.check_base(cfg, BASE | {"model": "moved/base"})
+    assert not capsys.readouterr().err
+    # The merged model of a run is the usual mistake.
+    merged_model = {"model": "other", "files": {"1.safetensors": "11"}}
+    with pytest.raises(SystemExit):
+        lora.check_base(cfg, merged_model)
+    message = capsys.readouterr().err
+    assert "adapter cannot be used: the adapters belong to some/base" in message, message
+    # PEFT names the base, and does not describe it.
+    (tmp_path / "adapter/base.json").unlink()
+    lora.check_base(cfg, merged_model)
+    assert "were trained on some/base; they are of use only if" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the command line
@@ -628,6 +650,11 @@ def test_a_run_leaves_merged_weights_and_adapters_and_resumes(tmp_path, record_p
     files = hf.ModelFiles(str(out / "tiny-seed1.0"), cfg)
     start = initial_state(files, shapes, lora_cfg, mesh(), train.optimizer, adapters)
     jax.tree.map(assert_array_equal, jax.device_get(model.flatten(start["params"])), adapters)
+
+    more = f"--model {out}/final --adapter {out}/final/adapter --out {tmp_path}/more --data arith "
+    more += "--max_prompt 32 --system="
+    message = refused(flags, more)
+    assert "cannot be used: the adapters belong to" in message, message
 
     wanted = files_of(out / "final")
     for name in "final", "step_000002":

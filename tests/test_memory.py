@@ -319,6 +319,20 @@ def test_a_step_that_is_too_large_for_the_host_is_refused(batch, npq, fix, monke
     assert f"; try {fix}" in capsys.readouterr().err
 
 
+def test_a_rollout_that_does_not_fit_is_refused(monkeypatch, capsys):
+    layout = layouts.layout_of("replicated", 1, SMALL, mesh())
+    weights = SMALL.n_params * 4
+    resting = 3 * weights
+    cfg = train.Config(dtype="float32", rollout_sharding="replicated")
+    for most, fits in ((4.1 * weights, True), (3.9 * weights, False)):
+        monkeypatch.setattr(chips, "device_memory", lambda device, gib=most / 2**30: gib)
+        with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
+            fit.check_rollout_memory(layout, resting, cfg, SMALL)
+    message = capsys.readouterr().err
+    assert "the rollout does not fit: on a device, its weights take" in message
+    assert "try --rollout_sharding auto, --offload optimizer or params, a smaller" in message
+
+
 def test_plan_finds_the_largest_micro_batch(swept, tmp_path, monkeypatch):
     """A plan finds the largest micro-batch that fits, and estimates what other micro-batches
     take."""
@@ -592,7 +606,7 @@ def test_ten_skipped_updates_in_a_row_end_a_run_that_resumed(train_here, monkeyp
 
 
 def test_advice_names_only_what_the_flags_do_not_do_yet():
-    rest = "a smaller --max_answer or more devices"
+    rest = "a smaller --max_prompt or --max_answer, or more devices"
     for flags, wanted in (
         ({}, f"--offload optimizer or params, {rest}"),
         ({"offload": "optimizer"}, f"--offload params, {rest}"),

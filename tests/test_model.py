@@ -573,13 +573,13 @@ def test_bfloat16_forward_is_close(record_property):
 
 
 # ---------------------------------------------------------------- gradients of the forward
-def count_products(jaxpr):
-    """Returns the number of matrix products in a jaxpr, where a loop's body counts once."""
-    count = 0
+def products(jaxpr):
+    """The matrix products in a jaxpr, where a loop's body counts once."""
     for equation in jaxpr.eqns:
-        count += equation.primitive.name == "dot_general"
-        count += sum(map(count_products, jaxprs_in_params(equation.params)))
-    return count
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from products(inner)
 
 
 def gradient_program(cfg, remat):
@@ -595,10 +595,20 @@ def gradient_program(cfg, remat):
 
 @pytest.mark.parametrize("cfg", [TIED, QWEN3], ids=["qwen2", "qwen3"])
 def test_only_full_remat_recomputes_matrix_products(cfg):
-    counts = {remat: count_products(gradient_program(cfg, remat)) for remat in model.REMAT}
+    counts = {remat: len([*products(gradient_program(cfg, remat))]) for remat in model.REMAT}
     # A layer has seven weights and two products of attention. Each has two more products in its
     # backward. Blockwise attention recomputes its scores.
     assert counts["none"] == counts["dots"] == 3 * 9 + 1 < counts["full"], counts
+
+
+def test_products_of_float32_are_not_rounded():
+    """By default, a TPU or GPU would round float32 inputs."""
+    # test_kernel.py changes the default.
+    with jax.default_matmul_precision("default"):
+        program = gradient_program(TIED, "full")
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    found = [equation.params["precision"] for equation in products(program)]
+    assert found and all(precision == highest for precision in found), found
 
 
 def conds(jaxpr):

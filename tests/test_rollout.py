@@ -93,6 +93,13 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
     assert engine.answer(questions, "Be brief.", temperature=1) != wanted
 
 
+def test_an_engine_takes_as_many_devices_as_divide_the_model(tiny_directory, monkeypatch):
+    six = jax.local_devices()[:6]
+    monkeypatch.setattr(jax, "local_devices", lambda: six)
+    engine = Engine.of_directory(tiny_directory, max_answer=8)
+    assert engine.model_cfg.D == 128 and engine.layout.mesh.size == 2
+
+
 # ---------------------------------------------------------------- layouts, waves, stages
 def test_rows_do_not_depend_on_others(record_property):
     """The answer to a prompt does not depend on the other rows, nor on the width of the padding."""
@@ -310,6 +317,19 @@ def test_decode_moves_no_cache_between_devices(kind):
     _, cache = layouts.bytes_of_step(TIED, layout, jnp.dtype("float32"), size)
     assert largest_collective(program) < cache / 10
     assert program.memory_analysis().temp_size_in_bytes < cache, "the cache is copied"
+
+
+@pytest.mark.parametrize("kind", ["replicated", "tp", "fsdp"])
+def test_decode_rounds_no_products_of_float32(kind):
+    """By default, a TPU or GPU would round float32 inputs."""
+    size = layouts.RolloutSize(64, group=8, prompt_slots=32, answer_slots=32)
+    layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32", size)
+    # test_kernel.py changes the default.
+    with jax.default_matmul_precision("default"):
+        lowered = abstract_rollout.lower_decode(TIED, layout, jnp.dtype("float32"), size)
+    found = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
+    rounded = [line for line in found if "[HIGHEST, HIGHEST]" not in line]
+    assert found and not rounded, rounded
 
 
 def numbered(a, axis):

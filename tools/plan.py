@@ -170,7 +170,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
     mesh = train.make_mesh(cfg.mesh, devices_of(device_type))
     say(setup_in_words(device_type, cfg, model_cfg, mesh))
     rows = []
-    limit = chips.device_memory(mesh.devices.flat[0])
+    limit = chips.local_memory(mesh)
     for setting in settings:
         cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
         # Leave micro_batch unchecked: a plan may ask for more rows than a step has.

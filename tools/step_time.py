@@ -57,7 +57,7 @@ def plan_rollout(
     resting_gib = resting / chips.GIB
     # The compiler does not count the parameters and optimizer state that stay on the device.
     gib = found.gib + resting_gib
-    fits = found.fits and gib <= chips.device_memory(mesh.devices.flat[0])
+    fits = found.fits and gib <= chips.local_memory(mesh)
     rows = size.answers // shards
     return RolloutPlan(size.answers, rows, at_once, len(waves), gib, resting_gib, fits, found.clock)
 

@@ -103,11 +103,16 @@ def device_memory(device) -> float:
     return GPU_FILLED * gib if is_gpu else gib
 
 
+def local_memory(mesh) -> float:
+    """The least device_memory of this process's devices in a mesh, in GiB."""
+    # A process cannot ask another process's device.
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return min(device_memory(device) for device in local)
+
+
 def least_memory(mesh) -> float:
     """The least device_memory in a mesh, in GiB. Every process must call this."""
-    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    least = min(device_memory(device) for device in local)
-    return float(all_gather_processes(np.float32(least)).min())
+    return float(all_gather_processes(np.float32(local_memory(mesh))).min())
 
 
 # ---------------------------------------------------------------- host memory

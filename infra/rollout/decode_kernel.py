@@ -204,7 +204,9 @@ def product(a, b, axis_of_b):
     batch_axes = (0,), (0,)
     contracted_axes = (2,), (axis_of_b,)
     dimensions = contracted_axes, batch_axes
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    # As in model.matmul, float32 inputs are not rounded.
+    precision = "highest" if a.dtype == jnp.float32 else "default"
+    return lax.dot_general(a, b, dimensions, precision, preferred_element_type=jnp.float32)
 
 
 def attend_to_block(

@@ -6,6 +6,7 @@ cache grows from stage to stage, and rows that have ended leave the batch betwee
 device cannot hold all of its rows at once, the rows are decoded in waves.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,8 +67,9 @@ class Engine:
         # The tokenizer's end-of-turn token and its eos end an answer, even if the model's config
         # does not name them.
         model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
-        # The mesh shards the weights over all devices, as in training by default.
+        # The mesh shards the weights, as in training by default, over as many devices as divide D.
         devices = np.array(jax.local_devices())
+        devices = devices[: math.gcd(model_cfg.D, devices.size)]
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
         # The prompts are not known yet: choose the layout for one answer per device, and for
@@ -81,8 +83,7 @@ class Engine:
     def load(self, params: dict, exact: bool = False) -> None:
         """Cast or quantise parameters for the rollout, and move them to its layout.
 
-        exact: use the compute dtype of training, so that an evaluation measures the model that is
-        saved.
+        exact: use the compute dtype of training, so that an evaluation measures the policy itself.
         """
         dtype, quantised = (self.dtype, False) if exact else quantise.dtypes(self)
         self.weights = layouts.to_rollout(

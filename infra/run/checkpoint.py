@@ -8,6 +8,7 @@ rename, so that a process that is killed during a write leaves only a file that 
 """
 
 import json
+import operator
 import os
 import re
 import shutil
@@ -192,16 +193,23 @@ class ShardFiles:
                 start = [int(number) for number in starts.split(",") if number]
                 self.of_array.setdefault(name, {})[key] = (start, f, key)
 
-    def read(self, name: str, dtype, index: tuple) -> np.ndarray:
+    def read(self, name: str, shape: tuple, dtype, index: tuple) -> np.ndarray:
         """Read the array `name` at `index`, a slice per dimension, from all pieces that overlap it.
 
-        Raises CheckpointError if the pieces do not cover it.
+        Raises CheckpointError if the pieces do not cover it, or reach beyond `shape`, which is the
+        shape of the array.
         """
         # Count the values that are filled in, to notice if some are missing.
         out = np.empty([part.stop - part.start for part in index], dtype)
         filled = 0
         for start, f, key in self.of_array.get(name, {}).values():
             held = f.get_slice(key)
+            end = tuple(map(operator.add, start, held.get_shape()))
+            if len(end) != len(shape) or any(map(operator.gt, end, shape)):
+                raise CheckpointError(
+                    f"{self.paths[0]}: {name} does not have the shape {shape}, because a piece of "
+                    f"it ends at {end}; --lora or the model has changed"
+                )
             overlap = overlap_of(index, start, held.get_shape())
             if overlap is None:
                 continue
@@ -219,8 +227,8 @@ class ShardFiles:
         if filled != out.size:
             raise CheckpointError(
                 f"{self.paths[0]} and any files beside it have only {filled} of the {out.size} "
-                f"numbers of {name} that this process needs; on another mesh, --out must be a "
-                "directory that all processes share"
+                f"numbers of {name} that this process needs; a flag such as --lora has changed, or "
+                "the mesh has, and --out is not a directory that all processes share"
             )
         return out
 
@@ -240,7 +248,7 @@ def load_shards(paths: list, tree):
     another mesh may have saved them. Raises CheckpointError if numbers are missing."""
     saved = ShardFiles(paths)
     arrays = [
-        hf.place(array.shape, array.sharding, partial(saved.read, name, array.dtype))
+        hf.place(array.shape, array.sharding, partial(saved.read, name, array.shape, array.dtype))
         for name, array in model.flatten(tree).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)

@@ -206,7 +206,8 @@ class Run:
             return
         # The tiny model has no name that PEFT could find.
         is_tiny = self.cfg.model == "tiny"
-        base = os.path.abspath(setup.model_dir) if is_tiny else self.cfg.model
+        name = os.path.abspath(setup.model_dir) if is_tiny else self.cfg.model
+        base = self.base | {"model": name}
         lora.write(f"{directory}/adapter", params, self.cfg, setup.model_cfg, setup.mesh, base)
 
     @contextlib.contextmanager

@@ -22,6 +22,7 @@ from infra.host.console import check, say
 from infra.host.files import CheckpointError
 from infra.host.memory import total_memory
 from infra.host.processes import all_gather_processes, code_hash, processes_of_this_machine
+from infra.rollout import layouts
 from infra.rollout.engine import make_engine
 from infra.update.packing import RowShape, row_shape
 from infra.update.state import (
@@ -37,15 +38,15 @@ HOST_BYTES_OF_A_TOKEN = 100
 # The search for the largest micro-batch ends at this many rows.
 MOST_ROWS = 2**20
 # What to try last if there is too little memory.
-LAST_RESORTS = "a smaller --max_answer or more devices"
+LAST_RESORTS = "a smaller --max_prompt or --max_answer, or more devices"
 
 
 def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple:
     """Returns (tokens per packed row, micro-batch in rows per device, engine of the rollout).
 
     The micro-batch is `--micro_batch`, or the largest that fits in memory. The engine decodes as
-    many answers at once as fit. Exits with code 2 if --micro_batch, or a single row of an update,
-    does not fit.
+    many answers at once as fit. Exits with code 2 if --micro_batch, a single row of an update or
+    the weights of the rollout do not fit.
 
     longest_prompt: in tokens. programs: the trainer's UpdatePrograms.
     """
@@ -53,6 +54,7 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     # Parameters and optimizer state stay on the devices during the rollout.
     resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
     engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting, cfg.lora_scale)
+    check_rollout_memory(engine.layout, resting, cfg, model_cfg)
     micro_batch = choose_micro_batch(cfg, model_cfg, mesh, shape, programs)
     return shape.width, micro_batch, engine
 
@@ -70,6 +72,20 @@ def check_host_memory(cfg, width: int) -> None:
         f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences, in rows of {width} tokens, "
         f"take {gib:.1f} GiB of this host's memory; a process may take a quarter of its share, "
         f"{most:.1f} GiB; try {fix}",
+    )
+
+
+def check_rollout_memory(layout, resting: int, cfg, model_cfg) -> None:
+    """Exit with code 2 if the rollout's weights do not fit on a device beside `resting` bytes, the
+    training state. Every process must call this."""
+    weights_gib = layouts.weights_gib(model_cfg, layout, cfg.dtype)
+    limit = chips.least_memory(layout.mesh)
+    ways = [] if cfg.rollout_sharding == "auto" else ["--rollout_sharding auto"]
+    check(
+        weights_gib + resting / GIB < limit,
+        f"the rollout does not fit: on a device, its weights take {weights_gib:.2f} GiB, and the "
+        f"training state {resting / GIB:.2f}, of {limit:.2f}; try "
+        f"{', '.join([*ways, rollout_advice(cfg)])}",
     )
 
 
@@ -140,7 +156,7 @@ def update_gib(
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     resting_gib = device_bytes((state, grads)) / GIB
-    limit = chips.device_memory(mesh.devices.flat[0])
+    limit = chips.local_memory(mesh)
     if resting_gib > limit:
         # The state and gradients alone are too large, so there is no need to compile.
         return resting_gib, False
@@ -272,7 +288,7 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     asked = cfg.micro_batch
     # A minibatch has no more rows than this, so a larger micro-batch would only add padding.
     most = asked or shape.most
-    limit = chips.device_memory(mesh.devices.flat[0])
+    limit = chips.least_memory(mesh)
     estimate = estimate_by_sizes(cfg, model_cfg, mesh, shape, programs, limit)
     search = partial(largest_that_fits, need, limit, most, estimate)
     # The programs do not depend on the run's directory or seed.

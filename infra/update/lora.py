@@ -19,11 +19,13 @@ from jax.sharding import PartitionSpec as P
 import model
 from infra.data import hf
 from infra.host import files
-from infra.host.console import check, progress
+from infra.host.console import check, progress, warn
 from infra.host.files import CheckpointError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+# Which model the adapters were trained on: the result of `base_of`. PEFT does not read this file.
+BASE = "base.json"
 # Settings of PEFT that change what an adapter computes, and the value that this file supports.
 PLAIN_LORA = {
     "peft_type": "LORA",
@@ -35,7 +37,10 @@ PLAIN_LORA = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "layers_to_transform": [],
+    "alora_invocation_tokens": [],
 }
+# PEFT changes the base when it loads adapters with these values of init_lora_weights.
+BASE_CHANGING = "pissa", "olora", "corda", "lora_ga"
 
 
 # ---------------------------------------------------------------- names and shapes
@@ -172,10 +177,13 @@ def module_of(matrix: str, layer: int) -> str:
     return "base_model.model." + hf_name.format(layer).removesuffix(".weight")
 
 
-def write(directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh, base: str) -> None:
+def write(
+    directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh, base: dict
+) -> None:
     """Write the adapters of the policy's weights to a new directory, in float32, as PEFT does.
 
-    Every process must call this; process 0 writes. base: directory or hub id of the base.
+    Every process must call this; process 0 writes. base: the result of `base_of`. Its `model` is
+    where PEFT finds the base.
     """
     # Adapters are small, so copy one whole adapter at a time to every device.
     to_all = jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))
@@ -198,7 +206,7 @@ def write(directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh,
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base["model"],
         "r": cfg.lora,
         "lora_alpha": cfg.lora_alpha,
         "lora_dropout": 0.0,
@@ -207,6 +215,7 @@ def write(directory: str, params: dict, cfg, model_cfg: model.ModelConfig, mesh,
         "inference_mode": True,
     }
     files.write_json(f"{directory}/{CONFIG}", about)
+    files.write_json(f"{directory}/{BASE}", base)
     hf.save_safetensors(f"{directory}/{WEIGHTS}", tensors)
 
 
@@ -230,10 +239,20 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
         found = about.get(name)
         if found is None:
             raise CheckpointError(f"{directory}/{CONFIG} has no {name}")
+        if type(found) is not int:
+            raise CheckpointError(
+                f"{directory}/{CONFIG} has {name} = {found!r}; only integers are supported"
+            )
         check(
             found == getattr(cfg, flag),
             f"{flag} = {getattr(cfg, flag)}, but {directory}/{CONFIG} has {name} = {found}; try "
             f"--{flag} {found}",
+        )
+    init = str(about.get("init_lora_weights"))
+    if init.startswith(BASE_CHANGING):
+        raise CheckpointError(
+            f"{directory}/{CONFIG} has init_lora_weights = {init!r}, which changes the base; "
+            "save the adapters with PEFT's path_initial_model_for_weight_conversion"
         )
     for name, supported in PLAIN_LORA.items():
         # A setting that is null or missing has its default.
@@ -243,6 +262,23 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
                 f"{directory}/{CONFIG} has {name} = {found!r}; only {supported!r} is supported"
             )
     return read_tensors(f"{directory}/{WEIGHTS}", cfg, model_cfg)
+
+
+def check_base(cfg, base: dict) -> None:
+    """Exit with code 2 if the adapters in the directory --adapter were trained on other weights, as
+    far as the directory says so. base: the result of `base_of`."""
+    path = f"{cfg.adapter}/{BASE}"
+    if os.path.exists(path):
+        fault = difference(files.read_json(path), base)
+        check(not fault, f"adapter = {cfg.adapter} cannot be used: {fault}")
+        return
+    # PEFT writes only the name of the base.
+    name = files.read_json(f"{cfg.adapter}/{CONFIG}").get("base_model_name_or_path")
+    if name != cfg.model and jax.process_index() == 0:
+        warn(
+            f"the adapters in {cfg.adapter} were trained on {name}; they are of use only if "
+            f"{cfg.model} has the same weights"
+        )
 
 
 def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
