@@ -38,7 +38,7 @@ exec 3>&1 # dry runs print here, even where the output of a command is captured
 # JAX_PLATFORMS for GPUs. With this value, JAX fails if there is no GPU, instead of training on the CPU.
 gpus=cuda,cpu
 # Default flags of gpu, slurm and TPU slices. The user's flags follow them: if a flag is repeated, the last one counts.
-job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --eval_data gsm8k --max_prompt 1024 --max_answer 1024)
+job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --max_prompt 1024 --max_answer 1024)
 
 say() { printf 'launch.sh: %s\n' "$1" >&2; }
 die() { say "$1" && exit "${2:-2}"; }
@@ -222,17 +222,18 @@ split() {
 # Exit unless all words are flags of train.py and their values. Check this before a VM is created and paid for. A word
 # that is neither may be an action in the wrong place.
 check_words() {
-  local word flag is_value=''
+  local word flag is_value='' for_sbatch=''
+  [ "$command" != slurm ] || for_sbatch=", or give it to sbatch: --sbatch '--mem 64G'"
   for word in "$@"; do
     flag="${word%%=*}"
     case "$is_value:$word" in
       yes:*) is_value='' && continue ;;
       :--*=*) ;;
       :--*) is_value=yes ;;
-      *) die "$word is not a flag; an action such as up or logs must come right after $type" ;;
+      *) die "$word is not a flag${type:+; an action such as up or logs must come right after $type}" ;;
     esac
     sed -n '/^class Config/,/^$/p' "$here/train.py" | grep -c "^    ${flag#--}: " >/dev/null ||
-      die "$flag is not a flag; see bash launch.sh cpu --help"
+      die "$flag is not a flag; see bash launch.sh cpu --help$for_sbatch"
   done
   [ -z "$is_value" ] || die "$word needs a value"
 }
@@ -242,10 +243,12 @@ cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
 # Submit a job and print its log. sbatch --wait exits with the job's code, but late: it asks Slurm less and less often.
 cmd_slurm() {
   local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
+  check_words "$@"
   [ "$platforms" = cpu ] || extra="$(cuda)"
   setup "$extra" "$@"
   set -- "$venv/bin/python" "$here/infra/cloud/slurm_job.py" bash "$here/launch.sh" task "${job[@]}" "$@"
-  set -- --wrap "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")"
+  # sbatch runs this with /bin/sh, which may not know all quotes of bash. The second %q writes only those it knows.
+  set -- --wrap "exec bash -c $(printf %q "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")")"
   # Two minutes before the time limit, Slurm sends SIGUSR1 to the batch script alone (B), which is slurm_job.py.
   set -- --requeue --signal=B:USR1@120 ${options[@]+"${options[@]}"} "$@"
   set -- sbatch --wait --parsable --job-name=podgrpo --export=ALL --open-mode=append --output=slurm-%j.log "$@"

@@ -963,15 +963,15 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     asked = itertools.chain(questions, *held_out.values())
     longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
-    run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
+    # Check after the download of the weights, which may be on the same disk.
+    run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     # A run that resumes has its adapters in its checkpoint.
     adapters = None if run.step else lora.read(cfg, model_cfg)
     if cfg.lora:
-        base = lora.base_of(cfg, weights)
-        run.check_base(base)
+        run.check_base(lora.base_of(cfg, weights))
         if adapters:
-            lora.check_base(cfg, base)
+            lora.check_base(cfg, run.base)
     run.write_config()
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(

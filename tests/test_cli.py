@@ -17,7 +17,7 @@ from conftest import ROOT, arguments, refused, restored_signals, run, run_to_end
 import train
 from infra.host import processes
 from infra.host.processes import bypass_proxies
-from infra.run import run_dir
+from infra.run import log, run_dir
 from infra.run.flags import range_of
 from model import ModelConfig
 
@@ -66,6 +66,7 @@ MISTAKES = {  # {flags: what the message must say}
     "--out s3://bucket/run": "out = s3://bucket/run is neither a directory nor gs://bucket/run",
     "--out gs:/bucket/run": "out = gs:/bucket/run is neither",
     "--out gs://": "is neither",
+    "--out gs://bucket": "is neither a directory nor gs://bucket/run",
     "--mesh fast": "mesh fast",
     "--mesh 1,-1": "mesh 1,-1",
     "--mesh -1,8,1": "argument --mesh: expected one argument",
@@ -300,6 +301,16 @@ def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_questio
     assert list(logged) == [1, 2]
     assert "nll" in logged[1]
     assert "reward/mean" in logged[2]
+
+    def next_id(resumes):
+        log.start_wandb("project", str(tmp_path / "run"), {}, resumes)
+        return wandb.init.call_args.kwargs["id"]
+
+    first = wandb.init.call_args.kwargs["id"]
+    assert next_id(resumes=True) == first
+    # A run that starts over is another run.
+    monkeypatch.setattr(time, "time", lambda: 5e9)
+    assert next_id(resumes=False) == next_id(resumes=True) != first
 
 
 # ---------------------------------------------------------------- several processes

@@ -317,7 +317,7 @@ def gated(request, _):
         (
             {"model": "tiny/model"},
             gated,
-            "and the hub cannot provide the model: GatedRepoError: 403",
+            "cannot provide the model: HubError: GatedRepoError: 403.* put HF_TOKEN=... into .env",
         ),
         ({"data": "no/rows"}, none, "no/rows cannot be loaded: DatasetNotFoundError: .* doesn't"),
         ({"data": "tiny/rows:else"}, none, "cannot be loaded: ValueError: BuilderConfig 'else'"),

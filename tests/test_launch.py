@@ -243,6 +243,9 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v6e-8 --model_dir x": "--model_dir is not a flag",
         "v6e-8 --steps": "--steps needs a value",
         "v6e-8 yes": "yes is not a flag",
+        "v6e-8 --data out/mine.jsonl": "--data out/mine.jsonl is not sent to the workers",
+        "v6e-8 --eval_data=gsm8k,mine=out/mine.jsonl": "--eval_data out/mine.jsonl is not sent",
+        "slurm --nodes 2 --mem 64G": "--mem is not a flag; see bash launch.sh cpu --help, or",
         "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
@@ -250,6 +253,8 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "cpu --batch 1 --npq 1": "npq = 1",
     }
     installing = "launch.sh: installing into .venv, once: a minute or two\n"
+    # Git ignores this file.
+    write(cloud.clone / "out/mine.jsonl", "")
     for call, wanted in mistakes.items():
         # A mistake that train.py finds comes after the installation.
         text = cloud.launch(call, code=2).removeprefix(installing)
@@ -582,6 +587,34 @@ def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
     assert "trying again in 5 seconds" in text and "deleting spot in us-east5-b" in text, text
     assert cloud.count("tpu-vm create") == 2, text
     assert "[w0] train.py: argument --lr: invalid float value" in text, text
+
+
+def test_a_vm_that_was_deleted_is_not_made_again(cloud):
+    """`down` ends the costs, even while another launcher follows the run."""
+    cloud.fail("follow", "", code=255, remove="spot")
+    text = cloud.launch("v6e-1 --spot --name spot", POD_FLAGS, ENDS, code=1)
+    assert "spot was deleted, and its run ended with it" in text, text
+    assert cloud.count("tpu-vm create") == 1, text
+
+
+def test_a_vm_of_another_type_is_refused(cloud):
+    """Its number of workers differs, so the launcher would wait for workers that do not exist."""
+    cloud.launch("v6e-1 up --name pod")
+    for action in ("", "run", "logs"):
+        text = cloud.launch(f"v6e-8 {action} --name pod", code=2)
+        assert "pod is a v6e-1, not a v6e-8; give --name a name that no other VM has" in text, text
+
+
+def test_a_worker_does_not_fall_back_to_the_cpu(tmp_path):
+    shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
+    write(tmp_path / "bin/curl", "#!/bin/sh\necho 0\n", 0o755)
+    write(tmp_path / "launch.sh", 'echo "platforms $JAX_PLATFORMS"')
+    write(tmp_path / "run.commit", "")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    for given, wanted in (("", "tpu,cpu"), ("cpu", "cpu")):
+        command = "bash", "infra/cloud/worker.sh", "train"
+        run(*command, cwd=tmp_path, PATH=path, JAX_PLATFORMS=given)
+        assert (tmp_path / "run.log").read_text() == f"platforms {wanted}\n"
 
 
 def test_logs_of_a_spot_run_resume_it(cloud):

@@ -149,6 +149,15 @@ def test_a_reward_that_has_never_worked_ends_the_run(capsys, tmp_path):
     assert "reward divides failed on 4 answers, and counts 0 there" in capsys.readouterr().out
 
 
+def test_a_reward_that_works_on_another_host_does_not_end_the_run(tmp_path, monkeypatch):
+    """On a pod, all answers of a host may be to one question."""
+    with pool_of([hostile.divides], tmp_path) as pool:
+        _, faults = score(pool, ["bad"] * 4)
+        of_hosts = [[False] * len(pool.names), [True] * len(pool.names)]
+        monkeypatch.setattr(reward_pool, "all_gather_processes", lambda own: np.array(of_hosts))
+        assert pool.report(faults) == 4
+
+
 def test_a_truncated_answer_scores_0_and_is_not_scored(tmp_path):
     """Two functions may have one name: their faults count together."""
     with pool_of([hostile.divides, hostile.divides, hostile.fine], tmp_path) as pool:

@@ -4,6 +4,7 @@ waves and in stages."""
 import dataclasses
 import math
 import re
+import shutil
 from functools import cache
 from typing import NamedTuple
 from unittest import mock
@@ -91,6 +92,19 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
     assert engine.answer(questions, "Be brief.") == wanted
     assert len(set(wanted)) == 3 and all(wanted)
     assert engine.answer(questions, "Be brief.", temperature=1) != wanted
+
+
+def test_an_engine_asks_as_in_the_training(tiny_directory, tmp_path):
+    directory = tmp_path / "final"
+    shutil.copytree(tiny_directory, directory)
+    (directory / "podgrpo.json").write_text('{"system": "Be brief."}')
+    engine = Engine.of_directory(str(directory), max_answer=8)
+    asked = []
+    engine.generate = lambda prompts, *_: asked.append(prompts) or {}
+    engine.texts = lambda out: []
+    for how in ({}, {"system": "Be brief."}, {"system": ""}):
+        engine.answer(["Why?"] * 8, **how)
+    assert asked[0] == asked[1] != asked[2]
 
 
 def test_an_engine_takes_as_many_devices_as_divide_the_model(tiny_directory, monkeypatch):

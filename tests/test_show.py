@@ -12,20 +12,35 @@ import subprocess
 import sys
 import termios
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, read_jsonl
+from conftest import ROOT, SMALL, read_jsonl
 from numpy.testing import assert_allclose
 
+import train
 from infra.host.console import ERASE, say, warn
 from infra.host.processes import leave
 from infra.run import log
+from test_kernel import mesh
 from tools import plot, samples
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib"
 )
+
+
+# ---------------------------------------------------------------- the start of a run
+def test_a_system_prompt_other_than_in_the_training_is_named(tmp_path, capsys):
+    (tmp_path / "podgrpo.json").write_text('{"system": "Be brief."}')
+    setup = SimpleNamespace(model_cfg=SMALL, mesh=mesh(), row_width=8, held_out={})
+    setup.model_dir = str(tmp_path)
+    for system in "Be brief.", "":
+        log.print_setup(train.Config(model="m", system=system), setup)
+    text = capsys.readouterr().out
+    assert text.count("m was trained with --system 'Be brief.', not ''") == 1, text
+    assert text.count("trained with") == 1, text
 
 
 # ---------------------------------------------------------------- terminals

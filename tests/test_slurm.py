@@ -1,6 +1,7 @@
 """launch.sh slurm and its jobs, on stand-ins for Slurm's commands; .ci/slurm_job has a real one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,17 @@ FIRST_IS_2 = (
     "srun: Terminating StepId=7.0\n"
     "srun: error: node0: task 0: Exited with exit code 143"
 )
+
+
+def test_sh_runs_a_job_with_every_character_of_its_flags(site, monkeypatch):
+    odd = 'Line one.\n\u00e9 "q" it\'s $HOME'
+    shutil.copy(ROOT / "train.py", site)
+    write(site / ".venv/bin/python", "#!/bin/sh\nprintf '<%s>' \"$@\"\n", 0o755)
+    stand_in(site, "sbatch", 'while [ "$1" != --wrap ]; do shift; done\nsh -c "$2" >job; exit 9')
+    monkeypatch.setenv("LC_ALL", "C")
+    code, text = end(site, launch(site, "slurm", "--system", odd))
+    assert code == 9, text
+    assert f"<--system><{odd}>" in (site / "job").read_text()
 
 
 def test_a_job_is_requeued_when_its_time_limit_ends_training(site):

@@ -175,6 +175,15 @@ need_slice() {
   maybe_paid=" $zone"
 }
 
+# Exit if the slice that was found has another type, which has another number of workers.
+refuse_other_type() {
+  local found
+  [ -z "$dry_run" ] || return 0
+  found="$(vm describe --format='value(acceleratorType)')" || return 0 # a queued request may have no VM yet
+  found="${found##*/}"
+  [ "${found:-$type}" = "$type" ] || die "$name is a $found, not a $type; give --name a name that no other VM has"
+}
+
 create() {
   say "creating $name, $hosts hosts with $devices devices, in $zone"
   set -- --accelerator-type="$type" ${spot:+--spot} ${create_flags[@]+"${create_flags[@]}"}
@@ -254,6 +263,7 @@ up() {
   find_slice
   if [ -n "$zone" ] && [ -z "$dry_run" ]; then
     maybe_paid=" $zone"
+    refuse_other_type
     if wait_until_ready; then return; fi
   fi
   while :; do
@@ -354,6 +364,22 @@ pack() {
   fi
 }
 
+# Exit if a flag names a file or directory of this tree that `pack` leaves out.
+check_sent() { # FLAGS...
+  local word flag='' path paths
+  for word in "$@"; do
+    case "$word" in --*=*) flag="${word%%=*}" word="${word#*=}" ;; --*) flag="$word" && continue ;; esac
+    case "$flag" in --data | --eval_data | --model | --adapter) ;; *) continue ;; esac
+    IFS=, read -r -a paths <<<"$word" # --eval_data takes several sets, as name=path
+    for path in ${paths[@]+"${paths[@]}"}; do
+      path="${path#*=}"
+      case "$path" in /* | ..* | '') continue ;; esac
+      [ -e "$here/$path" ] && [ -z "$(git -C "$here" ls-files -co --exclude-standard -- "$path")" ] || continue
+      die "$flag $path is not sent to the workers, because git ignores it; move it where git does not"
+    done
+  done
+}
+
 # Print `busy` for each worker where a run is going on.
 print_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'; }
 
@@ -388,7 +414,7 @@ start() { # FLAGS...
 
 # Print the logs until train.py has ended on all workers. Returns the first failure's code; 75 if the VM isn't READY.
 follow() { # LINE of worker 0's log to begin with
-  local now first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
+  local now=READY first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on; follow it: $(again logs); or end it: $(again stop)"; exit 130' INT
   while :; do
     : >"$ended"
@@ -402,7 +428,7 @@ follow() { # LINE of worker 0's log to begin with
     first=$((first + $(cat "$seen"))) rest=0
   done
   trap 'exit 130' INT
-  [ "${now:-READY}" = READY ] || return 75
+  [ "$now" = READY ] || return 75
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')" # fields: [wN] exit CODE TIME
   [ -n "$worker" ] || return 0
   case "$code" in '' | *[!0-9]*) code=1 ;; esac # do not trust text from a VM
@@ -471,8 +497,10 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
     case "$now" in
       READY | REPAIRING | RESTARTING | REIMAGING) say "$name is $now; following it again" ;;
+      # A preempted VM stays PREEMPTED until it is deleted, so another command has deleted this one.
+      '' | DELETING) die "$name was deleted, and its run ended with it. $RESUMES" 1 ;;
       *)
-        [ -n "$spot" ] || die "$name is ${now:-gone}; only with --spot is it made again. $RESUMES" 1
+        [ -n "$spot" ] || die "$name is $now; only with --spot is it made again. $RESUMES" 1
         say "making $name again"
         ;;
     esac
@@ -514,6 +542,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
   case "$action" in
     train | run)
       check_words "$@"
+      check_sent "$@"
       # The flags that check the slice's size come first, then the defaults, then the user's flags, which win.
       set -- --require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
       ;;
@@ -544,12 +573,14 @@ cmd_tpu_setup() {
 
 cmd_tpu_run() {
   need_slice
+  refuse_other_type
   live_and_finish start 1 "$@"
 }
 
 cmd_tpu_logs() {
   local lines='' flag flags=() there="$scratch/there"
   need_slice
+  refuse_other_type
   # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each flag ends in a NUL.
   persistently workers 0 '[ ! -f run.id ] || { wc -l <run.log && cat run.id run.flags; }' >"$there" || {
     [ $? != 75 ] || say "the run may have gone with it. $RESUMES"

@@ -55,6 +55,8 @@ start() {
 train() {
   local code=0
   trap : TERM # SIGTERM is for train.py; this shell waits until train.py has ended
+  # With this value, JAX fails if it cannot use the TPU, instead of training on the CPU.
+  export JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}"
   PODGRPO_COMMIT="$(cat run.commit)" bash launch.sh task "$@" >run.log 2>&1 9>&- || code=$?
   echo "$code $(date +%s.%N)" >run.exit
 }

@@ -376,6 +376,12 @@ def compiled_gather(mesh, dtype):
     return gather
 
 
+def trained_system(directory: str) -> str | None:
+    """The system prompt that a model of `write_final` was trained with; None for other models."""
+    path = f"{directory}/podgrpo.json"
+    return files.read_json(path).get("system") if os.path.exists(path) else None
+
+
 def write_final(
     out: str,
     source_directory: str,

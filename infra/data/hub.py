@@ -34,6 +34,8 @@ LONGEST_WAIT = 600
 # are many: the last one sends its first request within SPREAD seconds.
 APART = 0.5
 SPREAD = 30
+# What to do if the hub answers 401 or 403.
+LOGIN = "accept the licence on its page of the hub, if it has one, and put HF_TOKEN=... into .env"
 
 
 class HubError(OSError):
@@ -55,6 +57,9 @@ def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
             except Exception as e:
                 found = fault(e)
                 if not found:
+                    response = getattr(e, "response", None)
+                    if getattr(response, "status_code", None) in (401, 403):
+                        raise HubError(f"{first_line(e)}; {LOGIN}") from e
                     raise
                 reason, asked_seconds = found
                 if seconds is None:

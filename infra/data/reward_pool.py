@@ -39,6 +39,7 @@ import numpy as np
 
 from infra.data.rewards import RewardFunction, name_of
 from infra.host.console import check, exit_on, first_line, open_streams, streams_are_open
+from infra.host.processes import all_gather_processes
 
 # A call of a function: (number of the function, number of the answer).
 Call = tuple[int, int]
@@ -131,13 +132,16 @@ class RewardPool:
         """Print which functions failed, with one reason for each. Returns the number of failures.
 
         faults: from `score_answers`. Exits with code 2 if a function failed on LEAST_FAILED answers
-        or more and has never returned a score: the run would train on nothing.
+        or more and has never returned a score on any process: the run would train on nothing. Every
+        process must call this.
         """
+        own = [name in self.have_worked for name in self.names]
+        worked = all_gather_processes(own).any(0)
         for name, messages in faults.items():
             # Lower case sorts last, so `max` prefers "not called, ..." to "TooSlow: ...".
             reason = max(messages.values())
             n = len(messages)
-            may_work = name in self.have_worked or n < LEAST_FAILED
+            may_work = worked[self.names.index(name)] or n < LEAST_FAILED
             failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
             check(may_work, f"{failed}; fix it")
             print(f"reward {name} failed on {n} answers, and counts 0 there: {reason}")

@@ -54,6 +54,7 @@ class Engine:
     # What `layouts.to_rollout` returns; None before `load` and after `unload`.
     weights: dict | None = None
     lora_scale: float = 0.0  # scale of adapters, if the parameters have any
+    system: str = ""  # system prompt of the training, for `answer`
 
     @classmethod
     def of_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
@@ -76,7 +77,8 @@ class Engine:
         # prompts as long as the answers.
         size = RolloutSize(mesh.size, group=1, prompt_slots=max_answer, answer_slots=max_answer)
         layout = layouts.choose_layout("auto", model_cfg, mesh, dtype, size)
-        engine = cls(model_cfg, tokenizer, layout, dtype, dtype, max_answer)
+        system = hf.trained_system(directory) or ""
+        engine = cls(model_cfg, tokenizer, layout, dtype, dtype, max_answer, system=system)
         engine.load(hf.load(hf.ModelFiles(directory, model_cfg), mesh))
         return engine
 
@@ -157,10 +159,16 @@ class Engine:
         """The answers of `generate` as texts."""
         return [self.tokenizer.decode(tokens) for tokens in answer_tokens(out)]
 
-    def answer(self, questions: list[str], system: str = "", temperature: float = 0) -> list[str]:
-        """Answers to questions as texts: greedy, or sampled at a temperature."""
+    def answer(
+        self, questions: list[str], system: str | None = None, temperature: float = 0
+    ) -> list[str]:
+        """Answers to questions as texts: greedy, or sampled at a temperature.
+
+        system: the system prompt; "" = no system message, None = as in the training.
+        """
         if not questions:
             return []
+        system = self.system if system is None else system
         asked = [columns.messages_of({"question": question}, system) for question in questions]
         prompts = self.tokenizer.encode([self.tokenizer.render(messages) for messages in asked])
         # Repeat the last prompt until the rows divide over the devices.

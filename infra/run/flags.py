@@ -145,7 +145,7 @@ def check_texts(cfg) -> None:
 def check_together(cfg) -> None:
     """Exit with code 2 if flags contradict each other."""
     # A URL other than gs://... would become a directory of that name.
-    is_bucket = re.match("gs://[^/]", cfg.out)
+    is_bucket = re.match("gs://[^/]+/+[^/]", cfg.out)
     check(
         is_bucket or not re.match(r"\w+:/", cfg.out),
         f"out = {cfg.out} is neither a directory nor gs://bucket/run",

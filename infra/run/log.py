@@ -10,6 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from infra.data import hf
 from infra.host.chips import GIB
 from infra.host.console import exit_on, first_line, say, show_status, warn
 from infra.run import advice
@@ -244,9 +245,9 @@ def is_evaluation(row: dict) -> bool:
     return any(name.startswith("eval/") for name in row)
 
 
-def start_wandb(project: str, out: str, flags: dict):
-    """Start a run on wandb.ai on process 0. Returns the run; None elsewhere, or without a
-    project."""
+def start_wandb(project: str, out: str, flags: dict, resumes: bool):
+    """Start a run on wandb.ai on process 0, or go on with it if the training resumes. Returns the
+    run; None elsewhere, or without a project."""
     if not project or jax.process_index() != 0:
         return None
     with exit_on(
@@ -255,8 +256,16 @@ def start_wandb(project: str, out: str, flags: dict):
         # wandb is optional, and slow to import.
         import wandb
 
-        run_id = out.replace("/", "-")
-        return wandb.init(project=project, name=out, id=run_id, resume="allow", config=flags)
+        # A run that starts over needs a new id: wandb drops the steps that the old id already has.
+        path = f"{out}/wandb_id"
+        run_id = f"{out.replace('/', '-')}-{time.time():.0f}"
+        if resumes and os.path.exists(path):
+            with open(path, encoding="utf-8") as f:
+                run_id = f.read()
+        run = wandb.init(project=project, name=out, id=run_id, resume="allow", config=flags)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(run_id)
+    return run
 
 
 # ---------------------------------------------------------------- the start and the end of a run
@@ -277,6 +286,9 @@ def print_setup(cfg, setup) -> None:
             f"are trained, and the others are frozen; lr {cfg.lr:g}, sft_lr {cfg.sft_lr:g} (with "
             "--lora, the default lr is ten times that of full training)"
         )
+    trained_system = hf.trained_system(setup.model_dir)
+    if trained_system not in (None, cfg.system):
+        say(f"{cfg.model} was trained with --system {trained_system!r}, not {cfg.system!r}")
     sequences = cfg.batch * cfg.npq
     line = (
         f"{cfg.batch} questions x {cfg.npq} answers = {sequences} sequences per host, "

@@ -68,7 +68,7 @@ class Run:
     def write_config(self) -> None:
         """Write config.json, and start the run on wandb.ai if there is a project."""
         cfg = self.cfg
-        self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags)
+        self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags, resumes=self.step > 0)
         run_dir.write_config(self.out, self.flags)
 
     def open_outputs(self, setup) -> None:
