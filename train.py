@@ -246,6 +246,8 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
         rollout_dtype=cfg.rollout_dtype.replace("auto", dtype),
         attention=cfg.attention.replace("auto", attention),
         loss_impl=cfg.loss_impl.replace("auto", loss_impl),
+        # A run that only evaluates has no moments to keep, and sgd keeps none.
+        optimizer=cfg.optimizer if cfg.steps + cfg.sft_steps else "sgd",
     )
     check(
         cfg.loss_impl != "pallas" or can_pallas,

@@ -319,6 +319,15 @@ def test_a_step_that_is_too_large_for_the_host_is_refused(batch, npq, fix, monke
     assert f"; try {fix}" in capsys.readouterr().err
 
 
+def test_a_run_that_only_evaluates_keeps_no_moments():
+    params = SMALL.n_params * 4
+    for steps, copies in ((1, 3), (0, 1)):
+        cfg = train.resolve(train.Config(steps=steps), mesh())
+        resting = fit.device_bytes(fit.abstract_state(cfg, SMALL, mesh(), train.optimizer))
+        # Scalars take a few bytes more.
+        assert copies * params <= resting < copies * params + 1e3, (steps, resting / params)
+
+
 def test_a_rollout_that_does_not_fit_is_refused(monkeypatch, capsys):
     layout = layouts.layout_of("replicated", 1, SMALL, mesh())
     weights = SMALL.n_params * 4
