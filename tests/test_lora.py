@@ -69,6 +69,11 @@ def adapters_of(model_cfg, seed=7):
     return {name: 0.1 * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
+def base_of(saved):
+    """The base of a model of transformers, as lora.base_of describes it."""
+    return {"model": str(saved.directory), "files": {}}
+
+
 def lora_state(cfg, model_cfg, on, base, adapters):
     """A state before an update. base: flat NumPy weights."""
     opt = {name: train.optimizer(cfg, name).init(a) for name, a in adapters.items()}
@@ -140,7 +145,7 @@ def test_an_update_equals_peft(optimizer, tmp_path, record_property):
     base = jax.device_get(model.flatten(saved.params))
     state = lora_state(cfg, saved.cfg, mesh(), base, adapters)
     weights = weights_of(state)
-    lora.write(str(tmp_path / "before"), weights, cfg, saved.cfg, mesh(), str(saved.directory))
+    lora.write(str(tmp_path / "before"), weights, cfg, saved.cfg, mesh(), base_of(saved))
 
     rng = np.random.default_rng(3)
     lengths = rng.integers(2, 9, (6, 2))
@@ -183,7 +188,7 @@ def test_final_is_what_peft_makes_of_its_adapter(name, tmp_path, record_property
     final = str(tmp_path), saved.directory, params, saved.cfg, on, {}
 
     def write_adapter(directory):
-        lora.write(f"{directory}/adapter", params, cfg, saved.cfg, on, str(saved.directory))
+        lora.write(f"{directory}/adapter", params, cfg, saved.cfg, on, base_of(saved))
 
     hf.write_final(*final, cfg.lora_scale, write_adapter)
     tokens = np.random.default_rng(0).integers(0, saved.cfg.V, (4, 21)).tolist()
