@@ -104,6 +104,7 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     here, steps_left, keep, at_once, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**33))
     for step in range(here):
         (tmp_path / f"step_{step:06}").mkdir()
     state = {"params": {"norm_D": np.zeros(1)}}
