@@ -49,7 +49,9 @@ def test_cuda_is_what_the_driver_and_the_gpus_take(cloud, tmp_path):
     assert "jax\\[cuda13\\]" in cloud.launch("--dry-run slurm", **anywhere)
     text = cloud.launch("--dry-run slurm", CUDA="12", **anywhere)
     assert "jax\\[cuda12\\]" in text, text
-    job = shlex.split(text.splitlines()[-1])[-1]
+    # sbatch takes a command of sh, which calls bash with another one.
+    *for_sh, job = shlex.split(shlex.split(text.splitlines()[-1])[-1])
+    assert for_sh == ["exec", "bash", "-c"]
     python = f"{cloud.clone}/.venv/bin/python"
     assert job.startswith(f"exec env JAX_PLATFORMS=cuda\\,cpu {python} "), job
 

@@ -4,6 +4,7 @@ With --aot TYPE nothing runs: the decode loop is compiled for absent devices, th
 reads and moves are counted in the compiled program, and on TPUs the compiler estimates its time.
 """
 
+import importlib.util
 import itertools
 import sys
 import tempfile
@@ -205,6 +206,10 @@ def main(argv=None) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
     is_int8 = args.dtype == "int8"
     check(not (args.transformers and is_int8), "--transformers compares equal weights: not int8")
+    is_there = all(map(importlib.util.find_spec, ("torch", "transformers")))
+    check(
+        is_there or not args.transformers, "transformers is missing: pip install torch transformers"
+    )
     check(args.aot or not args.lora, "--lora needs --aot")
     check(args.lengths in ("", "gsm8k"), f"--lengths is gsm8k or nothing, not {args.lengths}")
     check(args.aot or not args.lengths, "--lengths needs --aot with a type of TPUs")
