@@ -153,6 +153,28 @@ def test_an_array_of_another_shape_is_refused(tmp_path):
         assert words in str(error.value), error.value
 
 
+def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    save_shards = checkpoint.save_shards
+
+    def full_in_step_3(shards, directory, about):
+        if directory.endswith("step_000003"):
+            raise OSError(28, "No space left on device")
+        save_shards(shards, directory, about)
+
+    monkeypatch.setattr(checkpoint, "save_shards", full_in_step_3)
+    saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
+    saved = []
+    for step in range(1, 6):
+        saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
+        saver.begin()
+        saver.finish()
+        saved.append((saver.newest, checkpoint.saved_steps(str(tmp_path))))
+    assert saved == [(1, [1]), (2, [1, 2]), (2, [1, 2]), (4, [2, 4]), (5, [4, 5])]
+    assert "step 3 cannot be saved" in capsys.readouterr().err
+
+
 def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
     # A TPU may lay out an array by columns.
     by_columns = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[0]))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,21 @@ from conftest import ROOT, arguments, read_jsonl, refused, run_train, taught
 import train
 from infra.data.evaluation import eval_metrics, named_sets, pass_at_k, questions_at_once
 from infra.data.questions import load_rows
+
+
+def test_when_a_run_evaluates():
+    for wanted, flags in (
+        ([2, 4, 6, 7], dict(sft_steps=2, steps=5, eval_every=2)),
+        ([2, 7], dict(sft_steps=2, steps=5, eval_every=0)),
+        ([3], dict(sft_steps=3, steps=0)),
+        ([0, 5], dict(steps=5)),
+    ):
+        cfg = train.Config(**flags)
+        last = cfg.sft_steps + cfg.steps
+        setup = SimpleNamespace(held_out={"gsm8k": [1]})
+        found = [step for step in range(last + 1) if train.is_evaluated_after(step, cfg, setup)]
+        assert found == wanted, flags
+
 
 SAMPLED = "--steps 0 --eval_temperature 1 --eval_samples 4 --batch 2 --npq 8 --max_answer 24"
 

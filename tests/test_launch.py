@@ -531,8 +531,8 @@ def test_every_call_of_gcloud_is_in_one_log(cloud):
 def test_workers_are_reached_as_the_site_wants(cloud):
     """Every ssh and scp gets the flags in --ssh. The Identity-Aware Proxy needs gcloud alpha."""
     cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal-ip"])
-    for argv in cloud.worker_calls():
-        assert "--internal-ip" in argv, argv
+    calls = cloud.worker_calls()
+    assert calls and all("--internal-ip" in argv for argv in calls), calls
     before = len(cloud.calls())
     tunnel = ["--ssh", "--tunnel-through-iap"]
     text = cloud.launch("v6e-1 ssh --name vm", tunnel, "0 pwd")

@@ -160,6 +160,16 @@ def test_a_refusal_names_a_number_that_was_tried(tmp_path, monkeypatch):
     ]
 
 
+def test_a_refusal_without_a_try_names_none(monkeypatch, capsys):
+    monkeypatch.setattr(fit, "search_or_remember", lambda *_: [76, 30.0, 0, 0])
+    cfg = train.Config(micro_batch=128, dtype="float32")
+    with pytest.raises(SystemExit):
+        fit.choose_micro_batch(cfg, SMALL, mesh(), RowShape(32, 3), train.UPDATE)
+    text = capsys.readouterr().err
+    wanted = "micro_batch = 128 does not fit; the largest that fits is --micro_batch 76: 30.00 GiB"
+    assert wanted in text, text
+
+
 def test_all_processes_take_what_fits_least(tmp_path, monkeypatch):
     """Processes may know different limits of their devices: process 0 alone reads its memory."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -306,6 +306,10 @@ PARAMETERS = {
 }
 
 
+def test_sizes_of_plans_are_the_published_ones():
+    assert {size: model_of_size(size).n_params for size in PARAMETERS} == PARAMETERS
+
+
 def test_published_sizes(tmp_path, record_property):
     for size, n_params in PARAMETERS.items():
         shutil.copy(shared(f"qwen2.5/config-{size}.json"), tmp_path / "config.json")

@@ -248,6 +248,7 @@ def test_flags_exist():
     launchers = flags_in(text_of(ROOT / "launch.sh"))
     # These flags belong to gcloud, Slurm and xprof.
     others = "location recursive role member reserved network mem constraint format logdir"
+    assert len(flags_in(text)) > 50
     unknown = flags_in(text) - ours - launchers - {*others.split()}
     assert not unknown, f"no such flags: {unknown}"
 

@@ -80,7 +80,8 @@ def forget(out, kept):
 def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     out = tmp_path / "run"
     # The entropy bonus moves the weights even if all answers score the same.
-    flags = [TINY_FLAGS, "--save_every 1 --keep 9 --beta 0.1 --entropy_bonus 1 --out", out]
+    flags = [TINY_FLAGS, "--save_every 1 --keep 9 --beta 0.1 --entropy_bonus 1 --temperature 0.7"]
+    flags += ["--out", out]
     text = run_train(*flags, "--mesh 2,2,2", devices=8)
     for wanted in (
         "sft 1/3 | nll",

@@ -19,7 +19,7 @@ import hostile
 import numpy as np
 import pytest
 from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, until
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 
 import train
 from infra.data import reward_pool, rewards
@@ -129,6 +129,12 @@ def test_a_reward_that_is_lost_again_and_again_is_not_called_any_more(monkeypatc
         (faults_of,) = faults.values()
         assert sorted(faults_of) == [0, 2, 3, 4]
         assert faults_of[4] == f"not called, as it {how} 2 times in succession"
+
+
+def test_rewards_are_weighted_sums_without_the_column_of_solved():
+    scores = np.array([[9.0, 1, 0], [9, 0, 1], [9, 1, 1]])
+    assert [weight for _, weight in train.REWARDS] == [1.0, 0.1]
+    assert_allclose(train.rewards_of(scores), [1.0, 0.1, 1.1])
 
 
 def test_a_reward_that_has_never_worked_ends_the_run(capsys, tmp_path):

@@ -115,7 +115,7 @@ def answer_of(row: dict) -> dict:
         "answer": readable(str(row.get("answer", ""))),
         "reward": finite(row.get("reward")),
         "scores": scores,
-        "solved": None if row.get("solved") is None else bool(row["solved"]),
+        "solved": None if row.get("solved") is None else row["solved"] >= 1,
         "truncated": bool(row.get("truncated")),
         "tokens": finite(row.get("tokens")),
     }

@@ -53,7 +53,7 @@ def first_questions(rows: list[dict], n: int) -> list[dict]:
 def verdict(row: dict) -> str:
     """Returns `right` or `wrong` for an evaluation, else the reward and each function's score."""
     if "set" in row:
-        return "right" if row["solved"] else "wrong"
+        return "right" if row["solved"] >= 1 else "wrong"
     text = f"reward {row['reward']:.2f}"
     if row.get("truncated"):
         return f"{text}, truncated"

@@ -295,6 +295,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     program = (dataclasses.replace(cfg, out="", seed=0), model_cfg, mesh, shape)
     chosen, gib, refused, too_much = search_or_remember(search, limit, most, program)
     over = f"{too_much:.2f} GiB of a device's {limit:.2f}, {too_much - limit:.2f} too much"
+    # An estimate may end the search before any number is refused.
+    why = f": {refused:.0f} rows take {over}" if refused else ""
     check(
         chosen,
         f"not one row of {shape.width} tokens per device fits: an update with one row takes "
@@ -302,8 +304,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     )
     check(
         chosen == most or not asked,
-        f"micro_batch = {most} does not fit: {refused:.0f} rows take {over}; the largest that fits "
-        f"is --micro_batch {chosen:.0f}",
+        f"micro_batch = {most} does not fit{why}; the largest that fits is --micro_batch "
+        f"{chosen:.0f}: {gib:.2f} GiB of {limit:.2f}",
     )
     say(
         f"micro_batch {chosen:.0f} of at most {shape.most} rows per device: {gib:.2f} GiB of "
