@@ -2,11 +2,13 @@
 train.py."""
 
 import fractions
+import itertools
 import json
 import re
 import shutil
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -123,6 +125,19 @@ def test_each_epoch_is_a_permutation_of_its_own():
     # The walk does not depend on how hosts and steps divide it.
     assert train.question_order(3, 0, 30, 10) == sum(epochs, [])
     assert train.question_order(4, 0, 10, 10) != epochs[0]
+
+
+def test_hosts_divide_the_questions_of_a_step(monkeypatch):
+    rows = [{"number": number} for number in range(7)]
+    cfg = train.Config(seed=3, batch=2, npq=3)
+    seen = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for step, host in itertools.product(range(3), range(2)):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        of_host = [row["number"] for row in train.rows_of_step(rows, step, 2, cfg)]
+        assert of_host == [number for number in of_host[::3] for _ in range(3)]
+        seen += of_host[::3]
+    assert seen == train.question_order(3, 0, 12, 7)
 
 
 def test_a_data_set_that_the_hub_does_not_give_is_refused_in_its_words(tmp_path):
