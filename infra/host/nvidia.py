@@ -47,8 +47,11 @@ def find_devices() -> None:
     if found == "cpu" and not platforms and (driver := driver_version()):
         advice = how_to_find_gpus(driver)
         check(False, f"JAX finds none of this machine's GPUs{cause}; {advice}")
-    hint = f"with JAX_PLATFORMS = {platforms!r}; try JAX_PLATFORMS=cpu"
-    check(found != "none", f"JAX finds no devices, {hint}{cause}")
+    # On a TPU VM, the CPU is no help, and the error names the process that holds the TPU.
+    advice = "" if "tpu" in platforms else "; try JAX_PLATFORMS=cpu"
+    check(
+        found != "none", f"JAX finds no devices, with JAX_PLATFORMS = {platforms!r}{advice}{cause}"
+    )
 
 
 @contextlib.contextmanager
