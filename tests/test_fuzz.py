@@ -246,7 +246,7 @@ def test_a_spoiled_file_is_refused_or_read_as_it_says(name, count, source, recor
         path.write_bytes(spoil_file(rng, good))
         with no_longer_than(60):
             n_read += is_read(read, source)
-    assert 0 < n_read < count, f"{n_read} of {count} were read"
+    assert n_read < count, "none was refused"
     path.write_bytes(good)
     read(source)
     record_property("read as they are", f"{n_read} of {count}")
