@@ -1,7 +1,6 @@
 """launch.sh slurm and its jobs, on stand-ins for Slurm's commands; .ci/slurm_job has a real one."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ BANNER = "Welcome to site 7\n"
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A directory with a copy of launch.sh, and with stand-ins for Slurm's commands in bin/."""
-    for name in ("launch.sh", "requirements.txt"):
+    for name in ("launch.sh", "requirements.txt", "train.py"):
         write(tmp_path / name, (ROOT / name).read_text())
     for path in ROOT.glob("infra/cloud/*.sh"):
         write(tmp_path / "infra/cloud" / path.name, path.read_text())
@@ -135,7 +134,6 @@ FIRST_IS_2 = (
 
 def test_sh_runs_a_job_with_every_character_of_its_flags(site, monkeypatch):
     odd = 'Line one.\n\u00e9 "q" it\'s $HOME'
-    shutil.copy(ROOT / "train.py", site)
     write(site / ".venv/bin/python", "#!/bin/sh\nprintf '<%s>' \"$@\"\n", 0o755)
     stand_in(site, "sbatch", 'while [ "$1" != --wrap ]; do shift; done\nsh -c "$2" >job; exit 9')
     monkeypatch.setenv("LC_ALL", "C")
