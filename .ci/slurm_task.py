@@ -9,7 +9,13 @@ from types import SimpleNamespace
 
 from infra.host.processes import find_processes
 
-if "--fail" in sys.argv:
+
+# launch.sh looks up its flags in train.py's Config.
+class Config:
+    fail: str
+
+
+if "--fail=yes" in sys.argv:
     # Task 1 fails, and task 0 is ended with it.
     if os.environ["SLURM_PROCID"] == "0":
         time.sleep(60)
