@@ -515,6 +515,7 @@ def make_batches(
     micro-batches for each minibatch. A micro-batch is {field: global array
     [dp * fsdp * micro_batch, width]}."""
     is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
+    # Broken weights sample answers without an end: mask none of them, so that the update finds NaN.
     is_masked &= are_finite(sampler_logprobs)
     # Answers without a gradient are not packed, so that nothing is computed for them.
     is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked

@@ -374,8 +374,9 @@ check_sent() { # FLAGS...
     for path in ${paths[@]+"${paths[@]}"}; do
       path="${path#*=}"
       case "$path" in /* | ..* | '') continue ;; esac
-      [ -e "$here/$path" ] && [ -z "$(git -C "$here" ls-files -co --exclude-standard -- "$path")" ] || continue
-      die "$flag $path is not sent to the workers, because git ignores it; move it where git does not"
+      if [ ! -e "$here/$path" ]; then continue; fi # a hub id, for example
+      [ -n "$(git -C "$here" ls-files -co --exclude-standard -- "$path")" ] ||
+        die "$flag $path is not sent to the workers, because git ignores it; move it where git does not"
     done
   done
 }
