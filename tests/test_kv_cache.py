@@ -119,6 +119,22 @@ def test_attention_goes_on_from_cache_to_cache(how, size, monkeypatch):
     check_close(result, float64_attention(q_BKMH, parts), 2e-6, 2e-6)
 
 
+@pytest.mark.parametrize("T", [1, 16, 37])
+def test_a_prompt_attends_to_itself_in_blocks_of_queries(T, monkeypatch):
+    monkeypatch.setattr(kv_cache, "QUERIES_AT_ONCE", 16)
+    B, K, G, H = 2, 3, 2, 8
+    rng = np.random.default_rng(2)
+    q_BNTH = random_queries(rng, B, K * G, T, H)
+    k_BKTH, v_BKTH = jnp.array(rng.normal(size=(2, B, K, T, H)), "float32")
+    out_BNTH = kv_cache.causal_attention(q_BNTH, k_BKTH, v_BKTH)
+    # Token t sees the first t + 1 slots of a cache that holds this prompt alone.
+    cache = Cache(k_BKTH[None], v_BKTH[None])
+    for t in range(T):
+        q_BKMH = q_BNTH[:, :, t].reshape(B, K, G, H)
+        expected, _ = float64_attention(q_BKMH, [(cache, 0, [t + 1] * B)])
+        assert_allclose(out_BNTH[:, :, t].reshape(B, K, G, H), expected, rtol=0, atol=2e-6)
+
+
 def test_attention_in_bfloat16_is_as_exact_as_its_operands():
     B, K, M, H, S, _ = SIZES["head size 128"]
     rng = np.random.default_rng(1)

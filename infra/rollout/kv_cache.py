@@ -20,6 +20,9 @@ import model
 from infra.rollout import decode_kernel
 from infra.rollout.decode_kernel import LEAST
 
+# Maximum number of a prompt's tokens whose attention scores are in memory at once.
+QUERIES_AT_ONCE = 1024
+
 
 class Cache(NamedTuple):
     keys: jax.Array  # [L, B, K, S, H]
@@ -35,14 +38,26 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
     """
 
     def on_device(q, k, v, layer, cache, first):
-        cache = write_plain(cache, k, v, layer, first)
-        # Pads need no mask: they come after the prompt, so only pads attend to them.
-        causal = jnp.tri(q.shape[2], dtype=bool)
-        out = model.attention(q, k, v, causal[None])
-        return out, cache
+        return causal_attention(q, k, v), write_plain(cache, k, v, layer, first)
 
     run = over_devices(on_device, layout, cache, first)
     return run(q_BNTH, k_BKTH, v_BKTH, layer, cache, first)
+
+
+def causal_attention(q_BNTH, k_BKTH, v_BKTH) -> jax.Array:
+    """Attention of each token to itself and the tokens before it. Returns float32 [B, N, T, H].
+
+    Computes QUERIES_AT_ONCE queries at a time: the scores of all would take T * T floats a head.
+    """
+    # Pads need no mask: they come after the prompt, so only pads attend to them.
+    T = q_BNTH.shape[2]
+    outs = []
+    for start in range(0, T, QUERIES_AT_ONCE):
+        end = min(start + QUERIES_AT_ONCE, T)
+        causal_TS = jnp.tri(end - start, end, start, dtype=bool)
+        own = q_BNTH[:, :, start:end], k_BKTH[:, :, :end], v_BKTH[:, :, :end]
+        outs.append(model.attention(*own, causal_TS[None]))
+    return jnp.concatenate(outs, 2)
 
 
 def decode_attention(
