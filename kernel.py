@@ -48,7 +48,7 @@ from jax.sharding import Mesh
 HEAD_AXES = ("fsdp", "tp")
 # Mesh axes that shard tokens.
 TOKEN_AXES = ("dp", *HEAD_AXES)
-# MiB of VMEM by the start of device_kind. The first match counts, so "TPU v5 lite" precedes
+# MiB of VMEM for each prefix of device_kind. The first match counts, so "TPU v5 lite" precedes
 # "TPU v5".
 VMEM_MIB = {"TPU v4": 16, "TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128}
 LOG2E = 1.4426950408889634  # log2(e)
@@ -451,7 +451,7 @@ def pallas_backward(
 # The head is stored sharded over D, because the number of shards, fsdp * tp, may not divide V. For
 # the loss, an all-to-all turns each device's d columns of the head into V / shards rows. Devices
 # along HEAD_AXES then work on each chunk together: they all-gather its hidden states, combine the
-# sums of their softmax parts, and reduce-scatter dh. Each device keeps dW of its rows until all
+# reductions of their parts of V, and reduce-scatter dh. Each device keeps dW of its rows until all
 # chunks are done. Then an all-to-all turns these rows into columns.
 @dataclass(frozen=True)
 class Settings:
@@ -545,7 +545,7 @@ def compute_chunk(settings, forward, backward, head_VD, valid_rows, order, input
     # Take this device's c tokens, and gather all C tokens of the devices along HEAD_AXES.
     take = partial(jnp.take, indices=token_c, axis=0, mode="fill", fill_value=0)
     h_cD, targets_c, vectors_c = jax.tree.map(take, inputs)
-    # A NaN of a masked token must not reach dW.
+    # A NaN in a masked token's hidden state must not reach dW.
     h_cD = jnp.where(vectors_c["weight"][:, None] > 0, h_cD, 0)
     h_CD = gather(h_cD)
     # Count each target's row from the first row of this device's shard of the head.

@@ -28,7 +28,7 @@
 # All other flags are train.py's. By default, gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K.
 # --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside launch.sh:
 # bash reads it. PYTHON names the Python for .venv, 3.11 or newer; by default: python3.12, python3.11, python3, or uv's.
-# Set CUDA=12 or CUDA=13 where nvidia-smi cannot tell, as on Slurm's login nodes.
+# Set CUDA=12 or CUDA=13 where nvidia-smi finds no GPU, as on Slurm's login nodes.
 # Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # launch.sh stays in the caller's directory
@@ -53,7 +53,7 @@ run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3;
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
-# Install requirements.txt, jax[$1] if given, and what the flags in $2.. need. .venv/installed records the first two.
+# Install requirements.txt, jax[$1] if given, and packages for the flags $2... .venv/installed records the first two.
 setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") "
@@ -84,8 +84,8 @@ make_venv() {
   make_venv_with_uv
 }
 
-# uv uses this machine's Python if only ensurepip is missing, or else downloads one. If uv is not installed, get it from
-# the package index, or else from its own installer.
+# If this machine's Python lacks only ensurepip, uv uses that Python; otherwise uv downloads one. If uv is not installed,
+# get it from the package index, or else from its own installer.
 make_venv_with_uv() {
   local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # CI tests 3.11 and 3.12
   if command -v uv >/dev/null; then
@@ -102,7 +102,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. Export .env, since ps and logs show arguments.
+# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. Export .env, which ps and logs would show as arguments.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -199,7 +199,7 @@ cmd_test() {
   setup
   mark="$(cksum <"$here/tests/requirements.txt")"
   if [ "$mark" != "$(cat "$venv/installed-tests" 2>/dev/null)" ]; then
-    [ -n "$dry_run" ] || say 'installing the packages that the tests need, once: minutes, and 7 GB'
+    [ -n "$dry_run" ] || say 'installing the packages that the tests need, once: this takes minutes, and 7 GB'
     pip_install -r "$here/tests/requirements.txt" || exit
     [ -n "$dry_run" ] || printf '%s\n' "$mark" >"$venv/installed-tests"
   fi

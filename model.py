@@ -115,7 +115,7 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
         stop_ids += [i for i in ids if i not in stop_ids]
     if not all(type(i) is int and 0 <= i < V for i in stop_ids):
         raise ValueError(f"eos_token_id = {stop_ids} holds ids outside of vocab_size = {V}")
-    # `refuse_unsupported` has checked that a setting has the same value in all of its places.
+    # `refuse_unsupported` has checked that all values of a setting are the same.
     rope = {name: values[0] for name, values in rope_settings(config).items()}
     cfg = ModelConfig(
         V=V,
@@ -161,7 +161,7 @@ def llama3_rope(rope: dict) -> Llama3Rope:
 
 def rope_settings(config: dict) -> dict:
     """Returns {name: values} of the rotary embedding's settings. A setting has several values if it
-    is in several places of the config.json."""
+    occurs in several places in the config.json."""
     # transformers 5 writes rope_parameters; transformers 4 wrote rope_scaling and rope_theta.
     places = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     places.append({name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")})
@@ -340,7 +340,7 @@ class Adapted:
     a: jax.Array  # A: the dimensions of W that the matmul sums over, and R
     b: jax.Array  # B: R, and the other dimensions of W
     scale: float = dataclasses.field(metadata=dict(static=True))
-    sums_over_D: bool = dataclasses.field(metadata=dict(static=True))  # or else D is the output
+    sums_over_D: bool = dataclasses.field(metadata=dict(static=True))  # if not, D is the output
     is_joined: bool = dataclasses.field(metadata=dict(static=True), default=False)
 
 
@@ -566,7 +566,7 @@ REMAT = {
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
 # Maximum number of tokens that a device runs through a layer at once, unless a row is longer.
-# Enough for large matmuls, but no more: each token's activations inside the layer take memory.
+# This is enough for large matmuls. More tokens would only take more memory for activations.
 TOKENS_AT_ONCE = 2048
 
 
@@ -732,7 +732,7 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
         # Cast weights before the all-gather: in bfloat16, it takes half the time.
         w = jax.device_put(layer_at_rest, DEVICE)
         w = gather_layer({name: a.astype(options.dtype) for name, a in w.items()})
-        # Join here, once for all chunks.
+        # Join the adapters here, once for all chunks.
         w |= joined_matrices(w, options.lora_scale)
         # XLA drops this all-gather, because nothing reads its values. Only its backward matters: it
         # reduce-scatters the gradients, which the chunks have summed in float32.

@@ -141,12 +141,12 @@ class Config:
     eval_samples: Positive = 1  # answers per held-out question; 2 or more need eval_temperature
     eval_temperature: NonNegative = 0.0  # 0 = greedy
     top_k: Natural = 0  # sampled evaluation: only the k most likely tokens; 0 = all
-    top_p: Probability = 1.0  # sampled evaluation: only the top tokens of this total probability
+    top_p: Probability = 1.0  # sampled evaluation: only the top tokens with this total probability
     save_every: Natural = 50  # steps between checkpoints; 0 = save only at the end
     keep: Positive = 2  # number of newest checkpoints to keep
-    resume: Literal["auto", "force"] = "auto"  # force = accept changed flags or bad checkpoints
+    resume: Literal["auto", "force"] = "auto"  # force = allow new flags; put bad checkpoints aside
     wandb: str = ""  # project on wandb.ai; "" = none
-    profile: Natural = 0  # step to trace into out/profile, counting supervised steps; 0 = none
+    profile: Natural = 0  # step to trace into OUT/profile, counting supervised steps; 0 = none
 
     @property
     def lora_scale(self) -> float:
@@ -246,7 +246,7 @@ def resolve(cfg: Config, mesh: Mesh) -> Config:
         rollout_dtype=cfg.rollout_dtype.replace("auto", dtype),
         attention=cfg.attention.replace("auto", attention),
         loss_impl=cfg.loss_impl.replace("auto", loss_impl),
-        # A run that only evaluates has no moments to keep, and sgd keeps none.
+        # A run that only evaluates needs no optimizer state, so use sgd, which has none.
         optimizer=cfg.optimizer if cfg.steps + cfg.sft_steps else "sgd",
     )
     check(
@@ -438,16 +438,16 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Whether each answer has a gradient, bool [answers]. All have one if the loss has a KL or an
-    entropy bonus; otherwise, only answers whose advantage is not 0 have one."""
+    entropy bonus, or a logprob is not finite; otherwise, those whose advantage is not 0."""
     all_have = bool(cfg.beta or cfg.entropy_bonus or not are_finite(sampler_logprobs))
     has_advantage = np.asarray(advantages) != 0
     return has_advantage | all_have
 
 
 def are_finite(logprobs: list | None) -> bool:
-    """Whether the sampler's logprobs of all answers are finite. If not, the weights are broken:
-    compute all gradients. They are NaN, the update is skipped, and many skipped updates end the
-    run."""
+    """Whether the sampler's logprobs of all answers are finite. If not, the weights are broken.
+    Then compute all gradients: they are NaN, so the update is skipped, and MAX_SKIPPED skipped
+    updates end the run."""
     return logprobs is None or bool(np.isfinite(np.concatenate(logprobs)).all())
 
 
@@ -515,7 +515,7 @@ def make_batches(
     micro-batches for each minibatch. A micro-batch is {field: global array
     [dp * fsdp * micro_batch, width]}."""
     is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
-    # Broken weights sample answers without an end: mask none of them, so that the update finds NaN.
+    # With broken weights, answers never end: mask none of them, so that the update finds the NaN.
     is_masked &= are_finite(sampler_logprobs)
     # Answers without a gradient are not packed, so that nothing is computed for them.
     is_packed = has_gradient(advantages, sampler_logprobs, cfg) & ~is_masked
@@ -804,9 +804,9 @@ def evaluate(params, step, cfg, setup, run) -> None:
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
     run.show("evaluating", step, 0, len(asked), samples)
-    # All rounds use these weights. They are not quantised, because the saved model is not either.
+    # All rounds use these weights. They are not quantised, because the saved model is not.
     setup.engine.load(params, exact=True)
-    # Rollouts fold in their step, counted from 1, so 0 gives evaluations a key of their own.
+    # Rollouts fold their step into the key. Steps count from 1, so 0 is free for evaluations.
     eval_key = jax.random.fold_in(jax.random.key(cfg.seed), 0)
     answered = []
     for start in range(0, len(asked), per_round):
@@ -1111,7 +1111,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
     run.finish(weights_of(state), setup)
 
 
-@exit_on(files.CheckpointError, "these files cannot be used")
+@exit_on(files.CheckpointError, "a model or checkpoint cannot be used")
 def main(argv: list[str]) -> None:
     cfg = parse(argv)
     rewards.check_functions(SOLVED, REWARDS)

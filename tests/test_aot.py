@@ -196,7 +196,7 @@ def decode_loops(*flags):
     figures = re.findall(
         r"least ([\d.]+) GB .* compiled ([\d.]+) GB in ([\d.]+) ms, .* "
         r"move ([\d.]+) GB; .* copy is ([\d.]+) of.* peak ([\d.]+) GB\n"
-        r".* clock, not measured, a step takes ([\d.]+) ms \(of that (?:[^;]+ [\d.]+; ){4}",
+        r".* clock, not measured, a step takes ([\d.]+) ms \(slowest: (?:[^;]+ [\d.]+; ){4}",
         printed,
     )
     names = ("least", "compiled", "bytes_ms", "moved", "copied", "peak", "clock_ms")

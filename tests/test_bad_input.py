@@ -37,7 +37,7 @@ PATHS = {  # {flags: what the message must say}
     "--model a/b/c": "there is no directory a/b/c ",
     "--model plain": "there is no directory plain ",
     "--data none.jsonl": "none.jsonl does not exist",
-    "--data empty/config.json": "config.json holds no list of rows, but a dict",
+    "--data empty/config.json": "config.json holds a dict, not a list of rows",
     "--eval_data none.jsonl": "none.jsonl does not",
     "--data dir.jsonl": "does not exist, or is not a file",
     "--data .": "cannot be lo",

@@ -275,7 +275,7 @@ def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints
     overwrite what another host may still have."""
     for step in (1, 2):
         (two_checkpoints / f"step_{step:06}" / DAMAGED).unlink()
-    assert "another number of processes, not 1" in refusal(two_checkpoints, capsys)
+    assert "was not saved by 1 processes" in refusal(two_checkpoints, capsys)
 
 
 def refusal(out, capsys):

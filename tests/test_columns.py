@@ -105,7 +105,7 @@ UNREADABLE = [  # (name of a file, its content, words of the message)
     ("b.csv", "question,answer\nBoth?,7\nTom, Ann?,7\n", "Expected 2 fields in line 3, saw 3"),
     ("c.csv", "", "No columns to parse"),
     ("d.json", '[{"question": "x", "answer": }]', "Expecting value: line 1 column 30"),
-    ("e.json", '{"data": []}', "holds no list of rows, but a dict"),
+    ("e.json", '{"data": []}', "holds a dict, not a list of rows"),
     ("f.jsonl", json.dumps({"prompt": str(VERL_GSM8K["prompt"]), "answer": 2}), "as a list"),
     ("g.jsonl", json.dumps({"prompt": [{"role": "tool", "content": "x"}]}), "the role 'tool', not"),
 ]

@@ -495,7 +495,7 @@ def test_a_large_tree_is_told_before_it_is_sent(cloud):
     (cloud.clone / "infra/small.txt").write_text("small")
     text = cloud.launch("v6e-1 setup --name vm")
     assert re.search(r"this tree has 1[01]\d MB, packed", text), text
-    assert "add files that are not needed to .gitignore; the largest:" in text, text
+    assert "add unneeded files to .gitignore; the largest:" in text, text
     assert "weights.bin" in text and "small.txt" not in text, text
 
 
@@ -627,7 +627,7 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     assert flags[-5:] == ["--lr", "none", "--system", "it's $HOME", ""], flags
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --name spot", code=1)
-    assert "spot is PREEMPTED; only with --spot is it made again" in text, text
+    assert "spot is PREEMPTED; it is made again only with --spot" in text, text
     text = cloud.launch("v6e-1 logs --name spot", code=1)
     assert "the run may have gone with it" in text and "no run was started" not in text, text
 

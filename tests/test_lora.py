@@ -478,7 +478,7 @@ def test_another_base_is_found_by_its_checksums():
     assert message.endswith(f"{wanted}; {use}"), message
     fewer = {"model": "b", "files": {"1.safetensors": "00"}}
     assert lora.difference(was, fewer).endswith(f"in b it is missing; {use}")
-    assert lora.difference({}, was) == "its checkpoint is of a run without --lora; drop --lora"
+    assert lora.difference({}, was) == "its checkpoint comes from a run without --lora; drop --lora"
 
 
 BASE = {"model": "some/base", "files": {"1.safetensors": "00"}}

@@ -420,7 +420,7 @@ MISTAKES = {  # {arguments: what the message must say}
     "--sweep micro_batch=1,": "invalid literal",
     "--sweep micro_batch=-3": "micro_batch = -3",
     "--sweep max_answer=0": "max_answer = 0",
-    "--sweep remat=foo": "remat = foo is none of",
+    "--sweep remat=foo": "remat = foo is not one of",
     "here --sweep micro_batch=8,-3": "micro_batch = -3",
     "here --bacth 4": "--bacth",
     "--mesh 3,-1,1": "a multiple of 3 devices; there are 8",

@@ -282,7 +282,7 @@ def test_results_come_home_and_the_vm_goes(cloud):
     )
     flags = (POD_FLAGS, "--steps 2 --out", ["out/my run"])
     text = cloud.launch("v4-8 --down --name home", *flags)
-    assert "its results are in out/home/my run" in text and "deleting home" in text, text
+    assert "the results of the run are in out/home/my run" in text and "deleting home" in text, text
     assert "may still exist" not in text and not (cloud.stub / "home").exists(), text
     assert sorted(os.listdir(cloud.clone / "out/home")) == ["my run"]
     results = cloud.clone / "out/home/my run"
@@ -331,7 +331,7 @@ def test_fetch_makes_the_page_of_a_run_where_it_can(cloud):
     # The results have come home even if their page fails.
     write(python, "#!/bin/sh\nexit 3\n", 0o755)
     text = cloud.launch("v6e-1 fetch --name vm")
-    assert hint in text and "its results are in out/vm/my run" in text, text
+    assert hint in text and "the results of the run are in out/vm/my run" in text, text
 
 
 def test_a_run_that_takes_its_time_to_start_is_followed(cloud):
@@ -367,7 +367,7 @@ def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
     assert "gs://bucket/run/final is not the model of this run" in text, text
     write(marker, '{"step": 2}\n')
     text = cloud.launch(*start)
-    assert "its results are in gs://bucket/run" in text and "deleting vm" in text, text
+    assert "the results of the run are in gs://bucket/run" in text and "deleting vm" in text, text
     assert not (cloud.stub / "vm").exists() and "may still exist" not in text, text
 
 

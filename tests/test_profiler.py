@@ -112,7 +112,7 @@ def test_a_trace_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path, capsy
         jax.numpy.ones(9).sum().block_until_ready()
         profiler.end_step()
     printed = capsys.readouterr()
-    assert printed.err.startswith("train.py: step 3 has no trace, the run goes on: "), printed
+    assert printed.err.startswith("train.py: step 3 has no trace, but the run goes on: "), printed
     assert printed.err.count("\n") == 1 and "is traced" not in printed.out, printed
     # The profiler may not even start, for example because another one is running.
     with mock.patch.object(jax.profiler, "start_trace", side_effect=RuntimeError("busy")):

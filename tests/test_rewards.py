@@ -152,7 +152,7 @@ def test_a_reward_that_has_never_worked_ends_the_run(capsys, tmp_path):
         # A function that has worked before may fail for a reason that passes, so the run goes on.
         score(pool, ["5"])
         assert pool.report(faults) == 4
-    assert "reward divides failed on 4 answers, and counts 0 there" in capsys.readouterr().out
+    assert "reward divides failed on 4 answers, and scores 0 there" in capsys.readouterr().out
 
 
 def test_a_reward_that_works_on_another_host_does_not_end_the_run(tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ def run_case(args, case):
     tflops = 6e-12 * N * D * args.vocab / seconds
     text = (
         f"{seconds * 1e3:.2f} ms, {tflops:.2f} TFLOP/s, "
-        f"{floor / seconds:.0%} of the floor of three GEMMs, "
+        f"{floor / seconds:.0%} of the speed of three GEMMs, "
         f"errors: logp {logp_error:.1e}, dh {dh_error:.1e}"
     )
     return text, seconds
@@ -181,7 +181,7 @@ def benchmark(argv=None):
     args = parser_of(__doc__, FLAGS).parse_args(argv)
     for slice_type in args.aot.split(","):
         # The name may be unknown, or libtpu may not support this slice, or not be installed.
-        fault = f"--aot {slice_type} cannot be compiled for here; try v6e-8, pip install libtpu"
+        fault = f"cannot compile for --aot {slice_type} here; try v6e-8, or pip install libtpu"
         with exit_on(Exception, fault):
             devices = absent_devices.of_kind(slice_type) if slice_type else jax.devices()[:1]
         mesh = Mesh(np.array(devices).reshape(1, -1, 1), kernel.TOKEN_AXES)

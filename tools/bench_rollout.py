@@ -190,7 +190,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     bandwidth = memory_speed()
     text = (
         f"prefill {groups.size / prefill_s:.0f} tok/s; decode {args.batch / step_s:.0f} tok/s, "
-        f"{step_s * 1e3:.2f} ms a step that reads at least {least / 1e9:.3f} GB, "
+        f"{step_s * 1e3:.2f} ms a step, which reads at least {least / 1e9:.3f} GB, "
         f"{least / step_s / bandwidth:.1%} of the {bandwidth / 1e9:.0f} GB/s at which a device "
         "here sums 1 GiB"
     )
@@ -205,7 +205,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
 def main(argv=None) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
     is_int8 = args.dtype == "int8"
-    check(not (args.transformers and is_int8), "--transformers compares equal weights: not int8")
+    check(not (args.transformers and is_int8), "--transformers needs equal weights, so not int8")
     is_there = all(map(importlib.util.find_spec, ("torch", "transformers")))
     check(
         is_there or not args.transformers, "transformers is missing: pip install torch transformers"

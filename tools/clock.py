@@ -23,7 +23,7 @@ class Clock(NamedTuple):
 
     def __str__(self) -> str:
         slowest = "; ".join(f"{name} {ms:.2f}" for name, ms in self.operations[:5])
-        return f"{self.ms:.2f} ms (of that {slowest})"
+        return f"{self.ms:.2f} ms (slowest: {slowest})"
 
 
 def step_clock(hlo: str, layers: int, chip: Chip) -> Clock:

@@ -62,7 +62,7 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
     name, _, values = sweep.partition("=")
     check(
         values and name in SWEPT,
-        f"sweep = {sweep} is not a list such as micro_batch=8,16, of {', '.join(SWEPT)}",
+        f"sweep = {sweep} is not a list such as micro_batch=8,16, for one of {', '.join(SWEPT)}",
     )
     # A value has the type of the flag's default.
     with exit_on(ValueError, f"sweep = {sweep}"):
@@ -72,7 +72,7 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
     for setting in settings:
         flags.check_numbers(dataclasses.replace(cfg, **setting))
         value = setting[name]
-        check(not choices or value in choices, f"{name} = {value} is none of {choices}")
+        check(not choices or value in choices, f"{name} = {value} is not one of {choices}")
     return settings
 
 
@@ -115,7 +115,7 @@ def gib_of_others(largest: int, gib: float, rest_gib: float, filled: int) -> dic
     """
     others = [2**i for i in range(11) if 2**i <= 2 * largest]
     # A micro-batch of at least `filled` rows is a complete minibatch, and needs one copy of the
-    # gradients instead of two. Estimate only those that need as many copies as the largest.
+    # gradients instead of two. Estimate only micro-batches that need as many copies as the largest.
     alike = [n for n in others if (n < filled) == (largest < filled)]
     return {n: rest_gib + n * (gib - rest_gib) / largest for n in alike}
 
@@ -157,7 +157,7 @@ def devices_of(device_type: str) -> list:
     if device_type == "here":
         nvidia.find_devices()
         return jax.devices()
-    with exit_on(Exception, f"{device_type} cannot be compiled for here: {needs}"):
+    with exit_on(Exception, f"cannot compile for {device_type} here: {needs}"):
         return absent_devices.of_kind(device_type)
 
 
@@ -222,7 +222,7 @@ def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> Non
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-@exit_on(CheckpointError, "these files cannot be used")
+@exit_on(CheckpointError, "the model cannot be used")
 def main(argv: list[str]) -> None:
     device_type, args, train_flags = split_arguments(argv)
     if args.table:

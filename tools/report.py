@@ -43,7 +43,7 @@ def runs_of(arguments: list[str]) -> dict[str, str]:
     names = [plot.split_label(out)[0] for out in outs]
     for out in outs:
         copy = f"mkdir run; gcloud storage cp '{out}/*.json*' run"
-        check(not out.startswith("gs://"), f"{out} is in a bucket; copy what it needs: {copy}")
+        check(not out.startswith("gs://"), f"{out} is in a bucket; copy its small files: {copy}")
         check(os.path.isdir(out), f"{out} is not the directory of a run")
     # Runs with the same name are told apart by their paths.
     return {

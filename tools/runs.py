@@ -82,6 +82,6 @@ def check_flags(args: argparse.Namespace) -> None:
     """Parse the seeds into a list, and check the model's directory. Exits 2 for a mistake."""
     seeds = args.seeds.split(",")
     is_list = all(seed.isdecimal() for seed in seeds)
-    check(is_list, f"seeds {args.seeds} are not numbers, as in 1,2,3")
+    check(is_list, f"seeds {args.seeds} must be numbers, as in 1,2,3")
     args.seeds = [int(seed) for seed in seeds]
     check(os.path.isdir(args.model), f"model {args.model} is not a directory")

@@ -64,7 +64,7 @@ def verdict(row: dict) -> str:
 
 # ---------------------------------------------------------------- as text
 def readable(text: str) -> str:
-    """Replace control characters, which a model may sample, and a terminal would obey."""
+    """Replace control characters, which a model may sample and a terminal would obey."""
     lines = text.expandtabs(4).split("\n")
     # Few lines have such characters, and replacing them is slow.
     return "\n".join(line if line.isprintable() else readable_line(line) for line in lines)
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("out", metavar="OUT", help="a run's directory")
     parser.add_argument(
-        "--steps", default="", help="such as 80,160; default: evenly spaced, as many as fit"
+        "--steps", default="", help="steps, such as 80,160; default: evenly spaced, as many as fit"
     )
     parser.add_argument(
         "--questions", type=int, default=3, help="held-out questions of each set (default 3)"

@@ -132,7 +132,7 @@ def time_of_step(
     flops *= planned.sequences * passes(cfg)
     update_s = flops / (ASSUMED_MFU * chip.flops * mesh.size)
     words = (
-        f"a step, estimated, of prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
+        f"estimated step with prompts and answers of full length: {rollout_s + update_s:.1f} s\n"
         f"  rollout {rollout_s:.1f} s = {cfg.max_answer} tokens x ({planned.waves} x "
         f"{weights / 1e9:.2f} GB of weights + {cached / 1e9:.2f} GB of cache of {planned.rows} "
         f"rows) / {chip.bandwidth / 1e12:.2f} TB/s\n"

@@ -22,7 +22,7 @@ def table(cfg, plan: Callable) -> str:
     marks = "o: with `--offload optimizer`; p: with `--offload params`; -: fits with neither."
     if cfg.lora:
         marks = (
-            f"With `--lora {cfg.lora}`. - n: not one row fits, by n GiB. + n: the update fits, but "
+            f"With `--lora {cfg.lora}`. - n: one row is n GiB too much. + n: the update fits, but "
             "the rollout, which adds its own weights to the frozen ones, is n GiB too large."
         )
     lines = [

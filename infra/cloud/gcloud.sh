@@ -74,7 +74,7 @@ gcloud services enable tpu.googleapis.com compute.googleapis.com
 missing; NOT_FOUND; see its state: $(again status)
 absent; matched no objects; the bucket does not have the results
 permission; PERMISSION_DENIED|does not have permission|HTTPError 403|Required '.*' permission; \
-ask for that, or for the role TPU Admin, or try another --zone
+ask for this permission, or for the role TPU Admin, or try another --zone
 busy; RATE_LIMIT_EXCEEDED|UNAVAILABLE|rror 429|rror 50[0-9]; see its state: $(again status)
 quota; [Qq]uota; ask for more (console: IAM, Quotas), or try --spot, another --zone, a smaller type
 reservation; [Rr]eserv; the reservation is elsewhere, or full: try another --zone, or --spot
@@ -175,7 +175,7 @@ need_slice() {
   maybe_paid=" $zone"
 }
 
-# Exit if the slice that was found has another type, which has another number of workers.
+# Exit if the slice that was found has another type, and so perhaps another number of workers.
 refuse_other_type() {
   local found
   [ -z "$dry_run" ] || return 0
@@ -247,7 +247,7 @@ wait_until_ready() {
         ;;
       '') maybe_paid="${maybe_paid// $zone/}" && return 1 ;;
       STOP*) die "$name is stopped; delete it: $(again down)" ;;
-      ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # do not limit the time of these states
+      ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # wait in these states without a limit
     esac
     polls=$((polls + 1))
     if [ "$polls" = 180 ]; then
@@ -340,8 +340,8 @@ persistently() {
   return 1
 }
 
-# Pack this tree into $to_send, without what git ignores. Pack it once: after a preemption, the same tree is sent again.
-# Check each command here, because `send` is called in conditions, where errexit is off.
+# Pack this tree into $to_send, without the files that git ignores. Pack it once: after a preemption, the same tree is
+# sent again. Check each command here, because `send` is called in conditions, where errexit is off.
 pack() {
   local packed="$to_send/tree.tgz" size
   if [ -z "$dry_run" ] && [ -f "$packed" ]; then return; fi
@@ -359,7 +359,7 @@ pack() {
   size="$(($(wc -c <"$packed") / 1000000))"
   say "this tree has $size MB, packed"
   if [ "$size" -gt 100 ]; then
-    say "that is a lot to send to $hosts workers; add files that are not needed to .gitignore; the largest:"
+    say "that is a lot to send to $hosts workers; add unneeded files to .gitignore; the largest:"
     (cd "$here" && xargs -0 du -k <"$to_send/run.sent" | sort -rn | head -n 5) >&2 || :
   fi
 }
@@ -433,7 +433,7 @@ follow() { # LINE of worker 0's log to begin with
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')" # fields: [wN] exit CODE TIME
   [ -n "$worker" ] || return 0
   case "$code" in '' | *[!0-9]*) code=1 ;; esac # do not trust text from a VM
-  # When a spot VM is preempted, its run fails before the VM is gone, usually by SIGTERM.
+  # When a spot VM is preempted, its run fails before the VM is gone, usually from SIGTERM.
   if [ -n "$spot" ] && [ "$code" != 2 ]; then
     sleep 60
     if now="$(patiently state_now)" && [ "$now" != READY ]; then return 75; fi
@@ -470,14 +470,14 @@ fetch() {
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
   out="$(tail -n 1 "$scratch/results")"
   case "$out" in
-    gs://*) say "its results are in $out" && return ;;
+    gs://*) say "the results of the run are in $out" && return ;;
     */* | .*) die "worker 0 names its results $out, which is not the name of a directory" 1 ;;
   esac
   run mkdir -p "$to"
   say "fetching ${out:-the results} to $to"
   persistently reach scp --recurse "$name:podgrpo/results/$out" "$to" --worker=0 >&2 || return
   [ -z "$dry_run" ] || return 0
-  say "its results are in $to/$out"
+  say "the results of the run are in $to/$out"
   # The results are here even if their page cannot be made, or if this machine has no .venv yet.
   if [ -f "$to/$out/metrics.jsonl" ] && { [ ! -f "$venv/installed" ] || ! (cmd_report "$to/$out" >&2); }; then
     say "to look at them: bash launch.sh report $(printf %q "$to/$out")"
@@ -501,14 +501,14 @@ live_and_finish() { # up|start|follow LINE FLAGS...
       # A preempted VM stays PREEMPTED until it is deleted, so another command has deleted this one.
       '' | DELETING) die "$name was deleted, and its run ended with it. $RESUMES" 1 ;;
       *)
-        [ -n "$spot" ] || die "$name is $now; only with --spot is it made again. $RESUMES" 1
+        [ -n "$spot" ] || die "$name is $now; it is made again only with --spot. $RESUMES" 1
         say "making $name again"
         ;;
     esac
     life=again line=1
   done
   if [ "$code" = 0 ]; then
-    fetch || die "the run has finished, and its results are not here: $(again fetch)" 1
+    fetch || die "the run has finished, but its results are not here: $(again fetch)" 1
     if [ -n "$delete_when_done" ]; then delete || exit 1; fi
   fi
   exit "$code"
@@ -558,7 +558,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
     mkdir -p "$here/out/launch"
   fi
   trap 'at_end $?' EXIT
-  trap 'exit 130' INT # without this, Ctrl-C was seen to skip the EXIT trap
+  trap 'exit 130' INT # without this, Ctrl-C may skip the EXIT trap
   "cmd_tpu_$action" "$@"
   exit
 }

@@ -88,7 +88,7 @@ stop() {
     case $second in
       0) kill -TERM -- "-$(cat run.pid)" ;;
       "$patience") kill -KILL -- "-$(cat run.pid)" ;;
-      30) echo 'the run finishes its current work, and saves; another stop ends it at once' ;;
+      30) echo 'the run is finishing its current work, and will save; another stop ends it at once' ;;
     esac
     sleep 1
   done

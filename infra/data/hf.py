@@ -377,7 +377,7 @@ def compiled_gather(mesh, dtype):
 
 
 def trained_system(directory: str) -> str | None:
-    """The system prompt that a model of `write_final` was trained with; None for other models."""
+    """The system prompt that a model written by `write_final` was trained with; None for others."""
     path = f"{directory}/podgrpo.json"
     return files.read_json(path).get("system") if os.path.exists(path) else None
 

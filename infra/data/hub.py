@@ -156,7 +156,7 @@ def first_on_this_disk(what: str) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"another process here asks the hub for {what}; waiting for the copy")
+                say(f"another process here is asking the hub for {what}; waiting for its copy")
                 fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
@@ -189,7 +189,7 @@ def reach() -> str:
     for seconds in patience:
         if not reason:
             break
-        warn(f"{reason}; trying again in {seconds} s; if there is no hub, set HF_HUB_OFFLINE=1")
+        warn(f"{reason}; trying again in {seconds} s; to use local copies, set HF_HUB_OFFLINE=1")
         time.sleep(seconds)
         reason = fault_of_connection()
     if not reason:

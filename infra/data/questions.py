@@ -111,7 +111,7 @@ def read_json(path: str) -> list:
                 raise
             content = [json.loads(line) for line in lines]
     kind = type(content).__name__
-    check(kind == "list", f"{path} holds no list of rows, but a {kind}")
+    check(kind == "list", f"{path} holds a {kind}, not a list of rows")
     return content
 
 
@@ -154,7 +154,7 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
         return rows
     default = "test" if held_out else "train"
     if held_out and not split:
-        failure += f" (without a split test, give --eval_data none or {name}@SPLIT)"
+        failure += f" (if it has no split named test, give --eval_data none or {name}@SPLIT)"
     # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
     # The directory may exist on some hosts and not on others.
     with together(name):

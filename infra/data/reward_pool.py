@@ -7,8 +7,8 @@ The run forks the supervisor before JAX looks for devices, and the supervisor fo
 a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
 it. A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
 which is replaced. If the function is an `async def`, all its calls that were running in that worker
-score 0. What a function does to its process does not reach the run, unless the function signals
-other processes. If a function starts a program in a session of its own, the function must also end
+score 0. A function can damage only its own worker, unless the function signals other processes.
+If a function starts a program in a session of its own, the function must also end
 that program.
 """
 
@@ -51,15 +51,15 @@ AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
 # each remaining answer might take --reward_timeout, too.
 MOST_LOST = 16
-# A function that has never worked counts as broken once it fails on all answers of a step, if they
-# are at least this many. Fewer failures may be chance.
+# A function that has never worked counts as broken once it fails on all answers of a step, if
+# there are at least this many. Fewer failures may be chance.
 LEAST_FAILED = 4
-# A worker gets a task of at most this many calls at a time: its shared memory has room for as many
-# scores.
+# A worker gets a task of at most this many calls at a time: its shared memory has room for that
+# many scores.
 MOST_CALLS = 4096
 # Maximum seconds between the supervisor's checks for scores and for late or ended workers.
 SECONDS_BETWEEN_LOOKS = 0.1
-# The file for what functions print is emptied when it is larger than this.
+# The file that functions print to is emptied when it is larger than this.
 LOG_BYTES = 10 * 2**20
 # Columns that infra/data/questions.py adds to the rows of the data. Functions do not get them.
 TOKEN_COLUMNS = {"prompt_ids", "demonstration_ids"}
@@ -144,7 +144,7 @@ class RewardPool:
             may_work = worked[self.names.index(name)] or n < LEAST_FAILED
             failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
             check(may_work, f"{failed}; fix it")
-            print(f"reward {name} failed on {n} answers, and counts 0 there: {reason}")
+            print(f"reward {name} failed on {n} answers, and scores 0 there: {reason}")
         return sum(len(messages) for messages in faults.values())
 
 
@@ -223,7 +223,7 @@ class Supervisor:
     functions: Sequence[RewardFunction]
     size: int  # number of workers
     seconds: float  # that a function has for one answer
-    log: str  # file for what functions print
+    log: str  # file that functions print to
     workers: list = dataclasses.field(default_factory=list)
 
     def main(self, end_of_run) -> None:
@@ -273,7 +273,7 @@ class Supervisor:
         return Worker(self.functions, self.seconds, self.run)
 
     def score(self, arguments, truncated) -> None:
-        """Score answers, and send the run what RewardPool.score_answers returns."""
+        """Score answers, and send the run the scores, the faults and the functions that worked."""
         asked = np.flatnonzero(~truncated).tolist()
         scoring = Scoring(
             names=[name_of(function) for function in self.functions],
@@ -441,8 +441,8 @@ def protect_the_run() -> None:
     """Let this process neither outlive the run nor take the memory that the run needs."""
     # Begin a process group: Worker.kill ends the group, with the programs that functions started.
     os.setsid()
-    # Children that a function forks must not ignore signals: multiprocessing ends its processes by
-    # SIGTERM.
+    # Children that a function forks must not ignore signals: multiprocessing ends its processes
+    # with SIGTERM.
     # Signals are blocked during a fork, so that none reaches the child before its handlers are set.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
@@ -477,8 +477,8 @@ def reporter(channel: socket.socket, scores: np.ndarray) -> Callable[[int, float
         # If the function forked, and this is the child returning from the function, end the child.
         if os.getpid() != process:
             os._exit(0)
-        # If the function closed a standard stream, end this process: otherwise, what other
-        # functions print would fail, or go into the next file to be opened.
+        # If the function closed a standard stream, end this process: otherwise, printing
+        # in other functions would fail, or write into the next file to be opened.
         sys.stdout.flush()
         sys.stderr.flush()
         if not streams_are_open():
@@ -514,7 +514,7 @@ async def score_together(function, calls, seconds, report) -> None:
 
     async def score_one(place, row, answer):
         async with free:
-            # The time runs from here, and not while the call waits for `free`.
+            # Time the call from here, without its wait for `free`.
             limit = asyncio.timeout(seconds)
             try:
                 async with limit:

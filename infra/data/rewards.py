@@ -12,7 +12,7 @@ from infra.host.console import check
 
 RewardFunction = Callable[[dict, str], float]
 
-# The metrics reward/mean, reward/std and reward/faults are of all functions together.
+# The metrics reward/mean, reward/std and reward/faults cover all functions together.
 RESERVED = {"mean", "std", "faults"}
 
 
@@ -37,8 +37,8 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     check(
         not twice,
-        f"REWARDS holds several functions named {', '.join(twice)}, but a metric has one name; set "
-        "their __name__, or define them with def",
+        f"REWARDS holds several functions named {', '.join(twice)}, but each metric needs its own "
+        "name; set their __name__, or define them with def",
     )
     taken = sorted(RESERVED.intersection(names))
     check(

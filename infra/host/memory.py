@@ -48,8 +48,8 @@ def limits() -> Iterator[tuple[int, int]]:
 
 
 def groups() -> Iterator[tuple[Path, int]]:
-    """Yields (directory, version) of the control groups of this process. A group's limit also holds
-    for the groups below it."""
+    """Yields (directory, version) of the control groups of this process. A group's limit also
+    applies to the groups below it."""
     try:
         lines = Path(LIST).read_text().splitlines()
     # Only Linux has control groups.

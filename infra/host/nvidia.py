@@ -132,7 +132,8 @@ def check_cudnn() -> None:
     check(
         same_major and loaded // 100 >= compiled_for // 100,
         f"cuDNN {dotted(loaded)} is loaded, but jax {jax.__version__} is compiled for "
-        f"{dotted(compiled_for)}: it needs that version or a newer one of the same major; {advice}",
+        f"{dotted(compiled_for)}: it needs that version, or a newer one with the same major "
+        f"version; {advice}",
     )
 
 

@@ -172,7 +172,7 @@ def slurm_processes() -> Processes:
 
 # ---------------------------------------------------------------- the roll call
 def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
-    """Have all processes report to process 0 what they run. Returns what is wrong, or "".
+    """Have all processes report their facts to process 0. Returns the fault as a message, or "".
 
     JAX's own start-up aborts after a while, and does not name the absent processes.
     """
@@ -213,7 +213,7 @@ def answer_the_roll(processes, names, facts, seconds):
 
 
 def call_the_roll(processes, names, facts, seconds):
-    """Wait for the other processes, compare what they run, and send all of them the same verdict.
+    """Wait for the other processes, compare their facts, and send all of them the same verdict.
     Returns the verdict."""
     port = int(processes.address.rsplit(":", 1)[1])
     deadline = time.time() + seconds
@@ -257,7 +257,7 @@ def first_difference(names, facts_of):
                 name = names[i] if i < len(names) else f"process {i}"
                 return (
                     f"{name} has {key} = {found!r}, process 0 has {value!r}; "
-                    "give all the same command and files"
+                    "give all processes the same command and files"
                 )
     return ""
 
@@ -287,8 +287,8 @@ def connect(cfg) -> None:
     `check_devices` fails."""
     with exit_on(
         Exception,
-        "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; fix them, "
-        "unset SLURM_STEP_NUM_TASKS, or set --coordinator",
+        "the run's processes cannot be found from SLURM_* or GCE_METADATA_HOST; fix these "
+        "variables, unset SLURM_STEP_NUM_TASKS, or set --coordinator",
     ):
         found = find_processes(cfg)
         count = len(found.hosts)
@@ -302,7 +302,7 @@ def connect(cfg) -> None:
         facts = {name: flags[name] for name in flags if name not in FREE_PER_PROCESS}
         facts |= {"processes": count, "jax": jax.__version__}
         facts |= {"commit": commit(), "code": code_hash()}
-        with exit_on(OSError, f"{found.address} cannot be listened on: does another run use it?"):
+        with exit_on(OSError, f"cannot listen on {found.address}: does another run use it?"):
             fault = roll_call(found, facts, cfg.start_timeout)
         check(not fault, fault)
         # JAX's preemption service would swallow SIGTERM.

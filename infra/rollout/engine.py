@@ -51,7 +51,7 @@ class Engine:
     # {answers per prompt: answers that a device decodes at once}. For other numbers of answers
     # per prompt, a device decodes all of its answers at once.
     rows_by_group: dict[int, int] = field(default_factory=dict)
-    # What `layouts.to_rollout` returns; None before `load` and after `unload`.
+    # The result of `layouts.to_rollout`; None before `load` and after `unload`.
     weights: dict | None = None
     lora_scale: float = 0.0  # scale of adapters, if the parameters have any
     system: str = ""  # system prompt of the training, for `answer`
@@ -291,7 +291,7 @@ def prompts_at_once(n_prompts: int, width: int, layout: Layout) -> int:
     """How many prompts one call of `prefill` runs for each part of the rows. n_prompts: all prompts
     of a part. width: tokens of a padded prompt."""
     # All calls run the same number of prompts, so that one compiled program serves them all. Each
-    # of the devices that share key/value heads computes the prompts of all of them.
+    # device that shares key/value heads computes the prompts of all devices that share them.
     most = max(1, PREFILL_TOKENS // (width * layout.sharing))
     part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
     return max(n for n in part_sizes if n <= most)

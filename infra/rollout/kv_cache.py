@@ -47,7 +47,7 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
 def causal_attention(q_BNTH, k_BKTH, v_BKTH) -> jax.Array:
     """Attention of each token to itself and the tokens before it. Returns float32 [B, N, T, H].
 
-    Computes QUERIES_AT_ONCE queries at a time: the scores of all would take T * T floats a head.
+    Computes QUERIES_AT_ONCE queries at a time: all scores would take T * T floats a head.
     """
     # Pads need no mask: they come after the prompt, so only pads attend to them.
     T = q_BNTH.shape[2]

@@ -26,8 +26,8 @@ CONTRACTED = {
 def dtypes(cfg) -> tuple[str, bool]:
     """Returns (dtype of a rollout, whether its matrices are quantised).
 
-    cfg: a Config or an Engine; both have dtype and rollout_dtype. The returned dtype is that of
-    activations, the KV cache and weights that are not quantised.
+    cfg: a Config or an Engine; both have dtype and rollout_dtype. Activations, the KV cache
+    and weights that are not quantised have the returned dtype.
     """
     quantised = cfg.rollout_dtype == "int8"
     dtype = cfg.dtype if quantised else cfg.rollout_dtype

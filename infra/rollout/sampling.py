@@ -4,7 +4,7 @@ All functions run inside a shard_map, where the vocabulary may be split over som
 axes. The split does not affect which tokens are drawn, except by rounding.
 
 Array names end in their shapes: B rows, V this device's part of the vocabulary, X columns of Y
-logits each, Z devices of the vocabulary's axes, K the k most likely tokens.
+logits each, Z devices along the vocabulary's axes, K the k most likely tokens.
 """
 
 import dataclasses

@@ -132,7 +132,7 @@ def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
 
 
 def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quantised: bool) -> Wave:
-    """Give the answers' cache `slots` slots, and drop rows that have ended if that pays.
+    """Give the answers' cache `slots` slots, and drop rows that have ended if that pays off.
 
     Arrays of the old state that are not in the new one are deleted.
     """

@@ -105,8 +105,8 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
 def others_parts(process: int, processes: int) -> str:
     """A pattern that matches the files of other processes in a checkpoint of `processes` parts.
 
-    It does not match files that a different number of processes wrote: this process may need all of
-    those.
+    It does not match files that a different number of processes wrote: this process may need them
+    all.
     """
     return rf".*shards-(?!{process:05})\d+-of-{processes:05}"
 

@@ -61,7 +61,7 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
     """
     # The checksum covers the header, too, with zeros in place of the checksum's own digits.
     header = {"__metadata__": {"crc32": NO_CHECKSUM.decode()} | about}
-    # The data of each shard starts where the last one ends.
+    # The data of each shard starts where the previous shard ends.
     end = 0
     for key, array in shards.items():
         start = end
@@ -101,7 +101,7 @@ def read_about(path: str) -> dict:
 
 
 def verify(path: str) -> None:
-    """Raise CheckpointError unless the file is what save_shards wrote."""
+    """Raise CheckpointError unless the file is as save_shards wrote it."""
     wanted = read_about(path)["crc32"].encode()
     # Read piece by piece: a shard may be larger than the free memory of the host.
     with open(path, "rb") as f:
@@ -111,7 +111,7 @@ def verify(path: str) -> None:
             crc = zlib.crc32(data, crc)
     if wanted != b"%08x" % crc:
         raise CheckpointError(
-            f"{path} is damaged: its checksum is {crc:08x}, {wanted.decode()} was written"
+            f"{path} is damaged: its checksum is {crc:08x}, but {wanted.decode()} was written"
         )
 
 
@@ -196,7 +196,7 @@ class ShardFiles:
     def read(self, name: str, shape: tuple, dtype, index: tuple) -> np.ndarray:
         """Read the array `name` at `index`, a slice per dimension, from all pieces that overlap it.
 
-        Raises CheckpointError if the pieces do not cover it, or reach beyond `shape`, which is the
+        Raises CheckpointError if the pieces do not cover `index`, or reach beyond `shape`, the
         shape of the array.
         """
         # Count the values that are filled in, to notice if some are missing.
@@ -307,8 +307,8 @@ class Saver:
             return True
         except OSError as e:  # a BucketError is an OSError
             warn(
-                f"step {step} cannot be saved: {first_line(e)}; the run goes on, older "
-                "checkpoints stay"
+                f"step {step} cannot be saved: {first_line(e)}; the run goes on, and "
+                "older checkpoints stay"
             )
             return False
 

@@ -56,7 +56,7 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
             choices=choices_of(field),
             help=f"{help_of[field.name]} (default {field.default!r})",
         )
-    # This has only the flags that were given, since the defaults differ for the tiny model.
+    # `flags` has only the flags that were given, since the defaults differ for the tiny model.
     flags = vars(parser.parse_args(argv))
     is_tiny = flags.get("model", "tiny") == "tiny"
     defaults = config_class(**tiny) if is_tiny else config_class()
@@ -120,9 +120,10 @@ def check_numbers(cfg) -> None:
     # 0 is greedy; a positive temperature below 1e-30 would make logits overflow.
     check(
         cfg.eval_temperature == 0 or cfg.eval_temperature >= 1e-30,
-        f"eval_temperature = {cfg.eval_temperature} is out of range; 0 is greedy",
+        f"eval_temperature = {cfg.eval_temperature} is out of range; give 0 (greedy), or 1e-30 "
+        "or more",
     )
-    check(cfg.top_p <= 1, f"top_p = {cfg.top_p} is more than 1, which keeps all tokens already")
+    check(cfg.top_p <= 1, f"top_p = {cfg.top_p} is more than 1, but 1 already keeps all tokens")
 
 
 def check_texts(cfg) -> None:
@@ -150,10 +151,10 @@ def check_together(cfg) -> None:
         is_bucket or not re.match(r"\w+:/", cfg.out),
         f"out = {cfg.out} is neither a directory nor gs://bucket/run",
     )
-    # A group of one answer has nothing to compare with.
+    # A group of one answer has nothing to compare it with.
     check(
         cfg.npq >= 2 or cfg.steps == 0,
-        f"npq = {cfg.npq} leaves nothing to compare with; try --npq 8",
+        f"npq = {cfg.npq} leaves no other answer to compare with; try --npq 8",
     )
     check_lora(cfg)
     last_step = cfg.sft_steps + cfg.steps

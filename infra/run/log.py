@@ -284,7 +284,7 @@ def print_setup(cfg, setup) -> None:
         say(
             f"lora {cfg.lora}, alpha {cfg.lora_alpha}: {trained / 1e6:.2f}M parameters in adapters "
             f"are trained, and the others are frozen; lr {cfg.lr:g}, sft_lr {cfg.sft_lr:g} (with "
-            "--lora, the default lr is ten times that of full training)"
+            "--lora, the default lr is ten times as high as without)"
         )
     trained_system = hf.trained_system(setup.model_dir)
     if trained_system not in (None, cfg.system):

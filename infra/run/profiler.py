@@ -41,4 +41,4 @@ class Profiler:
             self.warn(e)
 
     def warn(self, error: Exception) -> None:
-        warn(f"step {self.step} has no trace, the run goes on: {first_line(error)}")
+        warn(f"step {self.step} has no trace, but the run goes on: {first_line(error)}")

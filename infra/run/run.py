@@ -103,7 +103,7 @@ class Run:
         return checkpoint.load_shards(self.files, wanted)
 
     def begin(self, state) -> None:
-        """Begin to train from this state, and drop what was written after its step."""
+        """Begin to train from this state, and drop the rows that were written after its step."""
         run_dir.truncate_to(self.out, self.step)
         self.saver.remember(self.step, without_base(state), self.skipped)
 
@@ -126,8 +126,8 @@ class Run:
         self.terminal.begin(phase, step, done, total, samples)
 
     def between_stages(self, answers: int, tokens: int) -> None:
-        """Show how far a rollout is, after each stage of decoding (see infra/rollout/engine.py). A
-        rollout takes long, so a signal may end the run here."""
+        """Show the progress of a rollout after each stage of decoding (see
+        infra/rollout/engine.py). A rollout takes a long time, so a signal may end the run here."""
         self.stop_point()
         self.terminal.decoded(answers, tokens)
 

@@ -4,7 +4,7 @@ config.json      the run's flags, with commit and versions
 metrics.jsonl    one row for each step, and one for each evaluation
 samples.jsonl    two answers of each GRPO step, with their question and rewards
 evals.jsonl      all answers of evaluations
-rewards.log      what reward functions print
+rewards.log      the output of reward functions
 step_NNNNNN/     a checkpoint
 compiled/        programs that JAX has compiled, so that a resumed run need not compile again
 profile/         the trace of the step that --profile names
@@ -160,7 +160,7 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
         check(
             resume == "force",
             f"{out} has a final model, and no checkpoint to go on from; choose another --out, or "
-            "--resume force, which renames what is there and starts over",
+            "--resume force, which moves the old files aside and starts over",
         )
         put_aside(out)
     return done, paths, int(about.get("skipped", 0))
@@ -176,7 +176,7 @@ def send_what_is_here(out: str, done: int) -> None:
         index, count = jax.process_index(), jax.process_count()
         bucket.send_checkpoint(out, f"step_{done:06}", index, count)
     except bucket.BucketError as e:
-        warn(f"the model is in the bucket, its last checkpoint only here: {e}")
+        warn(f"the model is in the bucket, but its last checkpoint is only here: {e}")
 
 
 def step_of_final(out: str) -> int:
@@ -198,7 +198,7 @@ def refuse_other_run(out, flags, resume):
     with exit_on(Exception, f"{out} exists and is not a run of podgrpo; choose another --out"):
         flags_there = comparable(files.read_json(f"{out}/config.json")["config"])
     changed = [
-        f"{name} was {flags_there.get(name)!r}, is {value!r}"
+        f"{name} was {flags_there.get(name)!r}, is now {value!r}"
         for name, value in comparable(flags).items()
         if flags_there.get(name) != value
     ]
@@ -243,8 +243,8 @@ def newest_checkpoint(out: str, resume: str):
         check(
             resume == "force",
             f"{out} has checkpoints, and none can be used: {fault or 'another process says why'}; "
-            "bring a good copy back, or choose another --out, or --resume force, which renames "
-            "what is there and starts over",
+            "bring a good copy back, or choose another --out, or --resume force, which moves "
+            "the old files aside and starts over",
         )
         put_aside(out)
     return 0, [], {}
@@ -272,21 +272,21 @@ def find_checkpoint(out, step):
 
 
 def fault_of(error, directory):
-    """The fault of a checkpoint, as text; "" if a process was only killed during the write."""
+    """The fault of a checkpoint, as text; "" if the only fault is a killed process."""
     if not isinstance(error, checkpoint.IncompleteCheckpoint):
         return str(error)
     count = jax.process_count()
     if any(of != count for _, of in checkpoint.shard_files(directory)):
         return (
-            f"{directory} was saved by another number of processes, not {count}, and not all its "
-            "files are here; --out must be a directory that all processes share, or gs://"
+            f"{directory} was not saved by {count} processes, and not all its files are here; "
+            "--out must be a directory that all processes share, or gs://"
         )
     return ""
 
 
 def put_aside(out: str) -> None:
-    """Move what a run left in `out` to a directory old-DATE-TIME. Each process moves what is on its
-    disk."""
+    """Move the files of a run in `out` to a directory old-DATE-TIME. Each process moves the files
+    on its disk."""
     now = int(all_gather_processes(int(time.time()))[0])
     old = time.strftime("old-%Y%m%d-%H%M%S", time.gmtime(now))
     os.makedirs(f"{out}/{old}", exist_ok=True)
@@ -300,7 +300,7 @@ def put_aside(out: str) -> None:
                 os.rename(f"{out}/{name}", f"{out}/{old}/{name}")
     # Wait until all processes have moved their files, before any process writes new ones.
     all_gather_processes(0)
-    say(f"{out} starts over; what was there is in {old}")
+    say(f"{out} starts over; its earlier files are in {old}")
 
 
 def truncate_to(out: str, done: int) -> None:

@@ -147,7 +147,7 @@ class UpdatePrograms:
 def update_gib(
     micro_batch, shape: RowShape, cfg, model_cfg, mesh, programs, compile: Callable | None = None
 ) -> tuple[float, bool]:
-    """Returns (GiB that an update takes on a device, whether it fits). The state is part of it.
+    """Returns (GiB that an update takes on a device, whether it fits). The GiB include the state.
 
     micro_batch: rows per device. compile: replaces `compiled_gib`; called for the gradients, then
     for an optimizer step. Results are cached in the process.
@@ -315,8 +315,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
 
 
 def rollout_advice(cfg) -> str:
-    """What to try if a run that has begun has too little memory for a rollout: ways that the flags
-    do not use yet."""
+    """What to try if a run that has begun has too little memory for a rollout: remedies that its
+    flags do not use yet."""
     ways = []
     if not cfg.lora and cfg.offload != "params":
         ways.append(
@@ -332,7 +332,7 @@ def update_advice(cfg) -> str:
 
 
 def advice(cfg) -> str:
-    """What to try if not one row of an update fits: ways that the flags do not use yet."""
+    """What to try if not one row of an update fits: remedies that the flags do not use yet."""
     # A minibatch that is a single micro-batch holds one copy of the gradients instead of two.
     ways = ["more --minibatches"]
     if cfg.remat != "full":

@@ -154,7 +154,7 @@ def checksum(path: str) -> int:
 def difference(was: dict, now: dict) -> str:
     """How two results of `base_of` differ, and what to do; "" if the weights are the same."""
     if not was:
-        return "its checkpoint is of a run without --lora; drop --lora"
+        return "its checkpoint comes from a run without --lora; drop --lora"
     # The name does not matter: a directory may have been moved.
     found = was["files"]
     if found == now["files"]:
@@ -265,8 +265,8 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
 
 
 def check_base(cfg, base: dict) -> None:
-    """Exit with code 2 if the adapters in the directory --adapter were trained on other weights, as
-    far as the directory says so. base: the result of `base_of`."""
+    """Exit with code 2 if the directory --adapter says that its adapters were trained on other
+    weights. base: the result of `base_of`."""
     path = f"{cfg.adapter}/{BASE}"
     if os.path.exists(path):
         fault = difference(files.read_json(path), base)

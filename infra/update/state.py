@@ -43,7 +43,7 @@ def is_stepped_by_layer(name: str, offload: str) -> bool:
 
 def step_in_place(step, param, opt_state, grad, name: str, offload: str) -> tuple:
     """Returns step(param, opt_state, grad), a new (param, opt_state), in the memory that holds
-    them. The step runs on the device. An offloaded parameter with layers takes it layer by layer.
+    them. The step runs on the device. An offloaded parameter with layers is stepped layer by layer.
     """
     param_memory, opt_memory = memory_of(name, offload)
     # Scalars, such as Adam's step count, stay on the device.
@@ -180,7 +180,7 @@ def initial_state(
     weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer, adapters: dict | None = None
 ) -> dict:
     """The state before the first step, without `base`, from the model's files. wanted: from
-    `abstract_state`. adapters: what lora.read returns."""
+    `abstract_state`. adapters: the result of lora.read."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
     if cfg.lora:
         params = lora.first_adapters(adapters, cfg, weights.cfg, shardings["params"])
