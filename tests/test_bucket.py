@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from conftest import ROOT, arguments, read_jsonl, run, without_times
 from safetensors.numpy import load_file
 
 from infra.run import bucket as buckets
-from infra.run import run_dir
+from infra.run import checkpoint, run_dir
 
 # The names of compiled programs in the cache of JAX.
 PROGRAMS = "jit_(gradients|optimizer_step|prefill|decode)-"
@@ -104,6 +105,18 @@ def test_a_bucket_is_asked_again_with_growing_patience(tmp_path, waits, capfd):
     with pytest.raises(buckets.BucketError, match=f"{RUN} cannot be copied to gs://.*503"):
         buckets.send_all_but_checkpoints(RUN)
     assert waits == 2 * list(buckets.PATIENCE)
+
+
+def test_metrics_are_in_the_bucket_before_their_checkpoint(tmp_path, waits, monkeypatch):
+    """A run that resumes from a checkpoint could not replace the rows up to its step."""
+    saver = checkpoint.Saver(RUN, keep=2, newest=0)
+    sent = mock.Mock()
+    for name in ("send_all_but_checkpoints", "send_checkpoint"):
+        monkeypatch.setattr(buckets, name, getattr(sent, name))
+    saver.send("step_000004")
+    rows = mock.call.send_all_but_checkpoints(RUN, compiled=False)
+    own = mock.call.send_checkpoint(RUN, "step_000004", 0, 1)
+    assert sent.mock_calls == [rows, own, mock.call.send_all_but_checkpoints(RUN)]
 
 
 @pytest.mark.parametrize(

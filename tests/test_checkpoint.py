@@ -4,6 +4,7 @@ disk."""
 import contextlib
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -160,6 +161,8 @@ def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
 
     def full_in_step_3(shards, directory, about):
         if directory.endswith("step_000003"):
+            # Another process has written its part.
+            os.makedirs(directory)
             raise OSError(28, "No space left on device")
         save_shards(shards, directory, about)
 
@@ -171,8 +174,32 @@ def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
         saver.begin()
         saver.finish()
         saved.append((saver.newest, checkpoint.saved_steps(str(tmp_path))))
-    assert saved == [(1, [1]), (2, [1, 2]), (2, [1, 2]), (4, [2, 4]), (5, [4, 5])]
+    assert saved == [(1, [1]), (2, [1, 2]), (2, [1, 2, 3]), (4, [2, 4]), (5, [4, 5])]
     assert "step 3 cannot be saved" in capsys.readouterr().err
+
+
+def test_checkpoints_that_failed_do_not_fill_the_disk(tmp_path, monkeypatch):
+    """While a bucket cannot be reached, only the last checkpoint stays beside the complete one."""
+    monkeypatch.setattr(checkpoint.bucket, "bucket_of", lambda out: "gs://bucket/run")
+    monkeypatch.setattr(checkpoint.Saver, "thin_bucket", lambda *_: None)
+    send = mock.Mock(side_effect=[None, OSError("503"), OSError("503"), OSError("503"), None])
+    monkeypatch.setattr(checkpoint.Saver, "send", send)
+    saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
+    here = []
+    for step in range(1, 6):
+        saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
+        saver.begin()
+        saver.finish()
+        here.append(checkpoint.saved_steps(str(tmp_path)))
+    assert here == [[], [2], [3], [4], []]
+
+
+def test_a_run_that_ends_waits_until_all_processes_have_saved(tmp_path, monkeypatch):
+    saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
+    saver.remember(8, {"params": {"norm_D": jnp.ones(4)}}, 0)
+    monkeypatch.setattr(checkpoint, "all_gather_processes", lambda own: np.array([own, own - 1]))
+    assert saver.save_together().startswith("step 7 is saved")
+    assert checkpoint.saved_steps(str(tmp_path)) == [8]
 
 
 def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
@@ -268,6 +295,14 @@ def test_an_empty_checkpoint_is_not_used(two_checkpoints, capsys):
         path.unlink()
     step, said = newest(two_checkpoints, capsys)
     assert step == 1 and "step_000002 has no complete file" in said, said
+
+
+def test_a_run_that_has_more_steps_than_it_was_given_is_refused(two_checkpoints, capsys):
+    (two_checkpoints / "config.json").write_text('{"config": {}}')
+    with pytest.raises(SystemExit) as end:
+        run_dir.open_run(str(two_checkpoints), 1, {"profile": 0}, "force")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "done 2 steps, and sft_steps + steps = 1" in said, said
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):

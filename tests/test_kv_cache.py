@@ -125,14 +125,14 @@ def test_a_prompt_attends_to_itself_in_blocks_of_queries(T, monkeypatch):
     B, K, G, H = 2, 3, 2, 8
     rng = np.random.default_rng(2)
     q_BNTH = random_queries(rng, B, K * G, T, H)
-    k_BKTH, v_BKTH = jnp.array(rng.normal(size=(2, B, K, T, H)), "float32")
-    out_BNTH = kv_cache.causal_attention(q_BNTH, k_BKTH, v_BKTH)
-    # Token t sees the first t + 1 slots of a cache that holds this prompt alone.
-    cache = Cache(k_BKTH[None], v_BKTH[None])
+    # A prompt is a cache that holds this prompt alone: token t sees its first t + 1 slots.
+    prompt = random_cache(rng, B, K, T, H)
+    out_BNTH = kv_cache.causal_attention(q_BNTH, prompt.keys[0], prompt.values[0])
     for t in range(T):
         q_BKMH = q_BNTH[:, :, t].reshape(B, K, G, H)
-        expected, _ = float64_attention(q_BKMH, [(cache, 0, [t + 1] * B)])
-        assert_allclose(out_BNTH[:, :, t].reshape(B, K, G, H), expected, rtol=0, atol=2e-6)
+        expected, _ = float64_attention(q_BKMH, [(prompt, 0, [t + 1] * B)])
+        out_BKMH = out_BNTH[:, :, t].reshape(B, K, G, H)
+        assert_allclose(out_BKMH, expected, rtol=0, atol=2e-6)
 
 
 def test_attention_in_bfloat16_is_as_exact_as_its_operands():

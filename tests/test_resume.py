@@ -45,7 +45,7 @@ import train
 from infra.data.reward_pool import RewardPool
 from infra.data.tiny import arith
 from infra.host import processes
-from infra.host.processes import Stop, check_for_stop, watch_signals
+from infra.host.processes import Stop, check_for_stop, leave, watch_signals
 from infra.rollout import engine
 from infra.rollout.sampling import Sampling
 from infra.run import checkpoint
@@ -104,6 +104,7 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     assert evaluation.keys() == {"step", "eval/solved", "eval/stderr"}
     assert last["logprob_gap/max"] < 1e-4, "sampler and trainer disagree"
     assert last["logprob_gap/max"] > 0, "the sampler is compared with itself"
+    assert last["kl"] > 1e-6, "the policy is compared with itself"
     assert last["ratio/max"] > 1 + 1e-4, "a step's second update is compared with itself"
     samples = read_jsonl(out / "samples.jsonl")
     assert len(samples) == 4, samples
@@ -447,17 +448,32 @@ def test_the_warning_of_a_time_limit_is_a_sigterm():
             assert stop.value.args == (wanted,)
 
 
-@pytest.mark.parametrize("steps_made, code", [(1, 143), (0, 138)])
-def test_a_time_limit_without_a_new_step_has_another_code(steps_made, code, monkeypatch):
-    """If no step was made before the time limit, the exit code tells launch.sh that requeueing the
+@pytest.mark.parametrize(
+    "steps_made, is_written, code", [(1, True, 143), (0, True, 138), (1, False, 138)]
+)
+def test_a_time_limit_without_a_new_step_has_another_code(
+    steps_made, is_written, code, monkeypatch
+):
+    """If no new step is saved at the time limit, the exit code tells launch.sh that requeueing the
     job would not help."""
     saver = checkpoint.Saver("run", keep=1, newest=7)
-    monkeypatch.setattr(saver, "write", lambda *_: True)
+    monkeypatch.setattr(saver, "write", lambda *_: is_written)
     saver.remember(7 + steps_made, {}, 0)
     run = SimpleNamespace(saver=saver, step=7 + steps_made, resumed_after=7)
     with pytest.raises(SystemExit) as end, Run.saved_if_cut_short(run, 1):
         raise Stop(signal.SIGUSR1)
     assert end.value.code == code
+
+
+@pytest.mark.parametrize("error, is_shown", [(SystemExit(1), False), (ValueError("why"), True)])
+def test_a_process_shows_the_traceback_of_an_unexpected_error(error, is_shown, monkeypatch, capfd):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    leave(error)
+    assert codes == [1]
+    assert ("ValueError: why" in capfd.readouterr().err) == is_shown
 
 
 # ---------------------------------------------------------------- long runs

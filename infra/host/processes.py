@@ -458,7 +458,8 @@ def leave(error: BaseException) -> None:
     code = error.code if isinstance(error, SystemExit) else 1
     if not jax.distributed.is_initialized() or code == 0:
         raise error
-    if code == 1:
+    # Whoever raised SystemExit has printed why.
+    if not isinstance(error, SystemExit):
         traceback.print_exception(error)
     sys.stdout.flush()
     try:

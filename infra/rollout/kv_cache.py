@@ -49,15 +49,23 @@ def causal_attention(q_BNTH, k_BKTH, v_BKTH) -> jax.Array:
 
     Computes QUERIES_AT_ONCE queries at a time: all scores would take T * T floats a head.
     """
-    # Pads need no mask: they come after the prompt, so only pads attend to them.
-    T = q_BNTH.shape[2]
-    outs = []
-    for start in range(0, T, QUERIES_AT_ONCE):
-        end = min(start + QUERIES_AT_ONCE, T)
-        causal_TS = jnp.tri(end - start, end, start, dtype=bool)
-        own = q_BNTH[:, :, start:end], k_BKTH[:, :, :end], v_BKTH[:, :, :end]
-        outs.append(model.attention(*own, causal_TS[None]))
-    return jnp.concatenate(outs, 2)
+    B, N, T, H = q_BNTH.shape
+    blocks = -(-T // QUERIES_AT_ONCE)
+    size = -(-T // blocks)
+
+    def attend(start):
+        own_q = lax.dynamic_slice_in_dim(q_BNTH, start, size, 2)
+        # Pads need no mask: they come after the prompt, so only pads attend to them.
+        causal = start + jnp.arange(size)[:, None] >= jnp.arange(T)
+        return model.attention(own_q, k_BKTH, v_BKTH, causal[None])
+
+    if blocks == 1:
+        return attend(0)
+    # Blocks have equal sizes, so the last one may have queries of no token.
+    q_BNTH = jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, blocks * size - T), (0, 0)))
+    # A loop compiles in less time than a product for each block.
+    out = lax.map(attend, size * jnp.arange(blocks))
+    return jnp.moveaxis(out, 0, 2).reshape(B, N, -1, H)[:, :, :T]
 
 
 def decode_attention(

@@ -129,12 +129,14 @@ def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
     rsync(f"{bucket_of(out)}/{name}", f"{out}/{name}", excluded, flag)
 
 
-def send_all_but_checkpoints(out: str) -> None:
-    """Send all files but checkpoints and the marker of final/. Compiled programs are sent only if
-    they are no larger than a checkpoint. Raises BucketError."""
+def send_all_but_checkpoints(out: str, compiled: bool = True) -> None:
+    """Send all files but checkpoints and the marker of final/. Raises BucketError.
+
+    compiled: whether to send compiled programs, too, unless they are larger than a checkpoint.
+    """
     excluded = [*STAYS_HERE, CHECKPOINTS, re.escape(MARKER)]
     checkpoints = [directory_bytes(path) for path in glob.glob(f"{glob.escape(out)}/step_*")]
-    if directory_bytes(f"{out}/compiled") > max(checkpoints, default=0):
+    if not compiled or directory_bytes(f"{out}/compiled") > max(checkpoints, default=0):
         excluded.append("compiled/")
     rsync(out, bucket_of(out), excluded)
 

@@ -76,6 +76,8 @@ def save_shards(shards: dict, directory: str, about: dict) -> None:
     text += b" " * (-len(text) % 8)
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, SHARDS.format(jax.process_index(), jax.process_count()))
+    # The name of a new directory must be on the disk before older checkpoints are deleted.
+    files.flush_to_disk(os.path.dirname(directory))
     with files.atomic_file(path) as f:
         f.write(len(text).to_bytes(8, "little") + text)
         crc = zlib.crc32(text)
@@ -301,9 +303,7 @@ class Saver:
         try:
             save_shards(shards, f"{self.out}/{name}", about)
             if bucket.bucket_of(self.out):
-                bucket.send_checkpoint(self.out, name, jax.process_index(), jax.process_count())
-                if jax.process_index() == 0:
-                    bucket.send_all_but_checkpoints(self.out)
+                self.send(name)
             return True
         except OSError as e:  # a BucketError is an OSError
             warn(
@@ -311,6 +311,18 @@ class Saver:
                 "older checkpoints stay"
             )
             return False
+
+    def send(self, name: str) -> None:
+        """Send this process's part of a checkpoint to the bucket. Process 0 also sends the rest of
+        the directory. Raises BucketError."""
+        is_first = jax.process_index() == 0
+        # Send metrics first. If the VM goes before the checkpoint is there, the resumed run drops
+        # the rows after its step. It could not replace rows that are missing.
+        if is_first:
+            bucket.send_all_but_checkpoints(self.out, compiled=False)
+        bucket.send_checkpoint(self.out, name, jax.process_index(), jax.process_count())
+        if is_first:
+            bucket.send_all_but_checkpoints(self.out)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. If all processes have written their parts,
@@ -320,31 +332,39 @@ class Saver:
         step, future = self.pending
         self.pending = None
         show_status(f"saving step {step}")
-        if not all_gather_processes(future.result()).all():
-            return
-        self.newest = step
+        is_saved = all_gather_processes(future.result()).all()
         in_bucket = bool(bucket.bucket_of(self.out))
+        here = saved_steps(self.out)
         # Checkpoints that are in a bucket need not stay on this disk.
-        kept_here = 0 if in_bucket else self.keep
-        for old in too_old(saved_steps(self.out), step, kept_here):
+        kept = 0 if in_bucket else self.keep
+        for old in too_old(here, self.newest, step, kept if is_saved else len(here)):
             shutil.rmtree(f"{self.out}/step_{old:06}", ignore_errors=True)
-        if in_bucket and jax.process_index() == 0:
+        if is_saved and in_bucket and jax.process_index() == 0:
             # This also runs in the thread, before the next checkpoint is sent.
-            self.thread.submit(self.thin_bucket)
+            self.thread.submit(self.thin_bucket, self.newest, step)
+        if is_saved:
+            self.newest = step
 
-    def thin_bucket(self) -> None:
-        """Remove old checkpoints from the bucket."""
+    def thin_bucket(self, newest: int, step: int) -> None:
+        """Remove old checkpoints from the bucket. See `too_old`."""
         try:
-            old = too_old(bucket.saved_steps(self.out), self.newest, self.keep)
+            old = too_old(bucket.saved_steps(self.out), newest, step, self.keep)
             bucket.remove_checkpoints(self.out, old)
         except bucket.BucketError as e:
             warn(f"old checkpoints stay in {bucket.bucket_of(self.out)}: {e}")
+
+    def save_together(self) -> str:
+        """`save_before_exit` in all processes at once. Returns when the last one has saved: once a
+        process is gone, JAX aborts the others."""
+        self.save_before_exit()
+        self.newest = int(all_gather_processes(self.newest).min())
+        return self.last_saved()
 
     def save_before_exit(self) -> str:
         """Save what `remember` noted last, unless an update has donated its arrays. Returns a
         message that names the last saved step.
 
-        Each process does this on its own, since others may be gone.
+        Each process does this on its own, since others may be gone. See also `save_together`.
         """
         # If a checkpoint is being written, it may still complete.
         if self.pending:
@@ -357,13 +377,21 @@ class Saver:
             is_lost = any(array.is_deleted() for array in jax.tree.leaves(state))
             if step > self.newest and not is_lost and self.write(step, shards_of(state), skipped):
                 self.newest = step
+        return self.last_saved()
+
+    def last_saved(self) -> str:
         if self.newest:
             return f"step {self.newest} is saved; give the same command again to resume"
         return "nothing is saved yet"
 
 
-def too_old(steps: list, newest: int, kept: int) -> list:
-    """Returns the steps up to `newest`, except the last `kept` of them."""
-    # Processes may still be writing checkpoints of steps after `newest`.
-    steps = [step for step in steps if step <= newest]
-    return steps[: max(0, len(steps) - kept)]
+def too_old(steps: list, newest: int, step: int, kept: int) -> list:
+    """Returns the checkpoints to delete after `step` was saved, among those of `steps`.
+
+    newest: the newest complete checkpoint before `step`. kept: number of complete ones to keep.
+    """
+    # Between `newest` and `step`, a save failed or was killed. Such files would fill the disk.
+    failed = [old for old in steps if newest < old < step]
+    # Processes may still be writing checkpoints after `step`.
+    complete = [old for old in steps if old <= step and old not in failed]
+    return failed + complete[: max(0, len(complete) - kept)]

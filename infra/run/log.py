@@ -315,14 +315,18 @@ def print_setup(cfg, setup) -> None:
 
 
 def print_summary(out: str, sft_steps: int, steps: int, seconds: float) -> None:
-    """Print the first and the last evaluation, and where the results are."""
+    """Print the first and the last evaluation, and where the results are.
+
+    seconds: since this process began to train. Before a resume, the run took more.
+    """
     # Process 0 has the files.
     if jax.process_index() != 0:
         return
     # Read the evaluations from the files: a resumed run has not made all of them itself.
     metrics = read_jsonl(f"{out}/metrics.jsonl")
     evaluations = [row for row in metrics if is_evaluation(row)]
-    say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {seconds / 60:.1f} minutes")
+    took = f"{seconds / 60:.1f} minutes in this launch"
+    say(f"\ndone: {sft_steps} supervised and {steps} GRPO steps, {took}")
     if evaluations:
         last = evaluations[-1]
         # A run that was resumed with --resume force may have evaluated other sets before.

@@ -42,7 +42,7 @@ class Run:
             cfg.out, self.total_steps, flags, cfg.resume
         )
         run_dir.keep_compiled(cfg.out)
-        # The exit code after a signal depends on whether this process has completed a step.
+        # The exit code after a signal depends on whether a later step has been saved.
         self.resumed_after = self.step
         self.cfg = cfg
         # Seconds of each of the last ten steps.
@@ -222,10 +222,10 @@ class Run:
             yield
         except Stop as stop:
             number = stop.args[0]
-            say(f"\nended by {signal.Signals(number).name}: {saver.save_before_exit()}")
-            if number == signal.SIGUSR1 and self.step > self.resumed_after:
-                # SIGUSR1 warns of Slurm's time limit. After a new step, exit as for SIGTERM, so
-                # that the job is requeued. Without a new step, a requeued job would get no further.
+            say(f"\nended by {signal.Signals(number).name}: {saver.save_together()}")
+            if number == signal.SIGUSR1 and saver.newest > self.resumed_after:
+                # SIGUSR1 warns of Slurm's time limit. If a new step is saved, exit as for SIGTERM,
+                # so that the job is requeued. Otherwise, a requeued job would get no further.
                 number = signal.SIGTERM
             # Shells use this exit code for a command that was ended by a signal.
             raise SystemExit(128 + number) from None

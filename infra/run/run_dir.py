@@ -156,6 +156,11 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
         send_what_is_here(out, done)
         say(f"{out} is finished: {done} steps; see {out}/final and {out}/metrics.jsonl")
         raise SystemExit(0)
+    check(
+        done <= total_steps,
+        f"{out} has done {done} steps, and sft_steps + steps = {total_steps}; give more --steps, "
+        "or choose another --out",
+    )
     if has_final and not done:
         check(
             resume == "force",
