@@ -84,7 +84,7 @@ make_venv() {
   make_venv_with_uv
 }
 
-# If this machine's Python lacks only ensurepip, uv uses that Python; otherwise uv downloads one. If uv is not installed,
+# If this machine's Python lacks only ensurepip, uv uses that Python; if not, uv downloads one. If uv is not installed,
 # get it from the package index, or else from its own installer.
 make_venv_with_uv() {
   local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # CI tests 3.11 and 3.12
@@ -246,7 +246,8 @@ cmd_slurm() {
   check_words "$@"
   [ "$platforms" = cpu ] || extra="$(cuda)"
   setup "$extra" "$@"
-  set -- "$venv/bin/python" "$here/infra/cloud/slurm_job.py" bash "$here/launch.sh" task "${job[@]}" "$@"
+  set -- --start_timeout 300 "${job[@]}" "$@" # nodes start at different times
+  set -- "$venv/bin/python" "$here/infra/cloud/slurm_job.py" bash "$here/launch.sh" task "$@"
   # sbatch runs this with /bin/sh, which may not know all quotes of bash. The second %q writes only those it knows.
   set -- --wrap "exec bash -c $(printf %q "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")")"
   # Two minutes before the time limit, Slurm sends SIGUSR1 to the batch script alone (B), which is slurm_job.py.

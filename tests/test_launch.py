@@ -310,28 +310,28 @@ def test_a_zone_that_cannot_be_asked_is_left_out(cloud):
     cloud.fail("describe.*zone=a ", denied)
     cloud.fail("create.*zone=a ", denied)
     text = cloud.launch("v6e-8 up --name vm --zone a,us-east5-b")
-    assert "going on without a" in text and "vm in us-east5-b is READY" in text, text
+    assert "skipping a, where" in text and "vm in us-east5-b is READY" in text, text
     # A fault of the project affects all zones, so no other zone is tried.
     cloud.fail(
         "describe",
         "ERROR: (gcloud.x) PERMISSION_DENIED: Cloud TPU API has not been used in project 7",
     )
     text = cloud.launch("v6e-8 up --name other --zone a,us-east5-b", code=1)
-    assert "gcloud services enable" in text and "going on" not in text, text
+    assert "gcloud services enable" in text and "skipping" not in text, text
     # A zone that is unavailable for a moment is asked again, because the VM may be there.
     cloud.fail("describe.*zone=us-east5-b", UNAVAILABLE)
     text = cloud.launch("v6e-8 up --name vm --zone a,us-east5-b")
-    assert "vm in us-east5-b is READY" in text and "going on" not in text, text
+    assert "vm in us-east5-b is READY" in text and "skipping" not in text, text
 
 
 def test_patience_has_an_end_which_is_told(cloud):
     write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
     cloud.fail("describe", UNAVAILABLE, times=99)
     text = cloud.launch("v6e-8 up --name vm --zone us-east5-b", code=1)
-    assert "going on without us-east5-b" in text, text
     assert text.count("UNAVAILABLE: The service is currently unavailable.; trying again in") == 12
     assert "UNAVAILABLE: The service is currently unavailable. -> see its state" in text, text
-    assert "vm in us-east5-b may still exist and cost money" in text, text
+    assert "gcloud cannot tell whether vm is in us-east5-b" in text, text
+    assert not cloud.count(" create "), "a VM may be there already"
 
 
 def test_the_page_on_pods_prepares_a_project_as_the_launcher_advises():
@@ -377,8 +377,10 @@ def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
     cloud.fail(
         "describe.*format=value.state.state", "ERROR: (gcloud.x) PERMISSION_DENIED: no", times=9
     )
-    text = cloud.launch("v6e-8 status --queued --name qr", code=2)
-    assert "going on without us-east5-b" in text, text
+    text = cloud.launch("v6e-8 status --queued --name qr", code=1)
+    assert (
+        "qr may be in us-east5-b us-east5-a us-east1-d us-central1-b europe-west4-a, where" in text
+    ), text
 
 
 def test_down_deletes_in_all_zones_however_it_was_made(cloud):
@@ -428,8 +430,35 @@ def test_a_queued_request_that_failed_says_why(cloud):
     assert text.count("an internal error") == 10, text
     pauses = [int(seconds) for seconds in re.findall(r"trying again in (\d+) seconds", text)]
     assert pauses == [120, 240, 480] + [600] * 6, pauses
-    assert "10 queued requests of qr failed" in text, text
+    assert "10 requests for qr failed" in text, text
     assert not list((cloud.stub / "queued").iterdir()), "a request is left"
+
+
+def test_a_request_that_somebody_deletes_is_not_made_again(cloud):
+    (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
+    cloud.fail("describe.*state.state", "ERROR: (gcloud.x) NOT_FOUND: no", after=5, times=99)
+    text = cloud.launch("v6e-8 up --queued --name qr --zone us-east5-b", code=1)
+    assert "qr was deleted while this command waited" in text, text
+    assert cloud.count("queued-resources create") == 1, text
+
+
+def test_an_internal_error_is_tried_again_a_few_times(cloud):
+    write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
+    said = "ERROR: (gcloud.x) { code: 13, message: an internal error has occurred }"
+    cloud.fail(" create ", said, times=2)
+    text = cloud.launch("v6e-8 up --name vm --zone us-east5-b")
+    assert "vm in us-east5-b is READY" in text and cloud.count(" create ") == 3, text
+    cloud.fail(" create ", said, times=99)
+    text = cloud.launch("v6e-8 up --name other --zone us-east5-b", code=1)
+    assert "10 requests for other failed" in text and cloud.count(" create ") == 13, text
+
+
+def test_an_answer_that_looks_like_the_end_of_a_run_is_not_the_end(tmp_path):
+    script = f". {ROOT}/infra/cloud/gcloud.sh; run_id=7.7; watch_ends ended seen"
+    lines = "[w0] exit 1 of the maze\n[w0] exit 0 1.5 7.7\n"
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, input=lines, text=True, check=True)
+    assert (tmp_path / "ended").read_text() == "[w0] exit 0 1.5 7.7\n"
+    assert (tmp_path / "seen").read_text() == "1\n"
 
 
 def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):

@@ -311,6 +311,22 @@ def test_fetch_brings_what_there_is_and_a_trace(cloud):
     assert (results / trace).read_text() == trace
 
 
+def test_results_of_another_run_are_kept(cloud):
+    """A run on a later VM of the same name may have the same --out."""
+    cloud.launch("v6e-1 setup --name vm")
+    pod = cloud.stub / "vm/w0/podgrpo"
+    (pod / "run.flags").write_bytes(b"--out\0out/run\0")
+    results = cloud.clone / "out/vm"
+    for lr, name in (("1e-6", "metrics.jsonl"), ("1e-6", "final/w"), ("3e-6", "metrics.jsonl")):
+        write(pod / "out/run/config.json", lr)
+        write(pod / "out/run" / name, lr)
+        cloud.launch("v6e-1 fetch --name vm")
+        assert (results / "run" / name).read_text() == lr
+    old, new = sorted(results.iterdir(), reverse=True)
+    assert (old.name[:8], new.name) == ("run.old-", "run")
+    assert (old / "final/w").read_text() == (old / "metrics.jsonl").read_text() == "1e-6"
+
+
 def test_fetch_makes_the_page_of_a_run_where_it_can(cloud):
     pytest.importorskip("matplotlib")
     cloud.launch("v6e-1 setup --name vm")

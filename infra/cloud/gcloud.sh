@@ -39,6 +39,8 @@ again() {
   printf 'bash launch.sh %s' "$type $1"
   [ ${#options[@]} = 0 ] || printf ' %q' "${options[@]}"
 }
+follow_again() { printf '%s%s' "$(again logs)" "${delete_when_done:+ --down}"; }
+
 # Call gcloud. Write its stderr to a file, for `fault`. Log the command, its exit code and its stderr.
 cloud() {
   local code=0 errors="$scratch/errors"
@@ -85,6 +87,7 @@ refused; publickey; run: ssh-add ~/.ssh/google_compute_engine
 host_key; Host key verification failed; another machine had this address: \
 remove its lines from ~/.ssh/google_compute_known_hosts
 unsent; infra/cloud/worker.sh: No such file; send the tree first: $(again setup)
+internal; nternal error|INTERNAL; see its state: $(again status)
 other; ERROR; see its state: $(again status)
 command; .*; see its state: $(again status)
 END
@@ -123,7 +126,7 @@ short_form() { # TEXT
 # Print a fault and the advice for it.
 why() { say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"; }
 # Succeed if the fault may be temporary. Even `missing` may be temporary: ssh may miss a VM that `describe` finds.
-may_pass() { [[ "${1%% *}" =~ ^(missing|network|busy|refused|other|command)$ ]]; }
+may_pass() { [[ "${1%% *}" =~ ^(missing|network|busy|refused|internal|other|command)$ ]]; }
 
 DELAYS='5 10 20 40 80 160 320 600 600 600 600 600' # seconds between tries, an hour in all
 # Call gcloud, and retry after a delay if the fault may be temporary. If all tries fail, print why and return 1.
@@ -151,19 +154,21 @@ state_now() {
 }
 is_missing() { [[ "$(fault)" = missing* ]]; }
 
-# Set $zone to the zone of the slice, or to '' if there is none. Name the zones where gcloud fails.
+# Set $zone to the zone of the slice, or to '' if there is none. Set $unseen to the zones that this project may not see.
 find_slice() {
   local now fault
+  unseen=''
   for zone in ${zones//,/ }; do
-    # If the fault may be temporary, ask again: if this call missed a VM, a second one would be created, and paid for.
-    if now="$(state_now || { may_pass "$(fault)" && sleep 10 && state_now; })"; then
+    if now="$(patiently state_now)"; then
       [ -z "$now$dry_run" ] || return 0
       continue
     fi
     fault="$(fault)"
-    why "$fault"
-    case "${fault%% *}" in network | login | project | billing | api) exit 1 ;; esac # other zones would fail, too
-    say "going on without $zone"
+    case "${fault%% *}" in login | project | billing | api) exit 1 ;; esac # other zones would fail, too
+    # If a VM here were missed, a second one would be created elsewhere, and paid for.
+    if may_pass "$fault"; then die "gcloud cannot tell whether $name is in $zone" 1; fi
+    say "skipping $zone, where gcloud would not show a VM"
+    unseen="$unseen $zone"
   done
   zone=''
 }
@@ -171,7 +176,8 @@ find_slice() {
 # Find the slice, or exit if there is none.
 need_slice() {
   find_slice
-  [ -n "$zone" ] || die "there is no $name in $zones; make it: $(again up)"
+  [ -n "$zone$unseen" ] || die "there is no $name in $zones; make it: $(again up)"
+  [ -n "$zone" ] || die "$name may be in$unseen, where gcloud could not look" 1
   maybe_paid=" $zone"
 }
 
@@ -195,14 +201,14 @@ create() {
 }
 
 # Create the slice. If gcloud fails, look for the slice anyway: gcloud gives up after half an hour, but the slice may
-# still be created later. If there is no slice, returns 2 if another try may succeed, else 1.
+# still be created later. If there is no slice, returns 2 if a later try may succeed, 3 if a few tries may, else 1.
 create_or_find() {
   local fault now
   if create; then return 0; fi
   fault="$(fault)"
   if now="$(patiently state_now)" && [ -z "$now" ]; then
     why "$fault"
-    case "${fault%% *}" in capacity | busy | network) return 2 ;; *) return 1 ;; esac
+    case "${fault%% *}" in capacity | busy | network) return 2 ;; internal) return 3 ;; *) return 1 ;; esac
   fi
   say "gcloud gave up, but $name may exist; its state: ${now:-unknown}"
 }
@@ -222,10 +228,11 @@ delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
 # 1. If its queued request has FAILED, delete what is left, and return 2. Exit with a reason if waiting cannot help.
 wait_until_ready() {
-  local now before='-' polls=0 error
+  local now before='-' last polls=0 error
   [ -z "$dry_run" ] || return 0
   while :; do
     now="$(patiently state_now)" || exit 1
+    last="$before"
     if [ "$now" != "$before" ]; then
       say "$name in $zone is ${now:-gone}"
       before="$now" polls=0
@@ -245,7 +252,12 @@ wait_until_ready() {
         delete || exit 1
         return 1
         ;;
-      '') maybe_paid="${maybe_paid// $zone/}" && return 1 ;;
+      '')
+        maybe_paid="${maybe_paid// $zone/}"
+        # A queued request stays until it is deleted.
+        case "$last" in ACCEPTED | PROVISIONING | WAITING*) die "$name was deleted while this command waited" 1 ;; esac
+        return 1
+        ;;
       STOP*) die "$name is stopped; delete it: $(again down)" ;;
       ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # wait in these states without a limit
     esac
@@ -279,11 +291,12 @@ up() {
         if [ "$code" = 2 ]; then failures=$((failures + 1)); fi
       else
         maybe_paid="${maybe_paid// $zone/}"
-        if [ "$code" = 2 ]; then worth_waiting=1; fi
+        case "$code" in 2 | 3) worth_waiting=1 ;; esac
+        if [ "$code" = 3 ]; then failures=$((failures + 1)); fi
       fi
     done
     [ -n "$worth_waiting" ] || exit 1
-    [ "$failures" -lt 10 ] || die "$failures queued requests of $name failed; look at the errors above" 1
+    [ "$failures" -lt 10 ] || die "$failures requests for $name failed; look at the errors above" 1
     # The next request may fail for the same reason, so wait longer each time.
     if [ "$failures" -gt 0 ]; then pause=$((pause < 300 ? pause * 2 : 600)); fi
     say "trying again in $pause seconds"
@@ -416,21 +429,21 @@ start() { # FLAGS...
 # Print the logs until train.py has ended on all workers. Returns the first failure's code; 75 if the VM isn't READY.
 follow() { # LINE of worker 0's log to begin with
   local now=READY first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
-  trap 'say "detached; the run goes on; follow it: $(again logs); or end it: $(again stop)"; exit 130' INT
+  trap 'say "detached; the run goes on; follow it: $(follow_again); or end it: $(again stop)"; exit 130' INT
   while :; do
     : >"$ended"
     echo 0 >"$seen"
-    workers all "bash infra/cloud/worker.sh follow +$first $rest" | watch_ends "$ended" "$seen" || :
+    workers all "bash infra/cloud/worker.sh follow +$first $rest $run_id" | watch_ends "$ended" "$seen" || :
     [ -z "$dry_run" ] || return 0
     [ "$(sort -u "$ended" | wc -l)" -lt "$hosts" ] || break
-    now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
+    now="$(patiently state_now)" || die "$WATCH_ENDS: $(follow_again)" 1
     [ "$now" = READY ] || break
     say 'the connection broke; following again' && sleep 5
     first=$((first + $(cat "$seen"))) rest=0
   done
   trap 'exit 130' INT
   [ "$now" = READY ] || return 75
-  read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')" # fields: [wN] exit CODE TIME
+  read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')" # [wN] exit CODE TIME ID
   [ -n "$worker" ] || return 0
   case "$code" in '' | *[!0-9]*) code=1 ;; esac # do not trust text from a VM
   # When a spot VM is preempted, its run fails before the VM is gone, usually from SIGTERM.
@@ -444,12 +457,13 @@ follow() { # LINE of worker 0's log to begin with
 }
 
 # Pass on the workers' output. Write the `exit` line of each to file $1, and the number of worker 0's lines to file $2.
+# An `exit` line ends in the run's ID: an answer of the model may also have a line that begins with "exit".
 watch_ends() {
   local line ended="$1" lines=0
   while IFS= read -r line; do
     printf '%s\n' "$line"
-    case "$line" in '[w0] exit '*) ;; '[w0] '*) lines=$((lines + 1)) && echo "$lines" >"$2" ;; esac
-    case "$line" in '[w'[0-9]*'] exit '*) printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
+    case "$line" in '[w0] exit '*" $run_id") ;; '[w0] '*) lines=$((lines + 1)) && echo "$lines" >"$2" ;; esac
+    case "$line" in '[w'[0-9]*'] exit '*" $run_id") printf '%s\n' "$line" >>"$ended" ;; *) continue ;; esac
     # After a failure, the other workers would only wait: stop them. After SIGINT or SIGTERM (128 + n), let each save.
     case "$line" in *'] exit 130 '* | *'] exit 143 '*) continue ;; esac
     if [ "$(cut -d ' ' -f 3 "$ended" | grep -vxc -e 0 -e 130 -e 143)" = 1 ]; then stop_rest & fi
@@ -466,17 +480,22 @@ stop_rest() {
 
 # Copy the run's results from worker 0 to a folder in out/$name, and make its report.html, unless a bucket has them.
 fetch() {
-  local out to="out/$name"
+  local out to="out/$name" new="out/$name/fetching"
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
   out="$(tail -n 1 "$scratch/results")"
   case "$out" in
     gs://*) say "the results of the run are in $out" && return ;;
     */* | .*) die "worker 0 names its results $out, which is not the name of a directory" 1 ;;
   esac
-  run mkdir -p "$to"
   say "fetching ${out:-the results} to $to"
-  persistently reach scp --recurse "$name:podgrpo/results/$out" "$to" --worker=0 >&2 || return
+  run rm -rf "$new" && run mkdir -p "$new"
+  persistently reach scp --recurse "$name:podgrpo/results/$out" "$new" --worker=0 >&2 || return
   [ -z "$dry_run" ] || return 0
+  # Keep the results of another run with the same name. If this run was fetched before, bring its results up to date.
+  if [ -e "$to/$out" ] && ! cmp -s "$new/$out/config.json" "$to/$out/config.json"; then
+    mv "$to/$out" "$to/$out.old-$(date +%Y%m%d-%H%M%S)" || return
+  fi
+  mkdir -p "$to/$out" && cp -R "$new/$out/." "$to/$out" && rm -rf "$new" || return
   say "the results of the run are in $to/$out"
   # The results are here even if their page cannot be made, or if this machine has no .venv yet.
   if [ -f "$to/$out/metrics.jsonl" ] && { [ ! -f "$venv/installed" ] || ! (cmd_report "$to/$out" >&2); }; then
@@ -495,7 +514,7 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     code=0
     one_life "$life" "$line" "$@" || code=$?
     [ "$code" = 75 ] || break
-    now="$(patiently state_now)" || die "$WATCH_ENDS: $(again logs)" 1
+    now="$(patiently state_now)" || die "$WATCH_ENDS: $(follow_again)" 1
     case "$now" in
       READY | REPAIRING | RESTARTING | REIMAGING) say "$name is $now; following it again" ;;
       # A preempted VM stays PREEMPTED until it is deleted, so another command has deleted this one.
@@ -534,10 +553,10 @@ one_life() { # up|again|start|follow LINE FLAGS...
 # ---------------------------------------------------------------- Google Cloud: the actions
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
-  # zone: the slice's, once known. maybe_paid: zones where something may cost money. run_id: ID of the followed run.
-  # to_send: directory of the packed tree. log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`.
-  # They are global, because at_end reads them: after a failed command, bash drops local variables first.
-  zone='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
+  # zone: the slice's, once known. unseen: see find_slice. maybe_paid: zones where something may cost money. run_id: the
+  # followed run's ID. to_send: directory of the packed tree. log: log of all calls of gcloud. alpha: `alpha` if ssh needs
+  # `gcloud alpha`. at_end reads them, so they are global: after a failed command, bash drops local variables first.
+  zone='' unseen='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
   case "$action" in

@@ -62,12 +62,13 @@ train() {
 }
 
 follow() {
-  local from="$2" pid=999999999 # no process has this ID, so tail prints the log and ends
-  if [ "$me" = 0 ]; then from="$1"; fi
+  local from="$2" id="$3" pid=999999999 # no process has this ID, so tail prints the log and ends
+  # If gcloud repeats a call, launch.sh counts its lines twice. Then do not begin beyond the end of the log.
+  if [ "$me" = 0 ] && [ "${1#+}" -le $(($(wc -l <run.log) + 1)) ]; then from="$1"; fi
   if ! is_free; then pid="$(cat run.pid)"; fi
   tail -n "$from" --pid="$pid" -F run.log 2>/dev/null
   # If there is no run.exit, train.py was killed together with the shell that writes it.
-  echo "exit $(cat run.exit 2>/dev/null || echo 137 9999999999)"
+  echo "exit $(cat run.exit 2>/dev/null || echo 137 9999999999) $id"
 }
 
 status() {
