@@ -134,9 +134,7 @@ class Config:
     coordinator: str = ""  # host:port of process 0; "" = ask Slurm or the TPU slice, or run alone
     processes: Processes = 1  # number of JAX processes; only with a coordinator
     process_id: Process = 0  # number of this process, from 0
-    start_timeout: Natural = (
-        20  # seconds to wait for other processes; launch.sh: 900 on TPUs, 300 on Slurm
-    )
+    start_timeout: Natural = 20  # seconds to wait for other processes; launch.sh waits longer
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after GRPO
     eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all

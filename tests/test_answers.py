@@ -14,14 +14,13 @@ from infra.data import answers
 FINAL_NUMBERS = {  # {number: texts whose final number this is}
     # plain: the last one counts; signs, currency, separators, fractions and percent are read
     7: ["007"],
-    18: ["The answer is 18."],
     12345: [r"12\,345"],
     12345678: ["12,345,678 people"],
     -5: ["-5", "x = -5.", "-$5", "$-5", "\u22125", "-\u20ac5", "-\u00a35"],
     1450: ["$1,450", "It costs $1,450.", r"\boxed{1{,}450}", r"\$1,450", "1450.0"],
     "1/2": ["1/2", r"\boxed{\frac{1}{2}}", ".5", "1,000/2,000"],
-    "3/4": [r"\frac{1.5}{2}"],
-    "7/2": ["3.50", "$3.50"],
+    "3/4": [r"\frac{1.5}{2}", r"\cfrac{3}{4}", "\u00be"],
+    "7/2": ["3.50", "$3.50", "3\u00bd"],
     "3/5": ["1.5/2.5"],
     # marked: <answer> before \boxed{} before ####, closed or not, nested or not
     5: [
@@ -32,6 +31,16 @@ FINAL_NUMBERS = {  # {number: texts whose final number this is}
         "first 9 <answer> 5 apples </answer> then 8",
         r"<answer>\boxed{5}</answer>", r"\boxed{1} \boxed{5}", r"\boxed{5",
         r"\boxed{\text{5 apples}}", "#### $5.00", "#### 1\n#### 5\nyes 7",
+    ],
+    -18: ["The answer is \u2212 18.", r"\(- 18\)", "$- 18$"],
+    "-1/2": [r"So the answer is $- \frac{1}{2}$."],
+    15: ["<answer>$15/hour</answer>", "$15/person", "15/week"],
+    18: [
+        "#### **18**", "#### 18.\n", "#### \u00a518", r"\boxed{\textbf{(D)}\ 18}",
+        "18 \u2714\ufe0f", "18 \U0001f44d\U0001f3fd", "18\u200b", "The answer is (B) 18.",
+        "\u7b54\u6848\u662f18\u3002", "\u7b54\u6848\uff1a18", "<answer>18\u4e2a</answer>",
+        "\u7b54\u3048\u306f18\u3067\u3059\u3002",
+        "The answer is 18.", "After the first half, 18 players remained.",
     ],
     20: ["In 3 years, 20 remain", "the 5 boxes hold 4 each, so (4)(5) = 20"],
     25: ["<answer>25 m^2</answer>", r"\boxed{25\text{ cm}^2}"],
@@ -258,6 +267,15 @@ NO_NUMBERS = [
     (r"\boxed{\text{width} = 5, \text{length} = 10}", "10"),
     ("<answer>half of 5</answer>", "5"),
     ("<answer>square root of 5</answer>", "5"),
+    ("The answer is the square root of 5.", "5"),
+    ("1 out of 6", "6"),
+    ("3 in 4", "4"),
+    ("5 plus 3", "3"),
+    ("So it is 3 times 5.", "5"),
+    ("5 dollars and 50 cents", "50"),
+    ("$x - 18$", "-18"),
+    ("5/xy", "5"),
+    ("<answer>18\u4e07</answer>", "18"),
 ]
 DIFFERENT = OTHER_NUMBERS + FORMULAS + NO_NUMBERS
 # fmt: on

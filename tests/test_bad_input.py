@@ -155,10 +155,13 @@ def bad_tokenizers(tokenizer):
     tokenizer: the content of a good tokenizer.json.
     """
     tokens = [t for t in tokenizer["added_tokens"] if t["content"] != "<|im_end|>"]
-    vocab = tokenizer["model"]["vocab"] | {"zzz": 1000}
+    vocab = tokenizer["model"]["vocab"]
+    endless = {token: i for token, i in vocab.items() if token != "<|im_end|>"}
+    no_end = {"added_tokens": tokens, "model": tokenizer["model"] | {"vocab": endless}}
+    larger = {"model": tokenizer["model"] | {"vocab": vocab | {"zzz": 1000}}}
     return [
-        ({"added_tokens": tokens}, "has no token '<|im_end|>' to end an answer"),
-        ({"model": tokenizer["model"] | {"vocab": vocab}}, "largest token id is 1000"),
+        (no_end, "has no token '<|im_end|>' to end an answer"),
+        (larger, "largest token id is 1000"),
     ]
 
 

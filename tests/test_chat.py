@@ -310,6 +310,14 @@ def test_stop_tokens_come_from_both_configs_the_tokenizer_and_the_template(model
     assert Engine.of_directory(directory).model_cfg.stop_ids == (0, 2, 5, 6, 7)
 
 
+def test_the_end_of_an_answer_is_not_in_its_text(model_with):
+    """transformers treats the eos token as special even if tokenizer.json does not."""
+    directory = model_with(None, eos="</think>")
+    tokenizer = load_tokenizer(str(directory))
+    (ids,) = tokenizer.encode(["18</think>"])
+    assert tokenizer.decode(ids) == "18" and ids[-1] in tokenizer.stop_ids
+
+
 def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts(
     model_with, tmp_path
 ):

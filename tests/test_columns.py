@@ -67,6 +67,47 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     assert columns.messages_of(row, "Think.") == [SYSTEM, *turns[1:]]
 
 
+def test_messages_may_come_in_parts_and_beside_empty_columns(tmp_path):
+    parts = [{"type": "text", "text": ASK[:4]}, {"type": "text", "text": ASK[4:]}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "2"}]
+    other = [{"role": "user", "content": "other"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns, "answer": None, "prompt_messages": other}))
+    (row,) = load_rows(str(path), False)
+    assert (row["question"], row["answer"]) == (ASK, "2")
+    # A question may look like JSON.
+    path.write_text(json.dumps({"question": '[{"role": 1}] has how many?', "answer": "1"}))
+    (row,) = load_rows(str(path), False)
+    assert columns.messages_of(row, "") == [{"role": "user", "content": row["question"]}]
+
+
+def test_answers_of_a_csv_file_stay_as_they_are_written(tmp_path):
+    """pandas would make numbers of all, and take NA for a missing value."""
+    texts = ["9007199254740993", "0.5", "18446744073709551616", "NA", "007"]
+    lines = "".join(f"{ASK},{text},3\n" for text in texts)
+    (tmp_path / "rows.csv").write_text(f"problem,result,words\n{lines},,\n")
+    rows = load_rows(f"{tmp_path}/rows.csv", False, "answer=result")
+    assert [(row["answer"], row["words"]) for row in rows] == [(text, 3) for text in texts]
+
+
+def test_a_set_of_several_configs_asks_for_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("main", "socratic"):
+        (tmp_path / "sums" / name).mkdir(parents=True)
+        row = json.dumps({"question": ASK, "answer": "2"})
+        (tmp_path / "sums" / name / "train.jsonl").write_text(row)
+    files = [{"config_name": name, "data_files": f"{name}/*"} for name in ("main", "socratic")]
+    (tmp_path / "sums/README.md").write_text(f"---\nconfigs: {json.dumps(files)}\n---\n")
+    with pytest.raises(SystemExit):
+        load_rows("sums", False)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "['main', 'socratic']" in said and "Give one as sums:CONFIG" in said, said
+    assert len(load_rows("sums:main", False)) == 1
+    # A directory may have such a name itself.
+    (tmp_path / "sums/main").rename(tmp_path / "sums@v:1")
+    assert len(load_rows("sums@v:1", False)) == 1
+
+
 @pytest.mark.parametrize("turns", [None, ["text"], [{"role": "user", "content": "Other"}]])
 def test_a_column_named_turns_is_not_the_prompt(turns, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -97,6 +138,9 @@ def test_columns_of_other_names_are_named(tmp_path, capsys):
         with pytest.raises(SystemExit):
             load_rows(str(path), False, wrong)
         assert "is not of the form question=...,answer=..." in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        load_rows(str(path), False, "answer=anwser")
+    assert "no column anwser; the columns are question, answer" in capsys.readouterr().err
 
 
 # fmt: off

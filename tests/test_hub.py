@@ -301,9 +301,9 @@ def test_patience_ends_after_minutes(fault, starts):
     )
 
 
-def gated(request, _):
+def gate(name):
     headers = {"X-Error-Code": "GatedRepo"}
-    return (403, headers) if "tiny/model" in request else None
+    return lambda request, _: (403, headers) if name in request else None
 
 
 @pytest.mark.parametrize(
@@ -316,9 +316,10 @@ def gated(request, _):
         ),
         (
             {"model": "tiny/model"},
-            gated,
+            gate("tiny/model"),
             "cannot provide the model: HubError: GatedRepoError: 403.* put HF_TOKEN=... into .env",
         ),
+        ({"data": "tiny/rows"}, gate("tiny/rows"), "tiny/rows cannot be loaded.* put HF_TOKEN="),
         ({"data": "no/rows"}, none, "no/rows cannot be loaded: DatasetNotFoundError: .* doesn't"),
         ({"data": "tiny/rows:else"}, none, "cannot be loaded: ValueError: BuilderConfig 'else'"),
     ],

@@ -41,6 +41,22 @@ def pool_of(functions, directory, workers=1, seconds=SECONDS):
         yield pool
 
 
+def test_a_function_that_also_judges_is_called_once(tmp_path):
+    def judge(row, answer):
+        with open(tmp_path / "calls", "a") as f:
+            f.write(answer)
+        return float(answer)
+
+    class Judge:
+        async def __call__(self, row, answer):
+            return 3.0
+
+    with pool_of([judge, judge, Judge()], tmp_path) as pool:
+        scores, faults = score(pool, ["1", "2"])
+    assert scores.tolist() == [[1, 1, 3], [2, 2, 3]] and not faults
+    assert sorted((tmp_path / "calls").read_text()) == ["1", "2"]
+
+
 # ---------------------------------------------------------------- twenty-odd ways to misbehave
 # fmt: off
 HANGING = [

@@ -38,9 +38,9 @@ PUNCTUATION = set(".,;:?!\"'()[]%\u00b0\u2019\u201c\u201d-\u2013\u2014")
 OPENING = set("([")
 EQUALS = set("=\u2248")
 # Two numbers joined by one of these words are a pair.
-JOINING = {"and", "or", "to", "by", "over", "through", "x", "vs"}
+JOINING = set("and or to by over through x vs in per plus minus times remainder".split())
 MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
-# Before a number in a marked answer, these words are operations, as in "half of 5".
+# Before a number, these words are operations, as in "half of 5".
 OPERATIONS = set("root half third quarter twice double triple reciprocal".split())
 # After a number, a short string of letters is a product of variables, as in 2 xy, unless it is one
 # of these units or words. Only UNITS and TIMES may follow without a space, as in 5cm. A single
@@ -48,7 +48,7 @@ OPERATIONS = set("root half third quarter twice double triple reciprocal".split(
 UNITS = set(
     "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
     "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
-    "pts usd USD EUR GBP".split()
+    "pts usd USD EUR GBP RMB yr yrs kgs kJ nm tsp tbsp".split()
 )
 SHORT_WORDS = set("of is at on as an if we he it so am be my are was has had her his".split())
 LETTERS_AS_UNITS = set("mgshlL")
@@ -58,7 +58,7 @@ TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12
 
 # A measure that a second number continues, as in "5 hours 30 minutes".
 MEASURE = re.compile(
-    r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?)"
+    r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?|dollars?)"
     r"(?:\s+and)?\s+\Z"
 )
 # After a number, these words add to it.
@@ -67,6 +67,14 @@ AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+# Punctuation of Chinese and Japanese, followed by a space as in English. Letters of these languages
+# and of Korean are words, and stand right beside a number.
+EAST_ASIAN = {
+    ord(mark): f"{ours} " for mark, ours in zip("。，、：；！？（）", ".,,:;!?()", strict=True)
+}
+BESIDE = "[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]"
+# After a number, these characters multiply it, or add a half.
+EAST_ASIAN_SCALES = "百千万萬亿億半"
 
 
 def final_number(text: str) -> fractions.Fraction | None:
@@ -83,7 +91,9 @@ def final_number(text: str) -> fractions.Fraction | None:
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S | re.I)
         or BOXED.findall(text)
         # A line such as "#### Step 2" or "#### 2. Add both" is a heading of Markdown.
-        or re.findall(r"####[^\S\n]*(?!\d+\.\s)(?=[-+\u2212\u2013$\u20ac\u00a3\\(.\d])(.*)", text)
+        or re.findall(
+            r"####[^\S\n]*\*{0,2}(?!\d+\.[^\S\n]+\S)(?=[-+\u2212\u2013$€£¥₹\\(.\d])(.*)", text
+        )
     )
     if not marked:
         return read_number(text, is_marked=False)
@@ -93,11 +103,25 @@ def final_number(text: str) -> fractions.Fraction | None:
     return read_number(boxed[-1] if boxed else last, is_marked=True)
 
 
+def usual(text: str) -> str:
+    """Replace unusual characters by those that English texts have."""
+    # Drop replacement characters, which tokenizers write for incomplete characters, and characters
+    # that are not seen: joiners, and modifiers of emoji.
+    text = text.replace("\ufffd", " ")
+    text = re.sub("[\u00ad\u200b-\u200f\u2060\ufe00-\ufe0f\ufeff\U0001f3fb-\U0001f3ff]", "", text)
+    # U+2212 is a minus and never a dash, even with a space after it.
+    text = re.sub(r"\u2212[^\S\n]*", "-", text)
+    # \u00bd is 1/2, and 3\u00bd is 3 1/2.
+    fractions_of_one = "[\u00bc-\u00be\u2150-\u215e]"
+    text = re.sub(fractions_of_one, lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
+    text = text.replace("\u2044", "/").translate(EAST_ASIAN)
+    return re.sub(rf"(?<={BESIDE})(?=[-\d])|(?<=\d)(?={BESIDE})", " ", text)
+
+
 def plain(text: str) -> str:
     """Rewrite LaTeX as plain text: 3\\frac12 becomes 3 1/2."""
-    text = text.replace("\u2212", "-").replace("{,}", ",")
-    # Drop replacement characters, which tokenizers write for incomplete characters.
-    text = text.replace("\ufffd", " ")
+    # A "-" that begins a formula is a minus.
+    text = re.sub(r"(?<=\$|\()-\s+(?=[\d.\\])", "-", usual(text)).replace("{,}", ",")
     # Drop Markdown's marks of code and of italics, and the calculations in GSM8K's << >>.
     text = re.sub(r"<<[^<>]*>>|`", " ", text)
     text = re.sub(r"(?<![\w*)])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*(])", r"\1", text)
@@ -115,7 +139,7 @@ def plain(text: str) -> str:
     text = re.sub(r"\\(?:approx|simeq)(?![A-Za-z])", "\u2248", text)
     # Fractions of numbers, as in \frac{1}{2}, \frac1{2} and \frac12.
     argument = rf"\s?(?:\{{\s?(-?{DECIMAL})\s?\}}|(\d))"
-    text = re.sub(rf"(\d\s?)?\\[dt]?frac{argument}{argument}", fraction_text, text)
+    text = re.sub(rf"(\d\s?)?\\[cdt]?frac{argument}{argument}", fraction_text, text)
     # Powers: 10^{-3}, 10**3, 10⁻³. Other pairs of stars are Markdown's bold type.
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
     text = re.sub(r"(?<=\w)\*\*(?=[-\w])", "^", text).replace("**", "")
@@ -124,6 +148,12 @@ def plain(text: str) -> str:
     text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
     # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
     text = re.sub(r"((?<=\d)\s*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
+    # A price per unit, as in $15/hour, is a number with a unit.
+    text = re.sub(
+        r"(?<=\d)\s?/\s?(?=(?:lb|kg|km|hr)\b|(?=[A-Za-z]{3})[A-Za-z]*[aeiou])", " per ", text
+    )
+    # The letter of a choice, as in (B) 18, is not a factor.
+    text = re.sub(r"(?<![\w)\]])\([A-E]\)\s*(?=[-.\d$\\])", " ", text)
     # Write a minus before a number as "-", even if it is a word. Then drop currency signs, and the
     # dollar signs around a formula.
     text = re.sub(r"\b(?:minus|negative)\s(?=[$€£\d.])", "-", text)
@@ -187,7 +217,11 @@ def value_of(token: re.Match) -> fractions.Fraction | None:
 
 def is_letter(token: re.Match) -> bool:
     """Whether a token is a single letter, which may be a variable."""
-    return bool(token["word"]) and len(token[0]) == 1
+    return bool(token["word"]) and len(token[0]) == 1 and not is_east_asian(token[0])
+
+
+def is_east_asian(word: str) -> bool:
+    return bool(re.match(BESIDE, word))
 
 
 def is_maths(token: re.Match) -> bool:
@@ -240,6 +274,8 @@ def word_scale(word: str, is_attached: bool) -> int | None:
     times = TIMES.get(word.lower().removesuffix("s"))
     if times:
         return 10**times
+    if is_east_asian(word):
+        return None if word[0] in EAST_ASIAN_SCALES else 1
     parts = re.split("[/-]", word)
     if is_attached and parts[0] not in UNITS:
         return None
@@ -291,8 +327,17 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
             return False
         if token["word"]:
             is_pair = token[0] in JOINING and earlier and earlier["number"]
-            return not (is_pair or is_variable(token))
+            is_next = place == len(before) - 1
+            return not (is_pair or is_variable(token) or (is_next and is_operand(before)))
     return True
+
+
+def is_operand(before: list[re.Match]) -> bool:
+    """Whether the last words before a number calculate with it, as in `half of 5`, `3 out of 5`."""
+    words = [token[0].lower() for token in before[-2:]]
+    if words == ["out", "of"]:
+        return len(before) > 2 and bool(before[-3]["number"])
+    return words[-1] in OPERATIONS or (words[-1] == "of" and words[0] in OPERATIONS)
 
 
 def follows_equation(before: list[re.Match], left: list[re.Match], is_marked: bool) -> bool:

@@ -108,11 +108,17 @@ def load_tokenizer(directory: str) -> Tokenizer:
     path = f"{directory}/tokenizer.json"
     text = "What is 2 + 3?"
     check(os.path.isfile(path), f"{path} is missing; get it from the model on the hub")
+    # transformers writes the names of special tokens to either file, or to both.
+    special_tokens = files.read_optional_json(f"{directory}/special_tokens_map.json")
+    named = named_tokens(special_tokens) | named_tokens(read_config(directory))
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         bpe = tokenizers.Tokenizer.from_file(path)
         # The file may turn truncation and padding on, for other uses.
         bpe.no_truncation()
         bpe.no_padding()
+        # Like transformers, treat named tokens as special even if tokenizer.json does not.
+        known = [token for token in named.values() if bpe.token_to_id(token) is not None]
+        bpe.add_special_tokens(known)
         decoded = bpe.decode(bpe.encode(text, add_special_tokens=False).ids)
         added = bpe.get_added_tokens_decoder().values()
     check(decoded == text, f"{path} decodes {text!r} as {decoded!r}: it is not a model's tokenizer")
@@ -122,9 +128,6 @@ def load_tokenizer(directory: str) -> Tokenizer:
     special = sorted((t.content for t in added if t.special), key=len, reverse=True)
     # (?!) matches nothing.
     pattern = "|".join(map(re.escape, special)) or "(?!)"
-    # transformers writes these tokens to either file, or to both.
-    special_tokens = files.read_optional_json(f"{directory}/special_tokens_map.json")
-    named = named_tokens(special_tokens) | named_tokens(read_config(directory))
     source = template_of(directory) or CHAT_TEMPLATE
     with exit_on(Exception, f"the chat template of {directory} cannot be read"):
         template = compile_template(source)

@@ -8,8 +8,11 @@ from typing import Any
 # set with both `answer` and `solution` has the derivation in `solution`. `outer.inner` is the key
 # `inner` of the dicts in a column `outer`.
 NAMES = {
-    "question": ("question", "problem", "prompt", "input", "messages"),
-    "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "solution"),
+    "question": ("question", "problem", "prompt", "query", "input", "messages"),
+    "answer": (
+        *("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "solution"),
+        "response",
+    ),
 }
 
 
@@ -18,7 +21,7 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
 
     columns: --columns, such as `question=problem,answer=solution`, which overrides the usual names.
     If no column is found for `question` or `answer`, that name itself is returned. Raises
-    ValueError if `columns` is not of this form.
+    ValueError if `columns` is not of this form, or names a column that the row does not have.
     """
     chosen = {}
     pairs = columns.split(",") if columns else []
@@ -26,6 +29,8 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
         ours, _, theirs = pair.strip().partition("=")
         if ours not in NAMES or not theirs:
             raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
+        if isinstance(row, dict) and theirs not in row and value_of(row, theirs) is None:
+            raise ValueError(f"there is no column {theirs}; the columns are {', '.join(row)}")
         chosen[ours] = theirs
     # If --columns does not set the question or the answer, look among the usual names.
     for ours, names in NAMES.items():
@@ -54,6 +59,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     # Copy the row, with its other columns: reward functions may read them.
     original = row
     row = {**row}
+    row.pop("prompt_messages", None)
     for ours, theirs in chosen.items():
         value = value_of(original, theirs)
         if theirs != ours:
@@ -62,15 +68,17 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
             if value is not None:
                 row[ours] = value
     asked = row["question"]
-    if isinstance(asked, str) and re.match(r"\s*\[\s*\{.*\brole\b", asked, re.S):
+    if isinstance(asked, str) and re.fullmatch(r"\s*\[\s*\{.*\brole\b.*\}\s*\]\s*", asked, re.S):
         raise ValueError("the question is a list of messages in a string; store it as a list")
     if not isinstance(asked, list) or not asked:
         return row
     # Other fields of a message, such as names or tool calls, are not part of the prompt.
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in asked]
+    turns = [{"role": turn["role"], "content": text_of(turn["content"])} for turn in asked]
     if turns[-1]["role"] == "assistant":
-        row.setdefault("answer", turns[-1]["content"])
-        turns.pop()
+        last = turns.pop()
+        # A table may have a null where the row has no answer of its own.
+        if row.get("answer") is None:
+            row["answer"] = last["content"]
     roles = [turn["role"] for turn in turns]
     unknown = [role for role in roles if role not in ("system", "user", "assistant")]
     if unknown:
@@ -78,6 +86,12 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     if roles[-1:] != ["user"]:
         raise ValueError(f"messages with roles {roles} do not end with a user's message")
     return row | {"question": turns[-1]["content"], "prompt_messages": turns}
+
+
+def text_of(content: Any) -> Any:
+    """The text of a message whose content may be a list of parts, as in OpenAI's form. Raises an
+    error for a part that is no text, such as an image."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def messages_of(row: dict, system: str) -> Sequence[dict]:

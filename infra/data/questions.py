@@ -5,6 +5,7 @@ are strings. Reward functions get the other columns as they are in the data.
 """
 
 import contextlib
+import decimal
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from infra.host.processes import together
 
 # ---------------------------------------------------------------- rows of files and of the hub
 # {extension of a file of questions: name of its loader in `datasets`}. Files of JSON are read here
-# instead: an error message can then name the line, and no number is rounded.
+# instead: an error message can then name the line, and no integer is rounded.
 FILE_KINDS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -62,13 +63,13 @@ def load_rows(
     elif name.endswith(".json"):
         numbered = enumerate(read_json(name), 1)
     else:
-        numbered = enumerate(read_with_datasets(name, held_out), 1)
+        numbered = enumerate(read_with_datasets(name, held_out, named), 1)
     rows = []
     chosen = None
     for number, row in numbered:
         # The first row decides which columns are used.
         if chosen is None:
-            with exit_on(ValueError, "--columns cannot be used"):
+            with exit_on(ValueError, f"{name}: --columns cannot be used"):
                 chosen = columns.choose_columns(row, named)
         with exit_on_bad_row(name, number, row):
             rows.append(check_row(columns.rename(row, chosen), refused))
@@ -115,10 +116,10 @@ def read_json(path: str) -> list:
     return content
 
 
-def read_with_datasets(name: str, held_out: bool) -> list[dict]:
+def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]:
     """The rows of a file, or of one split of a directory or of a data set on the hub. A name may
     end with the data set's config and split, as in openai/gsm8k:main@test. The default split is
-    test for held-out questions, and train for others."""
+    test for held-out questions, and train for others. named: --columns."""
     kind = FILE_KINDS.get(os.path.splitext(name)[1])
     if kind:
         check(os.path.isfile(name), f"{name} does not exist, or is not a file")
@@ -126,7 +127,11 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
         endings = ", ".join(FILE_KINDS)
         check(not os.path.isfile(name), f"{name} is not a file of questions; try {endings}")
     whole, _, split = name.partition("@")
-    path, _, config = ("openai/gsm8k:main" if whole == "gsm8k" else whole).partition(":")
+    is_gsm8k = whole in ("gsm8k", "openai/gsm8k")
+    path, _, config = ("openai/gsm8k:main" if is_gsm8k else whole).partition(":")
+    # The name of a directory may have these characters.
+    if os.path.isdir(name):
+        path, config, split = name, "", ""
 
     def read():
         # `datasets` is slow to import, and not needed for other data.
@@ -136,11 +141,18 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
         try:
             if kind:
                 # A file has one split, which `datasets` calls train.
-                return list(datasets.load_dataset(kind, data_files=name, split="train"))
+                options = csv_options(named) if kind == "csv" else {}
+                found = datasets.load_dataset(kind, data_files=name, split="train", **options)
+                return [row for row in found if kind != "csv" or any(row.values())]
             return list(datasets.load_dataset(path, config or None, split=split or default))
         except datasets.exceptions.DatasetGenerationError as e:
             # This error itself does not say what is wrong with the data.
             raise e.__cause__ or e from None
+        except ValueError as e:
+            # This error lists the configs on its next lines.
+            if "Config name is missing" not in str(e):
+                raise
+            raise ValueError(f"{' '.join(str(e).split())} Give one as {path}:CONFIG") from None
 
     failure = f"{name} cannot be loaded"
     if kind:
@@ -164,6 +176,13 @@ def read_with_datasets(name: str, held_out: bool) -> list[dict]:
         return hub.ask(name, read, failure)
 
 
+def csv_options(named: str) -> dict:
+    """Options for pandas: answers stay as they are written, and only empty fields are missing."""
+    names = [*columns.NAMES["answer"], *re.findall(r"answer=([^,]+)", named)]
+    as_written = {name.strip(): str for name in names}
+    return dict(converters=as_written, keep_default_na=False, na_values=[""])
+
+
 def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
     """Exit with code 2 on any error in the context. The message names the line of a .jsonl file, or
     the row of other data, and shows the first characters."""
@@ -184,6 +203,8 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     # This excludes bool, a subclass of int, and also 1e999 and NaN, which JSON may contain.
     if type(answer) in (int, float) and math.isfinite(answer):
         row["answer"] = number_text(answer)
+    elif isinstance(answer, decimal.Decimal) and answer.is_finite():
+        row["answer"] = f"{answer:f}"
     texts = ["question", "answer"]
     if row.get("demonstration") is not None:
         texts.append("demonstration")

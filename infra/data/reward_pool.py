@@ -84,7 +84,11 @@ class RewardPool:
         # Names of the functions that have returned a score in this run.
         self.have_worked = set()
         self.channel, theirs = FORK.Pipe()
-        supervisor = Supervisor(theirs, functions, workers or default_workers(), seconds, log)
+        # Call a function once for each answer, even if it is SOLVED and also one of REWARDS.
+        distinct = {id(function): function for function in functions}
+        self.columns = [[*distinct].index(id(function)) for function in functions]
+        called = [*distinct.values()]
+        supervisor = Supervisor(theirs, called, workers or default_workers(), seconds, log)
         self.process = FORK.Process(target=supervisor.main, args=[self.channel])
         self.process.start()
         theirs.close()
@@ -118,7 +122,7 @@ class RewardPool:
         self.channel.send((arguments, np.asarray(truncated)))
         scores, faults, worked = self.channel.recv()
         self.have_worked.update(worked)
-        return scores, faults
+        return scores[:, self.columns], faults
 
     def by_name(self, scores: np.ndarray) -> dict:
         """Returns {name in metrics and samples: a column of scores, or one answer's score}.
@@ -494,7 +498,9 @@ def reporter(channel: socket.socket, scores: np.ndarray) -> Callable[[int, float
 
 def calls_at_once(function: Callable) -> int:
     """How many calls of a function run at the same time in a worker."""
-    return AT_ONCE if inspect.iscoroutinefunction(function) else 1
+    # An object may have an `async def __call__`.
+    is_async = map(inspect.iscoroutinefunction, (function, type(function).__call__))
+    return AT_ONCE if any(is_async) else 1
 
 
 def score(function: Callable, row: bytes, answer: str) -> float | str:

@@ -238,8 +238,8 @@ def call_the_roll(processes, names, facts, seconds):
     if absent:
         fault = (
             f"{len(names)} processes are expected, {len(facts_of)} started within {seconds} s; "
-            f"absent: {', '.join(names[i] for i in absent)}. Was only worker 0 started? {START_ALL}; "
-            "a larger --start_timeout waits longer"
+            f"absent: {', '.join(names[i] for i in absent)}. Was only worker 0 started? "
+            f"{START_ALL}; a larger --start_timeout waits longer"
         )
     for f in files:
         # A process may have given up waiting.
