@@ -68,17 +68,28 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
 
 
 def test_messages_may_come_in_parts_and_beside_empty_columns(tmp_path):
-    parts = [{"type": "text", "text": ASK[:4]}, {"type": "text", "text": ASK[4:]}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "2"}]
-    other = [{"role": "user", "content": "other"}]
+    parts = [{"type": "text", "text": text} for text in (ASK[:4], ASK[4:])]
+    asked = {"role": "user", "content": parts}
+    answered = {"role": "assistant", "content": "2"}
+    # Neither a null nor a column that happens to have our name counts.
+    row = {
+        "messages": [asked, answered],
+        "answer": None,
+        "prompt_messages": [{"role": "user", "content": "other"}],
+    }
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": turns, "answer": None, "prompt_messages": other}))
+    path.write_text(json.dumps(row))
     (row,) = load_rows(str(path), False)
-    assert (row["question"], row["answer"]) == (ASK, "2")
-    # A question may look like JSON.
-    path.write_text(json.dumps({"question": '[{"role": 1}] has how many?', "answer": "1"}))
+    assert row["question"] == ASK
+    assert row["answer"] == "2"
+
+
+def test_a_question_may_look_like_json(tmp_path):
+    question = '[{"role": 1}] has how many?'
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": question, "answer": "1"}))
     (row,) = load_rows(str(path), False)
-    assert columns.messages_of(row, "") == [{"role": "user", "content": row["question"]}]
+    assert columns.messages_of(row, "") == [{"role": "user", "content": question}]
 
 
 def test_answers_of_a_csv_file_stay_as_they_are_written(tmp_path):
@@ -87,21 +98,24 @@ def test_answers_of_a_csv_file_stay_as_they_are_written(tmp_path):
     lines = "".join(f"{ASK},{text},3\n" for text in texts)
     (tmp_path / "rows.csv").write_text(f"problem,result,words\n{lines},,\n")
     rows = load_rows(f"{tmp_path}/rows.csv", False, "answer=result")
-    assert [(row["answer"], row["words"]) for row in rows] == [(text, 3) for text in texts]
+    assert [row["answer"] for row in rows] == texts
+    assert {row["words"] for row in rows} == {3}
 
 
 def test_a_set_of_several_configs_asks_for_one(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    row = json.dumps({"question": ASK, "answer": "2"})
+    configs = []
     for name in ("main", "socratic"):
         (tmp_path / "sums" / name).mkdir(parents=True)
-        row = json.dumps({"question": ASK, "answer": "2"})
         (tmp_path / "sums" / name / "train.jsonl").write_text(row)
-    files = [{"config_name": name, "data_files": f"{name}/*"} for name in ("main", "socratic")]
-    (tmp_path / "sums/README.md").write_text(f"---\nconfigs: {json.dumps(files)}\n---\n")
+        configs.append({"config_name": name, "data_files": f"{name}/*"})
+    (tmp_path / "sums/README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
     with pytest.raises(SystemExit):
         load_rows("sums", False)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "['main', 'socratic']" in said and "Give one as sums:CONFIG" in said, said
+    assert "['main', 'socratic']" in said
+    assert "Give one as sums:CONFIG" in said
     assert len(load_rows("sums:main", False)) == 1
     # A directory may have such a name itself.
     (tmp_path / "sums/main").rename(tmp_path / "sums@v:1")

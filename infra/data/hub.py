@@ -57,7 +57,10 @@ def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
             except Exception as e:
                 found = fault(e)
                 if not found:
-                    if any(status_of(cause) in (401, 403) for cause in causes(e)):
+                    response = getattr(e, "response", None)
+                    is_refused = getattr(response, "status_code", None) in (401, 403)
+                    # `datasets` keeps only the text of such an error.
+                    if is_refused or "gated dataset" in str(e):
                         raise HubError(f"{first_line(e)}; {LOGIN}") from e
                     raise
                 reason, asked_seconds = found
@@ -91,13 +94,16 @@ def fault(error: BaseException) -> tuple[str, float] | None:
         httpx.RemoteProtocolError,
         httpx.TimeoutException,
     )
-    for error in causes(error):
-        status = status_of(error)
+    seen = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", None)
         if status is not None:
             if status not in (408, 429) and status < 500:
                 return None
-            reason = f"the hub answers {status} {error.response.reason_phrase}"
-            return reason, seconds_asked(error.response.headers)
+            reason = f"the hub answers {status} {response.reason_phrase}"
+            return reason, seconds_asked(response.headers)
         if isinstance(error, broken):
             # A certificate that is not trusted now will not be trusted later.
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -106,21 +112,8 @@ def fault(error: BaseException) -> tuple[str, float] | None:
         # Large files come from a store, through a library whose errors differ only in their text.
         if "CAS Client Error" in str(error):
             return f"the hub's store fails ({first_line(error)})", 0
-    return None
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, its cause, the cause of that, and so on."""
-    seen = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        yield error
         error = error.__cause__ or error.__context__
-
-
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status of an error, or None if it has no response."""
-    return getattr(getattr(error, "response", None), "status_code", None)
+    return None
 
 
 def seconds_asked(headers: Mapping[str, str]) -> float:
