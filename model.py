@@ -817,7 +817,9 @@ def cached_forward(
     def one_layer(attend, carry, w):
         x_BTD, cache, layer_number = carry
         if layout.kind == "fsdp":
-            # All-gather this layer's weights.
+            # All-gather this layer's weights, and not before the layer begins: where each layer is
+            # a stack of its own, XLA would gather all layers at once.
+            w, x_BTD = jax.lax.optimization_barrier((w, x_BTD))
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}
         attend_in_layer = partial(attend, layer=layer_number, cache=cache)
         x_BTD, cache = layer(cfg, x_BTD, w, rope, attend_in_layer)

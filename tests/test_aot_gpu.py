@@ -143,6 +143,19 @@ def test_offloaded_7b_fits_one_gpu(tmp_path, record_property):
 
 
 # ---------------------------------------------------------------- the rollout's decode loop
+def test_the_layout_fsdp_gathers_one_layer_at_a_time(tmp_path, record_property):
+    """Each layer has arrays of its own, and XLA would gather all layers before the first."""
+    write_config(tmp_path, "3B", num_hidden_layers=8)
+    bench = ROOT / "tools/bench_rollout.py"
+    flags = "--aot h100-8 --layout fsdp --batch 64 --prompt 128 --answer 128"
+    printed = compile_for_gpus(bench, f"--model {tmp_path} {flags}")
+    peak = float(re.search(r"peak ([\d.]+) GB", printed)[1])
+    V, D, F, *_ = SIZES["3B"]
+    # The LM head, and four of the eight layers, of which the matrices [D, F] are most.
+    assert peak <= (V * D + 4 * 3 * D * F) * 2 / 1e9, printed
+    record_property("peak, GB", peak)
+
+
 @pytest.mark.parametrize("size", ["3B", "7B", pytest.param("Qwen3-8B", marks=pytest.mark.soak)])
 def test_decoding_for_gpus_reads_weights_and_cache_once(size, record_property):
     """A decode step reads the weights and the KV cache once, and GPUs exchange only sums over tp.

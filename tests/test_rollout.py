@@ -107,11 +107,19 @@ def test_an_engine_asks_as_in_the_training(tiny_directory, tmp_path):
     assert asked[0] == asked[1] != asked[2]
 
 
+def test_prompts_that_do_not_divide_over_the_devices_are_refused():
+    on = mesh(1, 8, 1)
+    params = random_params(TIED, on)
+    prompts = random_prompts(TIED, (4, 4, 4))
+    with pytest.raises(ValueError, match="3 prompts do not divide over 8 devices"):
+        generate(params, TIED, prompts, 8, on)
+
+
 def test_an_engine_takes_as_many_devices_as_divide_the_model(tiny_directory, monkeypatch):
     six = jax.local_devices()[:6]
     monkeypatch.setattr(jax, "local_devices", lambda: six)
     engine = Engine.of_directory(tiny_directory, max_answer=8)
-    assert engine.model_cfg.D == 128 and engine.layout.mesh.size == 2
+    assert engine.model_cfg.D == 128 and engine.layout.mesh.size == 4
 
 
 # ---------------------------------------------------------------- layouts, waves, stages
@@ -221,6 +229,8 @@ def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
     answers, live, logprobs = uncached_answers()
     resize = mock.Mock(wraps=layouts.resize_array)
     monkeypatch.setattr(layouts, "resize_array", resize)
+    # Prefill two prompts at a time.
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 16)
     heard = []
 
     def progress(done, tokens):
@@ -239,9 +249,8 @@ def test_rollouts_equal_uncached_forward(way, monkeypatch, record_property):
         assert not out["logprobs_BT"][i, n:].any()
         errors[i] = abs(out["logprobs_BT"][i, :n] - logprobs[i]).max()
     check_errors(errors, 1e-4, record_property)
-    ended = len(live) - sum(live)
     tokens = sum(map(len, answers))
-    assert heard[-1] == (ended, tokens), heard
+    assert heard[-1] == (len(live), tokens), heard
     assert len(heard) == way.heard
     dropped = 0
     slots = set()
@@ -542,7 +551,10 @@ def test_batch_shrinks_where_that_saves_a_tenth():
         (live("1111 0111 1111 0111"), 100, (4, 4)),
         (live("0000 0000 0000 0000"), 100, (1, 1)),
         (live("1100 0100 0000 0000"), 10000, (4, 4)),
-        (live("110 010 000"), 1, (3, 3)),
+        (live("110 010 000"), 1, (3, 1)),
+        (live("10000 00000 00000 00000 00000"), 1, (1, 1)),
+        (live("11111 11111 10000 00000 00000"), 1, (3, 5)),
+        (live("10000 10000 10000 10000 00000"), 1, (4, 1)),
     ]
     # fmt: on
     for is_live_RPG, weights, size in cases:

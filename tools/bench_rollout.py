@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding
 import model
 from infra.data import hf
 from infra.host import chips
-from infra.host.console import check
+from infra.host.console import check, exit_on
+from infra.host.files import CheckpointError
 from infra.rollout import layouts
 from infra.rollout.engine import Engine
 from infra.rollout.layouts import Layout, RolloutSize
@@ -148,8 +149,8 @@ def time_transformers(cfg: ModelConfig, weights, mesh: Mesh, prompts, args) -> f
         rms_norm_eps=cfg.rms_eps,
     )
     with tempfile.TemporaryDirectory() as directory:
-        # All layers are in one stack on CPUs and TPUs, where this comparison runs.
-        (layers,) = weights["layers"]
+        # On GPUs, each layer is its own stack.
+        layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *weights["layers"])
         hf.save(directory, weights | {"layers": layers}, cfg, mesh, args.dtype)
         config.save_pretrained(directory)
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -175,7 +176,8 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     if name in SIZES:
         weights = random_weights(cfg, layout, dtype, size.quantised)
     else:
-        params = hf.load(hf.ModelFiles(name, cfg), layout.mesh)
+        mesh = Mesh(layout.mesh.devices.reshape(1, -1, 1), model.AXES)
+        params = hf.load(hf.ModelFiles(name, cfg), mesh)
         weights = layouts.to_rollout(params, layout, dtype, size.quantised)
         del params
     rng = np.random.default_rng(0)
@@ -218,18 +220,17 @@ def main(argv=None) -> None:
     absent_types = args.aot.split(",")
     kinds = args.layout.split(",")
     for name, absent, kind in itertools.product(models, absent_types, kinds):
-        cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
+        with exit_on(CheckpointError, f"--model {name} is not one of {', '.join(SIZES)}"):
+            cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
         # Without stop tokens, every row decodes its full length.
         cfg = replace(cfg, stop_ids=())
-        devices = np.array(absent_devices.of_kind(absent) if absent else jax.devices())
+        with exit_on(Exception, f"cannot compile for --aot {absent} here; try v6e-8 or h100-8"):
+            devices = np.array(absent_devices.of_kind(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)
+        check(is_kind, f"--layout {kind} is not one of auto, {', '.join(layouts.LAYOUTS)}")
         check(
-            is_kind
-            and args.npq > 0
-            and args.batch % args.npq == 0
-            and args.batch % devices.size == 0,
-            f"--layout is one of auto, {', '.join(layouts.LAYOUTS)}; --npq {args.npq} and "
-            f"{devices.size} devices must divide --batch {args.batch}",
+            args.npq > 0 and args.batch % args.npq == 0 and args.batch % devices.size == 0,
+            f"--npq {args.npq} and {devices.size} devices must divide --batch {args.batch}",
         )
         check(
             not args.lengths or chips.chip(devices[0]).clock,

@@ -134,7 +134,7 @@ def seconds_of_prefill(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     static = dict(group=group, model_cfg=cfg, layout=layout)
     program = engine.prefill.lower(weights, state, prompts, lengths, 0, **static).compile()
     chip = chips.chip(layout.mesh.devices.flat[0])
-    calls = n_prompts // at_once
+    calls = -(-n_prompts // at_once)
     return calls * clock.program_clock(program.as_text(), cfg.L, chip).ms / 1e3
 
 

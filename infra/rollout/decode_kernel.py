@@ -28,7 +28,8 @@ SCORE_BYTES = 2**21
 LEAST = -1e30
 # Maximum rows of a block: the attention kernel reads the lengths of a block's rows one by one.
 MOST_ROWS = 16
-# Maximum queries per row of a block, if M has a suitable divisor; see `queries_of_block`.
+# A block has at most this many queries per row, unless M has no suitable divisor: see
+# `queries_of_block`.
 MOST_QUERIES = 1024
 # Maximum slots per block of the attention kernel.
 BLOCK_SLOTS = 512

@@ -6,7 +6,6 @@ cache grows from stage to stage, and rows that have ended leave the batch betwee
 device cannot hold all of its rows at once, the rows are decoded in waves.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +27,8 @@ from infra.rollout.sampling import Sampling, sample_token
 from infra.rollout.waves import Rows, Wave, plan_waves, resize_wave, rows_of
 from model import ModelConfig
 
-# Maximum prompt tokens that a device computes in one call of `prefill`.
+# Maximum prompt tokens that a device computes in one call of `prefill`, unless a single prompt is
+# longer.
 PREFILL_TOKENS = 4096
 # Maximum tokens per answer in one call of `decode`. Rows that have ended leave the batch between
 # calls. On CPUs, each row that leaves saves time, so calls are shorter.
@@ -48,8 +48,8 @@ class Engine:
     dtype: str  # compute dtype of training; evaluations use it, too
     rollout_dtype: str  # dtype of rollouts in training, or int8
     max_answer: int  # maximum tokens of an answer
-    # {answers per prompt: answers that a device decodes at once}. For other numbers of answers
-    # per prompt, a device decodes all of its answers at once.
+    # {answers per prompt: answers that a device decodes at once}. If a number is missing, a device
+    # decodes all of its answers at once.
     rows_by_group: dict[int, int] = field(default_factory=dict)
     # The result of `layouts.to_rollout`; None before `load` and after `unload`.
     weights: dict | None = None
@@ -58,7 +58,8 @@ class Engine:
 
     @classmethod
     def of_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
-        """The engine of a Hugging Face directory on all devices of this process, with its weights.
+        """The engine of a Hugging Face directory, with its weights, on as many devices of this
+        process as divide the model's D.
 
         Raises CheckpointError if the model cannot be used, and exits with code 2 if its tokenizer
         cannot be used.
@@ -68,9 +69,10 @@ class Engine:
         # The tokenizer's end-of-turn token and its eos end an answer, even if the model's config
         # does not name them.
         model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
-        # The mesh shards the weights, as in training by default, over as many devices as divide D.
+        # The mesh shards the weights over D, as in training by default.
         devices = np.array(jax.local_devices())
-        devices = devices[: math.gcd(model_cfg.D, devices.size)]
+        most = max(n for n in range(1, devices.size + 1) if model_cfg.D % n == 0)
+        devices = devices[:most]
         mesh = Mesh(devices.reshape(1, -1, 1), model.AXES)
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
         # The prompts are not known yet: choose the layout for one answer per device, and for
@@ -79,7 +81,7 @@ class Engine:
         layout = layouts.choose_layout("auto", model_cfg, mesh, dtype, size)
         system = hf.trained_system(directory) or ""
         engine = cls(model_cfg, tokenizer, layout, dtype, dtype, max_answer, system=system)
-        engine.load(hf.load(hf.ModelFiles(directory, model_cfg), mesh))
+        engine.load(hf.load(hf.ModelFiles(directory, model_cfg), mesh, dtype=dtype))
         return engine
 
     def load(self, params: dict, exact: bool = False) -> None:
@@ -107,9 +109,10 @@ class Engine:
         """Sample an answer to each prompt, until a stop token or for max_answer tokens.
 
         prompts: this process's lists of token ids, the same number on each process. Every `group`
-        consecutive prompts are equal. key: a row's tokens depend on the key and on the row's index
-        among the rows of all processes, and on the layout only by rounding. progress(rows that have
-        ended, tokens) is called after each prefill and stage.
+        consecutive prompts are equal. Raises ValueError if the prompts do not divide over the
+        devices. key: a row's tokens depend on the key and on the row's index among the rows of all
+        processes, and on the layout only by rounding. progress(rows that have ended, tokens) is
+        called after each prefill and stage.
 
         Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after
         the stop token; lengths_B, stop token included; truncated_B, true if no stop token came;
@@ -174,6 +177,10 @@ class Engine:
         # Repeat the last prompt until the rows divide over the devices.
         missing = -len(prompts) % layouts.row_shards(self.layout)
         prompts += prompts[-1:] * missing
+        longest = padded_length(max(map(len, prompts)))
+        size = RolloutSize(len(prompts), 1, longest, self.max_answer)
+        which = self.model_cfg, self.layout, self.dtype
+        self.rows_by_group[1] = layouts.rows_that_fit(*which, size, resting=0, group=1)
         out = self.generate(prompts, jax.random.key(0), Sampling(temperature))
         return self.texts(out)[: len(questions)]
 
@@ -280,8 +287,10 @@ def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
 
 
 def totals(answers: dict) -> tuple[int, int]:
-    """Returns (number of rows that have ended, number of tokens of all rows)."""
-    ended = ~answers["truncated_B"]
+    """Returns (number of rows that have ended, by a stop token or by their length, number of tokens
+    of all rows)."""
+    is_full = answers["lengths_B"] == answers["tokens_BT"].shape[1]
+    ended = ~answers["truncated_B"] | is_full
     tokens = answers["lengths_B"].sum()
     return int(ended.sum()), int(tokens)
 
@@ -293,8 +302,8 @@ def prompts_at_once(n_prompts: int, width: int, layout: Layout) -> int:
     # All calls run the same number of prompts, so that one compiled program serves them all. Each
     # device that shares key/value heads computes the prompts of all devices that share them.
     most = max(1, PREFILL_TOKENS // (width * layout.sharing))
-    part_sizes = [n for n in range(1, n_prompts + 1) if n_prompts % n == 0]
-    return max(n for n in part_sizes if n <= most)
+    calls = -(-n_prompts // most)
+    return -(-n_prompts // calls)
 
 
 def prefill_wave(
@@ -318,6 +327,8 @@ def prefill_wave(
     state = layouts.empty_state(**sizes, dtype=dtype, cfg=model_cfg, layout=layout)
     at_once = prompts_at_once(n_prompts, width, layout)
     for first in range(0, n_prompts, at_once):
+        # The last call may compute some prompts again.
+        first = min(first, n_prompts - at_once)
         ids_B = first_row_ids[:, first : first + at_once].ravel()
         prompts = layouts.shard_rows(prompts_BT[ids_B], layout)
         lengths = layouts.shard_rows(prompt_length_B[ids_B], layout)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from infra.host import chips
+from infra.host import chips, processes
 from infra.host.console import check, say
 from infra.rollout import quantise
 from infra.rollout.kv_cache import Cache
@@ -33,9 +33,9 @@ from model import ModelConfig
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
 # sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
-# Estimated seconds of a layer's elementwise operations per row, on TPUs, and of rearranging rows
-# when devices exchange queries or results of attention. Both fit the times that tools/clock.py
-# estimates for 0.5B to 14B on v6e.
+# Estimated seconds, on TPUs, of a layer's elementwise operations for one row, and of rearranging
+# rows when devices exchange queries or results of attention. Both were fitted to the times that
+# tools/clock.py estimates for 0.5B to 14B on v6e.
 ROW_SECONDS = 0.08e-6
 EXCHANGE_SECONDS = 3e-6
 # Mesh axes that split the weights in the layout tp. The first one splits the key/value heads.
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Number of devices with the same key/value heads in the layout tp; otherwise 1. These
+        """In the layout tp, the number of devices with the same key/value heads; 1 in others. These
         devices have the same rows outside of attention, and split the rows in attention."""
         return self.mesh.shape["fsdp"] if self.kind == "tp" else 1
 
@@ -242,8 +242,8 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutS
     check(
         kind != "tp" or math.prod(layout.mesh.devices.shape[1:]) > 1,
         f"rollout_sharding = tp needs a number of devices above 1 that divides "
-        f"{jax.local_device_count()} local devices, feed-forward size {cfg.F} and vocabulary "
-        f"{cfg.V}; try --rollout_sharding auto",
+        f"{mesh.size // processes.host_count(mesh)} devices of a host, feed-forward size {cfg.F} "
+        f"and vocabulary {cfg.V}; try --rollout_sharding auto",
     )
     say(f"rollout: {text}")
     return layout
@@ -266,8 +266,8 @@ def rollout_format(name: str, spec: P, layout: Layout, has_adapters: bool) -> Fo
     with a dimension F in row-major order. If the orders differed, each call of `decode` would begin
     with a copy of these matrices of all layers. With adapters, the default remains: row-major
     order would make a step of 3B on v6e-8 take 4.7 ms instead of 4.2 by the compiler's clock. It
-    also remains in the layout fsdp, where each step gathers the matrices: in row-major order, the
-    shards along D of 7B on v6e-8 would take 4.07 GB of memory in decoding instead of 3.53.
+    also remains in the layout fsdp, where each step gathers the matrices: row-major order
+    would raise the peak memory of decoding 7B on v6e-8 from 3.53 to 4.07 GB.
     """
     order = None
     if "F" in model.letters(name) and not has_adapters and layout.kind != "fsdp":

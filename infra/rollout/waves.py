@@ -50,11 +50,14 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
     B: total number of rows. shards: number of parts that the rows are split into; devices may share
     a part. group: consecutive rows that share a prompt. at_once: maximum rows per part in a wave.
+    Raises ValueError if the parts cannot have equally many rows.
     """
+    if B % shards:
+        raise ValueError(f"{B} prompts do not divide over {shards} devices: repeat some of them")
     rows = B // shards
     at_once = min(at_once, rows)
-    # A part may begin inside a group. Cut groups into pieces of equal size: the largest that also
-    # divides a part, so that each piece is within one part.
+    # A part may begin inside a group. Cut each group into equal pieces whose size also divides a
+    # part, so that no piece is in two parts. Take the largest such size.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
     # Waves have equal sizes, so that one compiled program serves them all; the last one may have
@@ -68,18 +71,22 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
     return np.split(row_ids, n_waves, axis=1), group
 
 
-def halvings(count: int) -> list[int]:
-    """The count, and its halves as long as they are whole numbers: 12, 6, 3."""
-    # XLA compiles a program for each size, and halving leads to few sizes.
+def smaller_groups(count: int) -> list[int]:
+    """Divisors of the count, each the largest proper divisor of the one before: 12, 6, 3, 1."""
+    # XLA compiles a program for each size, and this leads to few sizes.
     found = [count]
-    while found[-1] % 2 == 0:
-        found.append(found[-1] // 2)
+    while found[-1] > 1:
+        last = found[-1]
+        found.append(max(n for n in range(1, last) if last % n == 0))
     return found
 
 
 def halved(count: int, needed: int) -> int:
-    """The smallest of `halvings(count)` that is at least `needed`."""
-    return min(n for n in halvings(count) if n >= needed)
+    """The smallest number that is at least `needed`, among the count and its halves, rounded up:
+    25, 13, 7, 4, 2, 1."""
+    while count > 1 and -(-count // 2) >= needed:
+        count = -(-count // 2)
+    return count
 
 
 def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
@@ -87,9 +94,9 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
 
     Chooses the size whose decode step reads the fewest bytes, among those with room for the live
     answers of every part. Keeps the present size unless this saves a tenth of the bytes. A prompt
-    with more live answers than the second number counts several times. is_live_RPG: P prompts of G
-    answers in each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one prompt, and
-    of one answer.
+    with more live answers than that is kept several times, and counted each time. is_live_RPG: P
+    prompts of G answers in each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one
+    prompt, and of one answer.
     """
     _, prompts, group = is_live_RPG.shape
     live_RP = is_live_RPG.sum(2)
@@ -100,7 +107,7 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
 
     now = prompts, group
     sizes = []
-    for block in halvings(group):
+    for block in smaller_groups(group):
         # Split the live answers of each prompt into blocks of this size.
         blocks_RP = -(-live_RP // block)
         needed = blocks_RP.sum(1).max()

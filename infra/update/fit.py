@@ -83,8 +83,8 @@ def check_rollout_memory(layout, resting: int, cfg, model_cfg) -> None:
     ways = [] if cfg.rollout_sharding == "auto" else ["--rollout_sharding auto"]
     check(
         weights_gib + resting / GIB < limit,
-        f"the rollout does not fit: on a device, its weights take {weights_gib:.2f} GiB, and the "
-        f"training state {resting / GIB:.2f}, of {limit:.2f}; try "
+        f"the rollout does not fit: on a device, its weights in {cfg.dtype} take {weights_gib:.2f} "
+        f"GiB, and the training state {resting / GIB:.2f}, of {limit:.2f}; try "
         f"{', '.join([*ways, rollout_advice(cfg)])}",
     )
 
