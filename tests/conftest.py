@@ -43,8 +43,8 @@ from safetensors.numpy import load_file, save_file
 
 import model
 import train
-from infra.data import hf
-from infra.data.tiny import make_tiny
+from infra.data import hf, questions
+from infra.data.tiny import arith, make_tiny
 from infra.host import console
 from infra.rollout import engine, layouts
 from infra.rollout.sampling import Sampling
@@ -63,9 +63,18 @@ def pytest_report_header():
     return f"jax {jax.__version__} on {devices}, Pallas kernels {kernels}"
 
 
+LONGEST = {
+    "test_the_embedded_default_learns",
+    "test_commands_of_this_machine_work_one_after_another",
+    "test_a_killed_process_brings_all_down_and_they_resume",
+    "test_a_plan_of_gpus_is_what_the_compiler_says",
+    "test_update_keeps_the_input_of_each_layer_and_no_logits",
+}
+
+
 def pytest_collection_modifyitems(items):
-    # Begin with the longest test: otherwise one of two processes would end with it alone.
-    items.sort(key=lambda item: item.name != "test_the_embedded_default_learns")
+    # Begin with the longest tests: otherwise one of two processes would end with one of them alone.
+    items.sort(key=lambda item: item.originalname not in LONGEST)
 
 
 def pytest_runtest_teardown():
@@ -369,12 +378,19 @@ def run_train(*flags, devices=1, code=0, **env):
     return run(*command, code=code, JAX_NUM_CPU_DEVICES=str(devices), **env)
 
 
+@cache
+def few_questions(held_out):
+    """Some of arith's questions: encoding 20,000 takes seconds."""
+    return arith(held_out)[:99]
+
+
 def refused(*flags):
     """Run train.py in this process. Returns the message with which it refuses its flags before it
     loads weights."""
     held = len(jax.live_arrays())
     with (
         mock.patch.object(hf, "load", side_effect=AssertionError("weights were loaded")),
+        mock.patch.object(questions, "arith", few_questions),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()) as err,
         pytest.raises(SystemExit) as refusal,

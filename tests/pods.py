@@ -66,6 +66,7 @@ class Cloud:
             "PATH": f"{self.stub}/bin:{ROOT}/.ci:{os.environ['PATH']}",
             "PYTHON": f"{self.stub}/bin/python3.12",
             "REAL_PYTHON": sys.executable,
+            "IMPATIENT": f"{ROOT}/tests/impatient.py",
             "GCLOUD_STUB": str(self.stub),
             "HOME": str(self.home),
         }
@@ -133,6 +134,7 @@ def cloud(tmp_path):
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "4",
         "REAL_PYTHON": sys.executable,
+        "IMPATIENT": f"{ROOT}/tests/impatient.py",
     }
     lines = [f"{name}={value}\n" for name, value in environment.items()]
     write(cloud.stub / "worker.env", "".join(lines))

@@ -34,7 +34,7 @@ def update_facts(*words):
 @pytest.mark.parametrize("size, attention, device_type", [
     ("0.5B",       "cudnn",     "h100-1"),
     ("0.5B",       "cudnn",     "h100-8"),
-    ("0.5B",       "cudnn",     "h100-16"),
+    pytest.param("0.5B", "cudnn", "h100-16", marks=pytest.mark.soak),
     ("0.5B",       "blockwise", "h100-8"),
     ("Qwen3-0.6B", "cudnn",     "h100-8"),
 ])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import arguments, chatml, edit, load, refused, restored_signals, shared, spoiled_copy
+from safetensors import safe_open
 
 import train
 from infra.data import hf
@@ -299,6 +300,17 @@ def test_a_tokenizer_without_a_template_gets_chatml_and_passes_it_on(tiny_direct
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "final")
     text = theirs.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
     assert text == BRIEF
+
+
+@pytest.mark.parametrize("named, dtype", [("bfloat16", "BF16"), ("float16", "F16"), (None, "F32")])
+def test_final_has_the_dtype_that_the_config_names(named, dtype, tiny_directory, tmp_path):
+    source = spoiled_copy(tiny_directory, tmp_path / "x", "config.json", {"torch_dtype": named})
+    params, cfg = load(source)
+    hf.write_final(str(tmp_path), str(source), params, cfg, mesh(), {})
+    with safe_open(tmp_path / "final/model.safetensors", "np") as final:
+        names = final.keys()
+        found = {final.get_slice(name).get_dtype() for name in names}
+    assert found == {dtype}
 
 
 # ---------------------------------------------------------------- the answer

@@ -194,6 +194,16 @@ def test_checkpoints_that_failed_do_not_fill_the_disk(tmp_path, monkeypatch):
     assert here == [[], [2], [3], [4], []]
 
 
+def test_a_state_that_an_update_has_taken_is_not_saved(tmp_path):
+    """An update donates the arrays of its state, so that they are gone if it fails."""
+    array = jnp.ones(4)
+    saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
+    saver.remember(8, {"params": {"norm_D": array}}, 0)
+    array.delete()
+    assert saver.save_before_exit() == "nothing is saved yet"
+    assert checkpoint.saved_steps(str(tmp_path)) == []
+
+
 def test_a_run_that_ends_waits_until_all_processes_have_saved(tmp_path, monkeypatch):
     saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
     saver.remember(8, {"params": {"norm_D": jnp.ones(4)}}, 0)

@@ -257,7 +257,7 @@ def test_a_claim_is_read_with_patience_and_its_signs_do_not_wait(
 
 # ---------------------------------------------------------------- complete runs
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_second_run_is_refused_and_the_first_goes_on(processes, tmp_path, tmp_path_factory):
     """While a run is paused with SIGSTOP, a second run in its directory is refused and changes
     nothing. The first run then continues to its end."""

@@ -91,8 +91,8 @@ MISTAKES = {  # {flags: what the message must say}
     "--batch 8 --npq 8 --minibatches 1 --micro_batch 9": "micro_batch = 9 is more",
     "--max_prompt 20": "the shortest has 26; raise --max_prompt",
     "--max_prompt 9": "the chat template alone take 13 tokens of max_prompt = 9; raise",
-    "--batch 1000000": "asks 1000000 questions a step; arith has 20000; try --batch 20000",
-    "--batch 20000 --npq 9999": "sequences, in rows of",
+    "--batch 1000000": "asks 1000000 questions a step; arith has 99; try --batch 99",
+    "--batch 99 --npq 9999992": "sequences, in rows of",
     "--max_answer 1 --eval_data none": "max_answer = 1",
     "--max_answer 1000": "exceed the model's 1024 positions",
     # what this machine does not have
@@ -147,6 +147,24 @@ def test_a_chip_that_the_losss_kernels_do_not_know_gets_plain_jax(capsys):
         train.resolve(train.Config(loss_impl="pallas"), mesh)
     assert refusal.value.code == 2
     assert "not bfloat16 on TPU v99; try --loss_impl jax" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "platform, kind, dtype, chosen",
+    [
+        ("cpu", "cpu", "auto", ("float32", "blockwise", "jax")),
+        ("gpu", "NVIDIA H100", "auto", ("bfloat16", "cudnn", "jax")),
+        ("gpu", "NVIDIA H100", "float32", ("float32", "blockwise", "jax")),
+        ("tpu", "TPU v6 lite", "auto", ("bfloat16", "splash", "pallas")),
+        ("tpu", "TPU v6 lite", "float32", ("float32", "blockwise", "jax")),
+    ],
+)
+def test_auto_is_the_fastest_that_the_devices_have(platform, kind, dtype, chosen):
+    device = mock.Mock(platform=platform, device_kind=kind)
+    mesh = mock.Mock(devices=np.array([device], dtype=object))
+    cfg = train.resolve(train.Config(dtype=dtype), mesh)
+    assert (cfg.dtype, cfg.attention, cfg.loss_impl) == chosen
+    assert cfg.rollout_dtype == cfg.dtype
 
 
 def test_a_model_too_wide_for_the_losss_kernels_is_refused(capsys):

@@ -173,17 +173,16 @@ def test_a_run_killed_in_an_evaluation_of_two_sets_resumes_bit_for_bit(tmp_path,
     run_train(*flags, "--out", tmp_path / "calm")
     out = tmp_path / "killed"
     command = [sys.executable, ROOT / "train.py", *flags, "--out", out]
-    for _ in range(2):
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-        )
-        # Kill the run right after a step's line: its evaluation comes next.
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    for step in (1, 2):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        # Kill the run after a step's line: its evaluation comes next, and then its checkpoint.
         for line in process.stdout:
-            if line.startswith("step "):
+            if line.startswith(f"step {step}/"):
                 break
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    run_train(*flags, "--out", out)
+    assert f"resuming {out} after step 1" in run_train(*flags, "--out", out)
     calm, resumed = (read_jsonl(path / "evals.jsonl") for path in (tmp_path / "calm", out))
     assert resumed == calm and len(calm) == 3 * 125 * 4
 

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import tempfile
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,12 +18,11 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL, arguments, read_jsonl, restored_signals
+from conftest import SMALL, arguments, few_questions, read_jsonl, restored_signals
 from numpy.testing import assert_allclose
 
 import train
 from infra.data import questions
-from infra.data.tiny import arith
 from infra.host import chips, memory
 from infra.rollout import layouts
 from infra.rollout.engine import Engine
@@ -453,21 +451,12 @@ RUN_FLAGS = (
 )
 
 
-every_question = arith
-
-
-@cache
-def few_questions(held_out):
-    return every_question(held_out)[:99]
-
-
 @pytest.fixture
 def train_here(tmp_path, monkeypatch):
     """Returns train.main, to run in this process and an empty directory. Its signal handlers are
     undone at the end."""
     monkeypatch.chdir(tmp_path)
-    # One device and few questions save time: compiling for all devices takes longer, and encoding
-    # 20,000 questions takes seconds.
+    # One device and few questions save time.
     monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
     monkeypatch.setattr(questions, "arith", few_questions)
     with restored_signals():

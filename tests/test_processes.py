@@ -84,7 +84,7 @@ def test_a_run_is_the_same_on_1_2_and_4_processes(tmp_path, tmp_path_factory, re
     assert max(learning["reward/std"]) > 0.05, "no answers differ in reward"
     assert min(learning["grad_norm"]) > 1e-3, learning["grad_norm"]
     errors = {}
-    for processes, on in ((2, "auto"), (4, "auto"), (2, "host_local")):
+    for processes, on in ((4, "auto"), (2, "host_local")):
         metrics, weights = metrics_and_weights(processes, on)
         apart = [relative(weights[name], wanted_weights[name]) for name in wanted_weights]
         errors[processes, on] = [np.abs(metrics - wanted).max(), max(apart)]

@@ -21,7 +21,8 @@ case "$*" in
       echo '{"step": 2}' >out/gs/bucket/run/final/podgrpo.json
       exit 0
     fi
-    exec "$REAL_PYTHON" "$@"
+    [ "$1" != -u ] || shift
+    exec "$REAL_PYTHON" -u "$IMPATIENT" "$@"
     ;;
   *) exec "$REAL_PYTHON" "$@" ;;
 esac
