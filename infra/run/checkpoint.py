@@ -380,6 +380,7 @@ class Saver:
         return self.last_saved()
 
     def last_saved(self) -> str:
+        """A message that names the last saved step."""
         if self.newest:
             return f"step {self.newest} is saved; give the same command again to resume"
         return "nothing is saved yet"
