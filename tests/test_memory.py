@@ -346,7 +346,7 @@ def test_a_rollout_that_does_not_fit_is_refused(monkeypatch, capsys):
         with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
             fit.check_rollout_memory(layout, resting, cfg, SMALL)
     message = capsys.readouterr().err
-    assert "the rollout does not fit: on a device, its weights in bfloat16 take" in message
+    assert "the rollout does not fit: on a device, its weights in float32 take" in message
     assert "try --rollout_sharding auto, --offload optimizer or params, a smaller" in message
 
 
