@@ -201,7 +201,7 @@ def test_a_mistake_ends_with_exit_code_2_and_is_not_in_the_way(tmp_path, one_que
     flags = ["--steps 0 --sft_steps 0 --out", out, *one_question]
     run_train(*flags)
     assert "seed was 1, is now 2" in refused(*flags, "--seed 2")
-    words = "rollout_dtype was 'float32', is 'int8'"
+    words = "rollout_dtype was 'float32', is now 'int8'"
     assert words in refused(*flags, "--rollout_dtype int8")
 
 

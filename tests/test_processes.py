@@ -60,7 +60,7 @@ def test_a_checkpoint_resumes_on_other_meshes(tmp_path, record_property):
         again = losses(copy)
         errors[processes, devices, on] = np.abs(np.subtract(again, wanted))
     text = run_to_end(out, flags, 2, devices=8, batch=8, code=2)
-    assert "batch * processes was 4, is 8" in text, text
+    assert "batch * processes was 4, is now 8" in text, text
     check_errors(errors, 1e-5, record_property, "losses within")
 
 
