@@ -35,7 +35,7 @@ def update_facts(*words):
     ("0.5B",       "cudnn",     "h100-1"),
     ("0.5B",       "cudnn",     "h100-8"),
     pytest.param("0.5B", "cudnn", "h100-16", marks=pytest.mark.soak),
-    ("0.5B",       "blockwise", "h100-8"),
+    pytest.param("0.5B", "blockwise", "h100-8", marks=pytest.mark.soak),
     ("Qwen3-0.6B", "cudnn",     "h100-8"),
 ])
 # fmt: on
