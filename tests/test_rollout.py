@@ -213,7 +213,7 @@ WAYS = {
     "maxtext, stages, waves": Way((2, 4, 1), "maxtext", dict(stage=8, at_once=9), 8, 1, GROWING),
 }
 SLOW_WAYS = {
-    "one device, waves": Way((1, 1, 1), "replicated", dict(stage=6, at_once=12), 15, 6, GROWING),
+    "one device, waves": Way((1, 1, 1), "replicated", dict(stage=6, at_once=12), 15, 6, (16, 32)),
     "replicated": Way((1, 8, 1), "replicated", {}, 2),
     "tp, stages": Way((2, 4, 1), "tp", dict(stage=8), 4, 0, GROWING),
     "fsdp, stages, waves": Way((1, 8, 1), "fsdp", dict(stage=8, at_once=2), 8, 1, GROWING),
