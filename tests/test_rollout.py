@@ -119,7 +119,8 @@ def test_an_engine_takes_as_many_devices_as_divide_the_model(tiny_directory, mon
     six = jax.local_devices()[:6]
     monkeypatch.setattr(jax, "local_devices", lambda: six)
     engine = Engine.of_directory(tiny_directory, max_answer=8)
-    assert engine.model_cfg.D == 128 and engine.layout.mesh.size == 4
+    assert engine.model_cfg.D == 128
+    assert engine.layout.mesh.size == 4
 
 
 # ---------------------------------------------------------------- layouts, waves, stages
