@@ -154,6 +154,17 @@ def test_an_array_of_another_shape_is_refused(tmp_path):
         assert words in str(error.value), error.value
 
 
+def save_five_steps(saver):
+    """Returns (the newest complete step, the steps on the disk) after each of five saves."""
+    saved = []
+    for step in range(1, 6):
+        saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
+        saver.begin()
+        saver.finish()
+        saved.append((saver.newest, checkpoint.saved_steps(saver.out)))
+    return saved
+
+
 def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
     tmp_path, monkeypatch, capsys
 ):
@@ -168,12 +179,7 @@ def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
 
     monkeypatch.setattr(checkpoint, "save_shards", full_in_step_3)
     saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
-    saved = []
-    for step in range(1, 6):
-        saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
-        saver.begin()
-        saver.finish()
-        saved.append((saver.newest, checkpoint.saved_steps(str(tmp_path))))
+    saved = save_five_steps(saver)
     assert saved == [(1, [1]), (2, [1, 2]), (2, [1, 2, 3]), (4, [2, 4]), (5, [4, 5])]
     assert "step 3 cannot be saved" in capsys.readouterr().err
 
@@ -185,12 +191,7 @@ def test_checkpoints_that_failed_do_not_fill_the_disk(tmp_path, monkeypatch):
     send = mock.Mock(side_effect=[None, OSError("503"), OSError("503"), OSError("503"), None])
     monkeypatch.setattr(checkpoint.Saver, "send", send)
     saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
-    here = []
-    for step in range(1, 6):
-        saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
-        saver.begin()
-        saver.finish()
-        here.append(checkpoint.saved_steps(str(tmp_path)))
+    here = [steps for _, steps in save_five_steps(saver)]
     assert here == [[], [2], [3], [4], []]
 
 

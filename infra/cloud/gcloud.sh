@@ -228,11 +228,11 @@ delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
 # 1. If its queued request has FAILED, delete what is left, and return 2. Exit with a reason if waiting cannot help.
 wait_until_ready() {
-  local now before='-' last polls=0 error
+  local now before='-' previous polls=0 error
   [ -z "$dry_run" ] || return 0
   while :; do
     now="$(patiently state_now)" || exit 1
-    last="$before"
+    previous="$before"
     if [ "$now" != "$before" ]; then
       say "$name in $zone is ${now:-gone}"
       before="$now" polls=0
@@ -255,7 +255,9 @@ wait_until_ready() {
       '')
         maybe_paid="${maybe_paid// $zone/}"
         # A queued request stays until it is deleted.
-        case "$last" in ACCEPTED | PROVISIONING | WAITING*) die "$name was deleted while this command waited" 1 ;; esac
+        case "$previous" in
+          ACCEPTED | PROVISIONING | WAITING*) die "$name was deleted while this command waited" 1 ;;
+        esac
         return 1
         ;;
       STOP*) die "$name is stopped; delete it: $(again down)" ;;

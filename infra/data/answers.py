@@ -111,7 +111,7 @@ def usual(text: str) -> str:
     text = re.sub("[\u00ad\u200b-\u200f\u2060\ufe00-\ufe0f\ufeff\U0001f3fb-\U0001f3ff]", "", text)
     # U+2212 is a minus and never a dash, even with a space after it.
     text = re.sub(r"\u2212[^\S\n]*", "-", text)
-    # \u00bd is 1/2, and 3\u00bd is 3 1/2.
+    # ½ is 1/2, and 3½ is 3 1/2.
     fractions_of_one = "[\u00bc-\u00be\u2150-\u215e]"
     text = re.sub(fractions_of_one, lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
     text = text.replace("\u2044", "/").translate(EAST_ASIAN)

@@ -143,6 +143,7 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
                 # A file has one split, which `datasets` calls train.
                 options = csv_options(named) if kind == "csv" else {}
                 found = datasets.load_dataset(kind, data_files=name, split="train", **options)
+                # A spreadsheet may end in rows of empty fields.
                 return [row for row in found if kind != "csv" or any(row.values())]
             return list(datasets.load_dataset(path, config or None, split=split or default))
         except datasets.exceptions.DatasetGenerationError as e:
