@@ -186,7 +186,7 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
 class Blocks:
     """The sizes of a chunk, and of the tiles that the kernels split it into."""
 
-    chunk_tokens: int  # tokens of a chunk, added up over the devices along HEAD_AXES
+    chunk_tokens: int  # tokens of a chunk, summed over the devices along HEAD_AXES
     # Plain JAX does not use the other fields.
     tile_tokens: int = 0  # tokens of a tile in the forward; the backward takes all of the chunk
     tile_vocab: int = 0  # rows of the head in a tile
@@ -477,7 +477,7 @@ def rows_to_columns(dW_VD, shards):
     # Move one piece at a time, because XLA copies each array that it sends. Without the layout
     # constraint, XLA would also copy all of the columns.
     def move(i, columns):
-        # The last piece may overlap the piece before it, and moves the same rows again.
+        # If the last piece overlaps the piece before it, some rows are moved twice.
         start = jnp.minimum(i * piece, V - piece)
         rows = lax.dynamic_slice_in_dim(dW_VD, start, piece)
         rows = rows.reshape(piece, shards, d).transpose(1, 0, 2)
@@ -494,7 +494,7 @@ def rows_to_columns(dW_VD, shards):
 def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
     """Returns (logp, logsumexp, entropy) over all of V, [C] each.
 
-    row_C: each target's row of this shard of the head. reductions: of this shard's logits.
+    row_C: each target's row in this shard of the head. reductions: from this shard's logits.
     """
     # Only one device has the target's row of the head; the others get zeros.
     w_CD = head_VD.at[row_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)

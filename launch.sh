@@ -53,7 +53,7 @@ run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3;
 # ---------------------------------------------------------------- this machine
 pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
-# Install requirements.txt, jax[$1] if given, and packages for the flags $2... .venv/installed records the first two.
+# Install requirements.txt, jax[$1] if given, and packages for the flags ($2...). .venv/installed records the first two.
 setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") "
@@ -84,7 +84,7 @@ make_venv() {
   make_venv_with_uv
 }
 
-# If this machine's Python lacks only ensurepip, uv uses that Python; if not, uv downloads one. If uv is not installed,
+# If this machine's Python lacks only ensurepip, uv uses that Python; else it downloads one. If uv is not installed,
 # get it from the package index, or else from its own installer.
 make_venv_with_uv() {
   local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # CI tests 3.11 and 3.12
@@ -102,7 +102,7 @@ make_venv_with_uv() {
   run rm -rf "$uv"
 }
 
-# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. Export .env, which ps and logs would show as arguments.
+# Run program $1 of this tree, with JAX_PLATFORMS=$2 if given. Export .env: as arguments, its values would show in ps.
 program() {
   local path="$here/$1" platform="$2"
   shift 2
@@ -248,7 +248,7 @@ cmd_slurm() {
   setup "$extra" "$@"
   set -- --start_timeout 300 "${job[@]}" "$@" # nodes start at different times
   set -- "$venv/bin/python" "$here/infra/cloud/slurm_job.py" bash "$here/launch.sh" task "$@"
-  # sbatch runs this with /bin/sh, which may not know all quotes of bash. The second %q writes only those it knows.
+  # sbatch runs this with /bin/sh, which may not know all quotes of bash. The outer %q writes only quotes that sh knows.
   set -- --wrap "exec bash -c $(printf %q "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")")"
   # Two minutes before the time limit, Slurm sends SIGUSR1 to the batch script alone (B), which is slurm_job.py.
   set -- --requeue --signal=B:USR1@120 ${options[@]+"${options[@]}"} "$@"
@@ -360,5 +360,5 @@ case "$command" in
     ;;
   help | -h | --help) cmd_help ;;
   '') cmd_help && exit 2 ;;
-  *) die "unknown command $command: not cpu, gpu, slurm, plan, report, test, setup nor a TPU type; see help" ;;
+  *) die "unknown command $command: use cpu, gpu, slurm, plan, report, test, setup or a TPU type; see help" ;;
 esac

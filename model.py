@@ -114,7 +114,7 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
             ids = [] if ids is None else [ids]
         stop_ids += [i for i in ids if i not in stop_ids]
     if not all(type(i) is int and 0 <= i < V for i in stop_ids):
-        raise ValueError(f"eos_token_id = {stop_ids} holds ids outside of vocab_size = {V}")
+        raise ValueError(f"eos_token_id = {stop_ids} has ids outside of vocab_size = {V}")
     # `refuse_unsupported` has checked that all values of a setting are the same.
     rope = {name: values[0] for name, values in rope_settings(config).items()}
     cfg = ModelConfig(
@@ -390,7 +390,7 @@ def matmul(equation: str, x, w) -> jax.Array:
         xa = matmul(f"{of_x},{summed}R->{rows}R", x, w.a).astype(x.dtype)
         return matmul(equation, x, w.w) + w.scale * matmul(f"{rows}R,R{kept}->{of_y}", xa, w.b)
     if isinstance(w, Quantised):
-        # x's dtype holds every int8 exactly. The einsum with ones arranges the scales like the
+        # x's dtype represents every int8 exactly. The einsum with ones arranges the scales like the
         # output, so that they broadcast over it.
         scale = jnp.einsum(equation, jnp.ones([1] * x.ndim), w.scale, precision="highest")
         return scale * matmul(equation, x, w.int8)
@@ -817,7 +817,7 @@ def cached_forward(
     def one_layer(attend, carry, w):
         x_BTD, cache, layer_number = carry
         if layout.kind == "fsdp":
-            # All-gather this layer's weights, and not before the layer begins: where each layer is
+            # All-gather this layer's weights, but not before the layer begins: where each layer is
             # a stack of its own, XLA would gather all layers at once.
             w, x_BTD = jax.lax.optimization_barrier((w, x_BTD))
             w = {name: constrain(a, layout.mesh) for name, a in w.items()}

@@ -124,7 +124,7 @@ class Config:
     remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | least
     offload: Literal["none", "optimizer", "params"] = "none"  # kept in host memory; params = both
     # adapters
-    lora: Natural = 0  # rank of adapters, which are trained in place of all weights; 0 = none
+    lora: Natural = 0  # rank of adapters, which are trained instead of the weights; 0 = none
     lora_alpha: Positive = 32  # the adapters' product is multiplied by lora_alpha / lora
     adapter: str = ""  # directory of adapters to start from, in PEFT's format; "" = new adapters
     # the devices
@@ -150,7 +150,7 @@ class Config:
 
     @property
     def lora_scale(self) -> float:
-        """The factor of A B in W + scale A B; 0 without adapters."""
+        """The scale in W + scale A B; 0 without adapters."""
         return self.lora_alpha / self.lora if self.lora else 0.0
 
 
@@ -193,7 +193,8 @@ def formatted(row: dict, answer: str) -> float:
 
 # A reward function takes a row of the data, with all its columns, and the text of an answer. It may
 # be `async def`. Worker processes call it, and each process has its own global variables.
-# An answer's reward is the weighted sum of these functions.
+# An answer's reward is the weighted sum of these functions. Truncated answers and failed calls
+# score 0, so let no function score below 0: to be truncated would be better than to be wrong.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
 SOLVED = correct
@@ -227,7 +228,7 @@ def make_mesh(spec: str, devices: list) -> Mesh:
 
 
 def resolve(cfg: Config, mesh: Mesh) -> Config:
-    """Replace `auto` in dtype, rollout_dtype, attention and loss_impl by the choice for the mesh's
+    """Resolve `auto` in dtype, rollout_dtype, attention and loss_impl to the choice for the mesh's
     devices. Exits with code 2 if a flag names a kernel that these devices cannot run."""
     platform = mesh.devices.flat[0].platform
     chip = mesh.devices.flat[0].device_kind
@@ -331,7 +332,7 @@ def check_loss_impl(cfg: Config, model_cfg: model.ModelConfig, mesh: Mesh) -> No
 
 
 def check_data(cfg: Config, questions: list[dict], examples: list[dict]) -> None:
-    """Exit with code 2 unless the data has the questions that a step needs, and answers that
+    """Exit with code 2 unless the data has enough questions for a step, and answers that
     supervised steps can imitate."""
     processes = jax.process_count()
     asked = cfg.batch * processes
@@ -411,17 +412,19 @@ def rewards_of(scores) -> np.ndarray:
 
 def are_equal(reward_GQ) -> np.ndarray:
     """Whether all rewards of a group are equal, up to rounding: bool [G, 1]."""
-    # Rewards are rounded sums (0.1 + 0.2 differs from 0.3), so compare them with a tolerance. A
-    # standard deviation is rounded, too, and may not be exactly 0 if all rewards are equal.
+    # Rewards are rounded sums (0.1 + 0.2 differs from 0.3), so compare them with a tolerance. It is
+    # absolute below 1, because a sum such as 0.3 - 0.3 may be rounded to 1e-17 instead of 0. A
+    # standard deviation is rounded, too, and may differ from 0 even if all rewards are equal.
     best_G1 = reward_GQ.max(1, keepdims=True)
     worst_G1 = reward_GQ.min(1, keepdims=True)
-    return best_G1 - worst_G1 <= 1e-12 * np.maximum(abs(best_G1), abs(worst_G1))
+    largest_G1 = np.maximum(abs(best_G1), abs(worst_G1))
+    return best_G1 - worst_G1 <= 1e-12 * np.maximum(1, largest_G1)
 
 
 def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
     """Advantages of rewards [groups * npq] within each group, float64 [groups * npq].
 
-    They are exactly 0 if all rewards of a group are equal, see `are_equal`. The standard deviation
+    They are exactly 0 if a group's rewards are all equal (see `are_equal`). The standard deviation
     is the population's. Sources: grpo arXiv 2402.03300, drgrpo 2503.20783, rloo 2402.14740.
     """
     reward_GQ = np.asarray(reward_B, np.float64).reshape(-1, npq)
@@ -438,7 +441,7 @@ def group_advantages(reward_B, npq: int, kind: str) -> np.ndarray:
 
 def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
     """Whether each answer has a gradient, bool [answers]. All have one if the loss has a KL or an
-    entropy bonus, or a logprob is not finite; otherwise, those whose advantage is not 0."""
+    entropy bonus, or a logprob is not finite; otherwise, only answers whose advantage is not 0."""
     all_have = bool(cfg.beta or cfg.entropy_bonus or not are_finite(sampler_logprobs))
     has_advantage = np.asarray(advantages) != 0
     return has_advantage | all_have
@@ -446,7 +449,7 @@ def has_gradient(advantages, sampler_logprobs, cfg: Config) -> np.ndarray:
 
 def are_finite(logprobs: list | None) -> bool:
     """Whether the sampler's logprobs of all answers are finite. If not, the weights are broken.
-    Then compute all gradients: they are NaN, so the update is skipped, and MAX_SKIPPED skipped
+    Callers then drop no answer: gradients are NaN, the update is skipped, and MAX_SKIPPED such
     updates end the run."""
     return logprobs is None or bool(np.isfinite(np.concatenate(logprobs)).all())
 
@@ -625,18 +628,19 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
     # The float32 fields of the rows are the `vectors` of kernel.grpo_loss.
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
-    # Supervised steps have no entropy bonus: demonstrations are to be imitated, not varied.
-    entropy_bonus = cfg.entropy_bonus if "sampler_logprobs" in rows else 0.0
+    # Supervised steps imitate demonstrations, which were not sampled at a temperature and are not
+    # to be varied.
+    is_grpo = "sampler_logprobs" in rows
     loss, stats = kernel.grpo_loss(
         *inputs,
         vectors,
         mesh,
-        temperature=cfg.temperature,
+        temperature=cfg.temperature if is_grpo else 1.0,
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high,
         beta=cfg.beta,
         is_cap=cfg.is_cap,
-        entropy_bonus=entropy_bonus,
+        entropy_bonus=cfg.entropy_bonus if is_grpo else 0.0,
         impl=cfg.loss_impl,
     )
     # Report logprobs as the negative log-likelihood.
@@ -653,7 +657,7 @@ def gradients(params, rows, *, cfg, model_cfg, mesh):
     """Returns (gradients of one micro-batch, in float32 on the devices; its metrics). params: all
     weights of the policy; with --lora, the gradients are of the adapters alone."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
-    # With --offload params, XLA does not copy the layers here, because nothing reads this copy: the
+    # With --offload params, XLA drops this copy of the layers, because nothing reads it: the
     # forward fetches each layer from `at_rest`, which is `params`.
     on_device = jax.device_put(trained_part(params, cfg), DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
@@ -969,7 +973,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
     # Check after the download of the weights, which may be on the same disk.
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
-    # A run that resumes has its adapters in its checkpoint.
+    # A resumed run takes its adapters from its checkpoint.
     adapters = None if run.step else lora.read(cfg, model_cfg)
     if cfg.lora:
         run.check_base(lora.base_of(cfg, weights))

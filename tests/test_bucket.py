@@ -1,9 +1,12 @@
 """Runs with their checkpoints in a bucket, tested with a stand-in for gcloud."""
 
+import fcntl
 import json
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -108,6 +111,31 @@ def test_metrics_are_in_the_bucket_before_their_checkpoint(tmp_path, waits, monk
     rows = mock.call.send_all_but_checkpoints(RUN, compiled=False)
     own = mock.call.send_checkpoint(RUN, "step_000004", 0, 1)
     assert sent.mock_calls == [rows, own, mock.call.send_all_but_checkpoints(RUN)]
+
+
+def test_each_process_of_a_machine_sends_its_own_part(tmp_path, waits):
+    """By default, gcloud keeps its list of a folder's files in one place for all processes."""
+    (tmp_path / "list_seconds").write_text("0.5")
+    parts = [f"shards-{i:05}-of-00002.safetensors" for i in range(2)]
+    for part in parts:
+        (tmp_path / RUN / "step_000001").mkdir(exist_ok=True)
+        (tmp_path / RUN / "step_000001" / part).write_text(part)
+    with ThreadPoolExecutor(2) as threads:
+        send = partial(buckets.send_checkpoint, RUN, "step_000001", processes=2)
+        assert list(threads.map(send, range(2))) == [None, None]
+    there = tmp_path / "gs/bucket/run/step_000001"
+    assert sorted(path.name for path in there.iterdir()) == parts
+
+
+def test_processes_that_share_a_disk_fetch_one_after_another(tmp_path, waits, monkeypatch):
+    def rsync(*_):
+        with open(f"{RUN}/fetch.tmp") as f, pytest.raises(BlockingIOError):
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(buckets, "rsync", mock.Mock(side_effect=rsync))
+    buckets.fetch_all_but_checkpoints(RUN, final=True)
+    buckets.fetch_checkpoint(RUN, "step_000001", 0, 2)
+    assert buckets.rsync.call_count == 2
 
 
 @pytest.mark.parametrize(

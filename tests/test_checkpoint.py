@@ -226,12 +226,14 @@ def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
 DAMAGED = "shards-00002-of-00004.safetensors"
 
 
-def write_checkpoint(out, step, parts=range(4), run="7"):
-    """Write a checkpoint as four processes do, or only the files of some of them."""
+def write_checkpoint(out, step, parts=range(4), run="7", complete="0"):
+    """Write a checkpoint as four processes do, or only the files of some of them. complete: the
+    newest complete checkpoint at that time."""
     shards = checkpoint.shards_of({"a": jnp.arange(999.0), "n": jnp.int32(3)})
     for i in parts:
         with mock.patch.multiple(jax, process_index=lambda i=i: i, process_count=lambda: 4):
-            checkpoint.save_shards(shards, out / f"step_{step:06}", {"run": run})
+            about = {"run": run, "complete": complete}
+            checkpoint.save_shards(shards, out / f"step_{step:06}", about)
 
 
 def contents(out):
@@ -391,14 +393,30 @@ def test_checkpoints_that_are_all_damaged_end_the_run(two_checkpoints, capsys):
     assert DAMAGED in refusal(two_checkpoints, capsys)
 
 
-def test_parts_of_two_checkpoints_that_other_processes_lack_end_the_run(tmp_path, capsys):
-    """If this process has its parts of two checkpoints and another process has none, a disk was
-    lost, and the run ends."""
-    # A second checkpoint begins only when all processes have the first, so all must have had it.
-    write_checkpoint(tmp_path, 1, parts=[0])
-    write_checkpoint(tmp_path, 2, parts=[0])
+def test_a_complete_checkpoint_that_other_processes_have_lost_ends_the_run(tmp_path, capsys):
+    write_checkpoint(tmp_path, 2, parts=[0], complete="1")
     with process(0, other_has=np.zeros_like):
-        assert "process 0 has its part of steps [2, 1]" in refusal(tmp_path, capsys)
+        said = refusal(tmp_path, capsys)
+    assert "process 0 has its part of steps [2], and others have lost theirs" in said
+
+
+def test_launches_that_were_each_killed_in_their_first_save_are_no_obstacle(tmp_path, capsys):
+    """A spot VM may be preempted twice before any checkpoint is complete."""
+    for step in (7, 9):
+        # Each launch has a number of its own.
+        write_checkpoint(tmp_path, step, parts=[0], run=str(step))
+    with process(0, other_has=np.zeros_like):
+        assert newest(tmp_path, capsys)[0] == 0
+
+
+def test_a_file_names_the_newest_checkpoint_that_was_complete(tmp_path):
+    saver = checkpoint.Saver(str(tmp_path), keep=9, newest=0)
+    save_five_steps(saver)
+    saver.remember(6, {"params": {"norm_D": jnp.ones(4)}}, 0)
+    saver.save_before_exit()
+    files_there = [tmp_path / f"step_{step:06}" / ONE_FILE for step in range(1, 7)]
+    named = [checkpoint.read_about(path)["complete"] for path in files_there]
+    assert named == ["0", "1", "2", "3", "4", "5"]
 
 
 def test_resume_force_starts_over_beside_the_old_files(two_checkpoints):

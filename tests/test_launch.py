@@ -1,6 +1,7 @@
 """launch.sh on a stand-in for gcloud: what it prints, refuses and costs, and VMs that are
 preempted."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -37,10 +38,10 @@ def test_shellcheck_finds_nothing():
     run("shellcheck", "-x", *scripts.split(), cwd=ROOT)
 
 
-@pytest.mark.parametrize("words, seconds", [("stop", 600), ("stop 7.7", 30), ("stop 8.8", 0)])
-def test_stop_leaves_time_to_save(tmp_path, words, seconds):
-    """A user's stop kills a run after ten minutes, so that it can save. The launcher's stop names
-    the run, which waits for a worker that has ended, and kills it after 30 seconds."""
+@contextlib.contextmanager
+def stubborn_run(tmp_path):
+    """In the context, a run counts its SIGTERMs in the file `terms`, and does not end. Yields (its
+    process, a function that calls worker.sh with these words; there, sleep takes no time)."""
     scripts = tmp_path / "infra/cloud"
     shutil.copytree(ROOT / "infra/cloud", scripts)
     commands = tmp_path / "bin"
@@ -51,21 +52,44 @@ def test_stop_leaves_time_to_save(tmp_path, words, seconds):
     def is_ready():
         assert (tmp_path / "ready").exists()
 
-    # This run ignores SIGTERM.
-    busy = "trap '' TERM; exec 9>run.lock; flock 9; echo >ready; while :; do /bin/sleep 1; done"
+    def call(words):
+        path = f"{commands}:{os.environ['PATH']}"
+        return run("bash", scripts / "worker.sh", *words.split(), PATH=path)
+
+    busy = "trap 'echo >>terms' TERM; exec 9>run.lock; flock 9; echo >ready"
+    busy += "; while :; do /bin/sleep 1; done"
     with subprocess.Popen(["bash", "-c", busy], cwd=tmp_path, start_new_session=True) as process:
         try:
             write(tmp_path / "run.pid", str(process.pid))
             until_it_works(is_ready)
-            path = f"{commands}:{os.environ['PATH']}"
-            text = run("bash", scripts / "worker.sh", *words.split(), PATH=path)
-            assert seconds or process.poll() is None
+            yield process, call
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("words, seconds", [("stop 1", 600), ("stop 1 7.7", 30), ("stop 1 8.8", 0)])
+def test_stop_leaves_time_to_save(tmp_path, words, seconds):
+    """A user's stop kills a run after ten minutes, so that it can save. The launcher's stop names
+    the run, which waits for a worker that has ended, and kills it after 30 seconds."""
+    with stubborn_run(tmp_path) as (process, call):
+        text = call(words)
+        assert seconds or process.poll() is None
     slept = tmp_path / "slept"
     # After SIGKILL, the lock may be held for a moment.
     assert seconds <= (len(slept.read_text()) if slept.exists() else 0) <= seconds + 5
     assert text.count("another stop ends it at once") == (seconds == 600)
+
+
+def test_a_stop_that_gcloud_repeats_sends_one_sigterm(tmp_path):
+    """A second SIGTERM would end a save."""
+    terms, known = tmp_path / "terms", tmp_path / "run.stop"
+    with stubborn_run(tmp_path) as (_, call):
+        call("stop 1")
+        assert terms.read_text() == "\n" and known.read_text() == "1\n"
+    shutil.rmtree(tmp_path / "infra")
+    with stubborn_run(tmp_path) as (_, call):
+        call("stop 1")
+        assert terms.read_text() == "\n"
 
 
 def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):
@@ -386,19 +410,11 @@ def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
 
 def test_down_deletes_in_all_zones_however_it_was_made(cloud):
     (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
+    cloud.launch("v6e-8 up --name both")
     cloud.gcloud(
-        *[
-            "compute",
-            "tpus",
-            "queued-resources",
-            "create",
-            "both",
-            "--zone=us-east1-d",
-            "--node-id=both",
-        ],
+        *"compute tpus queued-resources create both --zone=us-east1-d --node-id=both".split(),
         *["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"],
     )
-    cloud.launch("v6e-8 up --name both")
     cloud.fail(" delete ", UNAVAILABLE)
     text = cloud.launch("v6e-8 down --name both --yes")
     assert "trying again in 5 seconds" in text, text
@@ -460,6 +476,23 @@ def test_an_answer_that_looks_like_the_end_of_a_run_is_not_the_end(tmp_path):
     subprocess.run(["bash", "-c", script], cwd=tmp_path, input=lines, text=True, check=True)
     assert (tmp_path / "ended").read_text() == "[w0] exit 0 1.5 7.7\n"
     assert (tmp_path / "seen").read_text() == "1\n"
+
+
+def test_a_worker_that_cannot_be_reached_is_not_waited_for_for_ever(tmp_path):
+    """Once the run has ended on some workers, the launcher ends, too, and names the costs."""
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    run_id=7.7 hosts=2 scratch=. name=pod type=v4-16 options=() dry_run= delete_when_done=
+    say() {{ echo "$1"; }}
+    die() {{ echo "$1"; exit "$2"; }}
+    sleep() {{ :; }}
+    patiently() {{ echo READY; }}
+    workers() {{ echo '[w0] exit 1 1.5 7.7'; return 255; }}
+    follow 1
+    """
+    text = run("bash", "-c", script, cwd=tmp_path, code=1)
+    assert text.count("following again") == 9, text
+    assert "others cannot be reached: bash launch.sh v4-16 status" in text, text
 
 
 def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
@@ -652,14 +685,14 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     cloud.launch("v6e-1 --spot --name spot", POD_FLAGS, ENDS, "--system", ["it's $HOME"], code=2)
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --spot --name spot", code=2)
-    assert "making spot again" in text and cloud.count("tpu-vm create") == 2, text
+    assert "recreating spot" in text and cloud.count("tpu-vm create") == 2, text
     flags = (cloud.stub / "spot/w0/podgrpo/run.flags").read_text().split("\0")
     assert flags[-5:] == ["--lr", "none", "--system", "it's $HOME", ""], flags
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --name spot", code=1)
-    assert "spot is PREEMPTED; it is made again only with --spot" in text, text
+    assert "spot is PREEMPTED; it is recreated only with --spot" in text, text
     text = cloud.launch("v6e-1 logs --name spot", code=1)
-    assert "the run may have gone with it" in text and "no run was started" not in text, text
+    assert "the run may have ended with it" in text and "no run was started" not in text, text
 
 
 def test_logs_without_a_run_and_logs_that_cannot_be_read_differ(cloud):
@@ -698,6 +731,24 @@ def test_gcloud_that_is_not_installed_is_named(cloud, tmp_path):
 def test_a_vm_that_is_not_there_is_looked_for_in_all_zones(cloud):
     text = cloud.launch("v6e-8 stop --name none", code=2)
     assert "there is no none in us-east5-b" in text
+
+
+def test_a_request_that_waits_is_found_without_queued(cloud):
+    """A second VM beside it would cost money, too."""
+    (cloud.stub / "queue").write_text("ACCEPTED ACCEPTED WAITING_FOR_RESOURCES ACTIVE")
+    cloud.gcloud(
+        *"compute tpus queued-resources create qr --zone=us-east5-b --node-id=qr".split(),
+        *["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"],
+    )
+    text = cloud.launch("v6e-8 status --name qr", code=0)
+    assert "qr in us-east5-b is ACCEPTED" in text, text
+    text = cloud.launch("v6e-8 up --name qr")
+    assert "is WAITING_FOR_RESOURCES" in text and "is READY" in text, text
+    assert cloud.count("tpu-vm create") == 0, text
+    # A user who may not see queued requests can have VMs.
+    cloud.fail("queued-resources describe", "ERROR: (gcloud.x) PERMISSION_DENIED: no", times=99)
+    text = cloud.launch("v6e-8 up --name vm --zone us-east5-b")
+    assert "vm in us-east5-b is READY" in text and cloud.count("tpu-vm create") == 1, text
 
 
 def test_a_queued_resource_is_made_and_deleted_with_its_vm(cloud):

@@ -435,6 +435,10 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
     )
     text = refused("--out", tmp_path / "run")
     assert text.startswith("train.py: REWARDS holds several functions named partial, but")
+    monkeypatch.setattr(train, "REWARDS", [(functools.partial(max), 1.0)])
+    monkeypatch.setattr(train, "SOLVED", functools.partial(min))
+    text = refused("--out", tmp_path / "run")
+    assert "SOLVED and another function, in REWARDS, are both named partial" in text
 
 
 def test_solved_is_one_named_function(monkeypatch, tmp_path):

@@ -22,6 +22,7 @@ from scipy import special, stats
 
 import kernel
 import model
+from infra.rollout import engine
 from infra.rollout.sampling import Sampling, sample_token, truncate
 from test_kernel import mesh
 
@@ -213,6 +214,12 @@ def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
             check_have_probability(tokens, z, nothing)
         drawn += len(u)
     record_property("draws", drawn)
+
+
+def test_no_draw_is_0(monkeypatch):
+    """The CDF is above 0 at the first token, whatever its probability."""
+    monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(0))
+    assert 0 < engine.draw(jax.random.key(0), 5, 3) < 2.0**-23
 
 
 def test_largest_uniform_draws_what_has_probability(record_property):

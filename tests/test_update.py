@@ -166,8 +166,13 @@ def test_advantages_of_a_group():
     wanted = {"drgrpo": off}
     wanted["grpo"] = off / math.sqrt(np.mean(off**2))
     wanted["rloo"] = mixed - others
-    # Sums of weighted scores round: 0.1 + 0.2 is not 0.3.
-    rewards = [*mixed, *[1.1] * 4, *[0.3] * 4, 0.1 + 0.2, 0.3, 0.3, 0.3]
+    # Sums of weighted scores round: 0.1 + 0.2 is not 0.3, and 0.1 + 0.2 - 0.3 is not 0. Squares of
+    # the tiniest rewards are 0.
+    rewards = [*mixed, *[1.1] * 4]
+    rewards += [0.3] * 4
+    rewards += [0.1 + 0.2, 0.3, 0.3, 0.3]
+    rewards += [0.1 + 0.2 - 0.3, 0, 0, 0]
+    rewards += [np.exp(-375), np.exp(-372), 0, 0]
     for kind, first in wanted.items():
         a = train.group_advantages(rewards, 4, kind)
         assert_allclose(a[:4], first, rtol=1e-12)
@@ -458,10 +463,10 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
 
 def test_supervised_update_is_maximum_likelihood(record_property):
     """A supervised update equals the textbook's maximum likelihood: full logits, log-softmax, and
-    the mean over answer tokens. entropy_bonus has no effect."""
+    the mean over answer tokens. entropy_bonus and temperature have no effect."""
     case = update_case()
     rows = unpacked_rows(train.Config(), advantages=np.ones(16), sampled=False, n=4)
-    got, metrics = update_of([normalised(rows, "token")], entropy_bonus=0.5)
+    got, metrics = update_of([normalised(rows, "token")], entropy_bonus=0.5, temperature=0.7)
     tokens = np.zeros((4, 16), np.int32)
     targets = np.zeros((4, 16), np.int32)
     in_answer = np.zeros((4, 16), bool)

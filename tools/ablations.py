@@ -3,11 +3,12 @@
     python train.py --steps 0 --sft_steps 80 --out out/cold
     python tools/ablations.py --model out/cold/final --out out/ablations
 
-Writes OUT/VARIANT-seedN.jsonl, with one row per step and one per evaluation, and prints each
+Writes OUT/rows/VARIANT-seedN.jsonl, with one row per step and one per evaluation, and prints each
 variant's final accuracy.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -40,9 +41,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="a list: a,b,c; default all")
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
-    unknown = ", ".join(set(args.variants) - VARIANTS.keys())
-    check(not unknown, f"no variant {unknown}; there are {', '.join(VARIANTS)}")
+    unknown = set(args.variants) - VARIANTS.keys()
+    check(not unknown, f"no variant {sorted(unknown)}; there are {', '.join(VARIANTS)}")
     runs.check_flags(args)
+    # An existing directory may hold runs of other weights, or of code that has changed since.
+    check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     return args
 
 
@@ -51,16 +54,17 @@ def main(argv: list[str]) -> None:
     solved = {variant: [] for variant in args.variants}
     for seed in args.seeds:
         for variant in args.variants:
-            name = f"{args.out}/{variant}-seed{seed}"
+            name = f"{variant}-seed{seed}"
+            out = f"{args.out}/{name}"
             flags = runs.tiny_flags(args.model) | VARIANTS[variant]
-            runs.run_train(flags | {"seed": seed, "out": name})
+            runs.run_train(flags | {"seed": seed, "out": out})
             # Ablations do not compare times.
             timed = {"time/step_s", "seconds"}
             rows = [
                 {key: value for key, value in row.items() if key not in timed}
-                for row in runs.read_rows(name)
+                for row in runs.read_rows(out)
             ]
-            runs.write_rows(f"{name}.jsonl", rows)
+            runs.write_rows(f"{args.out}/rows/{name}.jsonl", rows)
             solved[variant].append(runs.final_solved(rows))
     for variant, fractions in solved.items():
         shown = ", ".join(f"{fraction:.1%}" for fraction in fractions)

@@ -4,6 +4,7 @@ python tools/bench_loss.py --impl jax,full
 python tools/bench_loss.py --aot v6e-8 --impl jax,pallas    # compiled for absent TPUs, not run
 """
 
+import itertools
 import math
 import sys
 import timeit
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernel
-from infra.host.console import exit_on
+from infra.host.console import check, exit_on
 from tools import absent_devices
 from tools.arguments import parser_of
 
@@ -45,6 +46,12 @@ FLAGS = dict(
     block_hidden=0,
     aot="",  # a slice of absent TPUs, such as v6e-8, or several: a,b,c
 )
+CHOICES = {
+    "impl": ("jax", "pallas", "full"),
+    "mode": ("on_policy", "off_policy"),
+    "dtype": ("float32", "bfloat16"),
+    "compute_dtype": ("float32", "bfloat16"),
+}
 
 
 # ---------------------------------------------------------------- one measurement
@@ -179,6 +186,9 @@ def run_case(args, case):
 # ---------------------------------------------------------------- the command
 def benchmark(argv=None):
     args = parser_of(__doc__, FLAGS).parse_args(argv)
+    for name, choices in CHOICES.items():
+        for value in getattr(args, name).split(","):
+            check(value in choices, f"{name} = {value} is not one of {', '.join(choices)}")
     for slice_type in args.aot.split(","):
         # The name may be unknown, or libtpu may not support this slice, or not be installed.
         fault = f"cannot compile for --aot {slice_type} here; try v6e-8, or pip install libtpu"
@@ -188,15 +198,16 @@ def benchmark(argv=None):
         name = slice_type or devices[0].device_kind
         took = {}
         for impl in args.impl.split(","):
-            case = compile_case(args, impl, mesh)
+            with exit_on(ValueError, f"{name} cannot compute {impl}"):
+                case = compile_case(args, impl, mesh)
             text = memory_text(case)
             if not args.aot:
                 more, took[impl] = run_case(args, case)
                 text = f"{text}, {more}"
             print(name, text, flush=True)
     # Print the ratio of times for each pair of implementations.
-    pairs = [(a, b) for a in took for b in took if a < b]
-    print(", ".join(f"{a} / {b} {took[a] / took[b]:.2f}" for a, b in pairs))
+    for a, b in itertools.combinations(took, 2):
+        print(f"{a} / {b} {took[a] / took[b]:.2f}")
 
 
 if __name__ == "__main__":

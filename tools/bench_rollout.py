@@ -206,6 +206,8 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
 # ---------------------------------------------------------------- the command
 def main(argv=None) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
+    dtypes = "float32", "bfloat16", "int8"
+    check(args.dtype in dtypes, f"dtype = {args.dtype} is not one of {', '.join(dtypes)}")
     is_int8 = args.dtype == "int8"
     check(not (args.transformers and is_int8), "--transformers needs equal weights, so not int8")
     is_there = all(map(importlib.util.find_spec, ("torch", "transformers")))
@@ -248,7 +250,8 @@ def main(argv=None) -> None:
         elif absent:
             text = check_loop(*setting, args.lora)
         else:
-            text = measure(name, *setting, args)
+            with exit_on(CheckpointError, f"--model {name} cannot be loaded"):
+                text = measure(name, *setting, args)
         print(f"  {args.batch} rows, {args.prompt} + {args.answer} tokens: {text}", flush=True)
 
 

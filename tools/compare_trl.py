@@ -4,10 +4,10 @@
     pip install trl==1.16.0 torch transformers
     python tools/compare_trl.py --model out/cold/final --out out/compare
 
-Flags of `train.py` may follow; their defaults are as in the embedded default. For each seed,
+Flags of `train.py` may follow; their defaults are the embedded default's. For each seed,
 both trainers get the same prompts in the same order, and the same rewards, learning rates and loss.
 This trainer evaluates both, and evaluations are not timed. The metrics go to
-OUT/podgrpo-seedN.jsonl and OUT/trl-seedN.jsonl. If other programs use the cores, too, put
+OUT/rows, as podgrpo-seedN.jsonl and trl-seedN.jsonl. If other programs use the cores, too, put
 `taskset -c 0` before the command: PyTorch's threads wait for each other in every operation.
 """
 
@@ -38,8 +38,19 @@ from tools import runs
 # None is needed, because in float32 the logprobs of sampler and trainer agree to 1e-5.
 SAME = {"advantage": "drgrpo", "is_cap": 0.0}
 # These flags are fixed: TRL defines the KL, the entropy bonus and weight decay differently, and
-# this comparison does not translate other optimizers.
-LEFT_OUT = {"beta": 0.0, "entropy_bonus": 0.0, "weight_decay": 0.0, "optimizer": "adamw"}
+# this comparison does not translate the others.
+LEFT_OUT = {
+    "beta": 0.0,
+    "entropy_bonus": 0.0,
+    "weight_decay": 0.0,
+    "optimizer": "adamw",
+    "dtype": "auto",
+    "rollout_dtype": "auto",
+    "truncated": "zero",
+    "lora": 0,
+    "sft_steps": 0,
+    "profile": 0,
+}
 # TRL's name of each loss_agg: mean over the tokens of one forward pass | mean over answers of the
 # mean over an answer's tokens | mean over answers of the sum over an answer's tokens / max_answer.
 LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}
@@ -54,6 +65,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
     args, rest = runs.flags_parser(__doc__).parse_known_args(argv)
     runs.check_flags(args)
     defaults = runs.tiny_flags(args.model) | SAME | {"out": args.out}
+    has_seed = any(word.partition("=")[0] == "--seed" for word in rest)
+    check(not has_seed, "this tool has --seeds, not --seed")
     cfg = train.parse(runs.words(defaults) + rest)
     for name, value in (SAME | LEFT_OUT).items():
         given = getattr(cfg, name)
@@ -194,7 +207,10 @@ def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
 
     theirs = transformers.AutoTokenizer.from_pretrained(cfg.model)
     encoded = theirs(text=prompts)["input_ids"]
-    assert encoded == [questions[i]["prompt_ids"] for i in order]
+    check(
+        encoded == [questions[i]["prompt_ids"] for i in order],
+        f"transformers adds tokens to the prompts of {cfg.model}, so TRL would ask other questions",
+    )
     policy = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
     policy.generation_config.eos_token_id = sorted(stop_ids)
 
@@ -213,9 +229,11 @@ def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
             if step in evaluated_steps(cfg):
                 directory = f"{cfg.out}/step_{step}"
                 policy.save_pretrained(directory)
-                # Take config, tokenizer and chat template from the original checkpoint.
+                # Take config, tokenizer and chat template from the original checkpoint, but not its
+                # index of weight files.
                 for path in Path(cfg.model).iterdir():
-                    if path.suffix in (".json", ".jinja"):
+                    is_index = path.name.endswith(".index.json")
+                    if path.suffix in (".json", ".jinja") and not is_index:
                         shutil.copy(path, directory)
             # Start the next step's time here, so that saving is not timed.
             self.began = time.time()
@@ -258,9 +276,8 @@ def run_trl(cfg: train.Config, before: dict) -> list[dict]:
             model = f"{cfg.out}/step_{row['step']}"
             only_evaluated = {"model": model, "steps": 0, "out": f"{model}/evaluation"}
             runs.run_train(dataclasses.asdict(cfg) | only_evaluated)
-            solved = runs.final_solved(runs.read_rows(f"{model}/evaluation"))
-            evaluated = {"step": row["step"], "eval/solved": solved, "seconds": row["seconds"]}
-            rows.append(evaluated)
+            evaluated = runs.read_rows(f"{model}/evaluation")[-1]
+            rows.append(evaluated | {"step": row["step"], "seconds": row["seconds"]})
     return rows
 
 
@@ -276,6 +293,8 @@ def summary(name: str, rows: list[dict]) -> str:
 
 def main(argv: list[str]) -> None:
     args, cfg = parse(argv)
+    # TRL trains on the CPU, see trl_options.
+    os.environ["JAX_PLATFORMS"] = "cpu"
     lines = []
     for seed in args.seeds:
         # Run both trainers for one seed before the next seed, so that other load on the machine
@@ -286,7 +305,7 @@ def main(argv: list[str]) -> None:
         ours = runs.read_rows(cfgs[0].out)
         theirs = run_trl(cfgs[1], before=ours[0])
         for name, rows in zip(names, (ours, theirs), strict=True):
-            runs.write_rows(f"{args.out}/{name}.jsonl", rows)
+            runs.write_rows(f"{args.out}/rows/{name}.jsonl", rows)
             lines.append(summary(name, rows))
         ratio = runs.median_seconds(theirs) / runs.median_seconds(ours)
         lines.append(f"seed {seed}: a step of TRL takes {ratio:.1f} times as long")

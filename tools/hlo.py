@@ -88,7 +88,7 @@ class Program:
         return max(loops, key=lambda loop: self.traffic(loop).device_memory)
 
     def trips(self, loop: Instruction) -> int:
-        """Returns how often a loop runs. On GPUs and CPUs XLA notes the trip count; on TPUs the
+        """Returns a loop's trip count. On GPUs and CPUs XLA notes this count; on TPUs the
         loop's condition compares the counter with a constant."""
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if noted:

@@ -31,7 +31,7 @@ from infra.host.processes import host_count
 from infra.rollout import layouts
 from infra.rollout.engine import make_engine, size_of_step
 from infra.run import flags
-from infra.update import fit, packing
+from infra.update import fit, lora, packing
 from infra.update.state import abstract_state
 from tools import absent_devices, remembered, step_time, what_fits
 from tools.arguments import parser_of
@@ -56,7 +56,7 @@ def split_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]
 
 
 def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
-    """Parse `name=a,b` to [{name: a}, {name: b}], and "" to [{}]. Exits 2 for wrong values."""
+    """Parse `name=a,b` to [{name: a}, {name: b}], and "" to [{}]. Exits with code 2 on mistakes."""
     if not sweep:
         return [{}]
     name, _, values = sweep.partition("=")
@@ -71,6 +71,7 @@ def swept_settings(sweep: str, cfg: train.Config) -> list[dict]:
     choices = flags.choices_of(field)
     for setting in settings:
         flags.check_numbers(dataclasses.replace(cfg, **setting))
+        flags.check_lora(dataclasses.replace(cfg, **setting))
         value = setting[name]
         check(not choices or value in choices, f"{name} = {value} is not one of {choices}")
     return settings
@@ -90,11 +91,12 @@ def plan_update(
 
     def gib_and_fit(micro_batch):
         say(f"compiling the update with micro_batch {micro_batch} ...")
-        clock_of = step_time.clock_of_program(micro_batch, cfg, model_cfg, mesh)
+        chunks = step_time.chunks_of_loss(micro_batch, shape, cfg, model_cfg, mesh)
+        clock_of = step_time.clock_of_program(chunks, mesh)
         clocks[micro_batch] = []
 
         def compile(lowered, mesh):
-            found = remembered.compile_or_recall(lowered, mesh, clock_of)
+            found = remembered.compile_or_recall(lowered, mesh, clock_of, (chunks,))
             clocks[micro_batch].append(found.clock)
             return found.gib, found.fits
 
@@ -151,7 +153,7 @@ def kept_small(cfg) -> str:
 
 
 def devices_of(device_type: str) -> list:
-    """Returns the devices of a type, or of this machine. Exits 2 if programs cannot be compiled for
+    """Returns the devices of a type, or of this machine. Exits with code 2 if it cannot compile for
     them."""
     needs = "give a type such as v6e-8 or h100-8; `bash launch.sh plan` installs the compiler"
     if device_type == "here":
@@ -175,6 +177,8 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         cfg = train.resolve(dataclasses.replace(cfg, **setting), mesh)
         # Leave micro_batch unchecked: a plan may ask for more rows than a step has.
         train.check_sizes(dataclasses.replace(cfg, micro_batch=0), model_cfg, mesh, 0)
+        train.check_loss_impl(cfg, model_cfg, mesh)
+        lora.check_rank(cfg, model_cfg)
         shape = packing.row_shape(cfg.max_prompt + cfg.max_answer, cfg, model_cfg, mesh)
         say(
             f"rows of {shape.width} tokens, {limit:.2f} GiB a device; {cfg.optimizer}, remat "
@@ -230,6 +234,10 @@ def main(argv: list[str]) -> None:
         train_flags = ["--model", "Qwen2.5", *train_flags]
     cfg = train.parse(train_flags)
     if args.table:
+        check(device_type == "here" and not args.sweep, "--table plans all types, without --sweep")
+        # Find out before hours of compilation if a compiler is missing.
+        for name in what_fits.TYPES:
+            devices_of(name)
         # Progress goes to stderr, so that stdout can be redirected to a file.
         with contextlib.redirect_stdout(sys.stderr):
             table = what_fits.table(cfg, plan)

@@ -33,7 +33,7 @@ INCHES = 3.2, 2.6  # width and height of a panel
 
 
 def read_rows(out: str, name: str) -> list[dict]:
-    """Read the rows of OUT/name, or of OUT itself if OUT is a file. Exits 2 if there are none."""
+    """Read the rows of OUT/name, or of OUT if it is a file. Exits with code 2 if there are none."""
     path = out if os.path.isfile(out) else f"{out}/{name}"
     check(os.path.isfile(path), f"{out} is not the directory of a run: it has no {name}")
     with exit_on(OSError, f"{path} cannot be read"):
@@ -134,9 +134,13 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
     have data for, and the evaluations of several sets."""
     known = metrics_in(all_series)
     if not asked:
-        # A run of supervised steps only, for example, has no reward.
+        # A run of supervised steps only, for example, has no reward. An evaluation gets a panel of
+        # its own if there is no curve to draw it beside.
         default = [name for name in PANELS.split() if name in known]
-        return default + sorted(name for name in known if re.fullmatch(EVAL_OF_SET, name))
+        default += [BESIDE[name] for name in BESIDE if name not in known and BESIDE[name] in known]
+        default += sorted(name for name in known if re.fullmatch(EVAL_OF_SET, name))
+        check(default, "these runs have no metric that is drawn by default; give --panels")
+        return default
     panels = asked.split(",")
     having = ", ".join(sorted(known))
     for name in panels:
@@ -157,9 +161,10 @@ def copy_small(arguments: list[str], directory: str, panels: list[str]) -> None:
         rows = read_rows(out, "metrics.jsonl")
         drawn = [{key: row[key] for key in row if key in kept or is_stderr(key)} for row in rows]
         texts[name] = "".join(short_line(row) for row in drawn)
-    os.makedirs(directory, exist_ok=True)
-    for name, text in texts.items():
-        Path(f"{directory}/{name}.jsonl").write_text(text, encoding="utf-8")
+    with exit_on(OSError, f"{directory} cannot be written"):
+        os.makedirs(directory, exist_ok=True)
+        for name, text in texts.items():
+            Path(f"{directory}/{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def is_stderr(metric: str) -> bool:
@@ -178,7 +183,7 @@ def short_line(row: dict) -> str:
 
 
 def draw(all_series: list[Series], panels: list[str], over: str, to: str) -> None:
-    """Draw the panels to a file. Exits 2 if matplotlib is missing or the file cannot be written."""
+    """Draw the panels to a file. Exits with code 2 if matplotlib is missing, or writing fails."""
     try:
         # matplotlib is optional, and slow to import.
         import matplotlib
@@ -208,7 +213,8 @@ def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
     title = panel
     for number, series in enumerate(all_series):
         color = f"C{number}"
-        label = series.label
+        # matplotlib would read text between dollar signs as a formula.
+        label = series.label.replace("$", r"\$")
         if len(series.runs) > 1:
             label += f" (mean and range of {len(series.runs)})"
         curve = curve_of(series, panel, over)
@@ -244,6 +250,10 @@ def main(argv: list[str]) -> None:
         label, outs = split_label(argument)
         all_series.append(Series(label, [read_rows(out, "metrics.jsonl") for out in outs]))
     panels = choose_panels(args.panels, all_series)
+    check(
+        args.over == "step" or "time/step_s" in metrics_in(all_series),
+        "these runs have no time/step_s, so draw them --over step",
+    )
     draw(all_series, panels, args.over, args.to)
     if args.copy:
         copy_small(args.runs, args.copy, panels)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.host import files
+from infra.host import chips, files
 from infra.host.console import say
 from infra.host.files import CheckpointError
 from infra.update import fit
@@ -44,12 +44,13 @@ def versions() -> dict:
     return found
 
 
-def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
+def compile_or_recall(lowered, mesh, clock_of: Callable, counted: tuple = ()) -> Compiled:
     """Compile a program for the devices of a mesh, or read the result from the cache.
 
-    clock_of(text of the compiled program) -> Clock or None.
+    clock_of(text of the compiled program) -> Clock or None. counted: the numbers besides the text
+    that the clock depends on.
     """
-    path = path_of(lowered, mesh)
+    path = path_of(lowered, mesh, counted)
     # A missing or damaged file in the cache does no harm: the program is compiled again.
     with contextlib.suppress(CheckpointError, LookupError, TypeError):
         kept = files.read_json(path)
@@ -70,16 +71,16 @@ def compile_or_recall(lowered, mesh, clock_of: Callable) -> Compiled:
     return found
 
 
-def path_of(lowered, mesh) -> str:
+def path_of(lowered, mesh, counted: tuple = ()) -> str:
     """Returns the path of a program's file in the cache, named by a hash of all that the compiled
-    program depends on."""
+    program and its clock depend on."""
     # For other devices, or with another compiler or other flags, the same text may become a
     # different program.
     flags = [os.environ.get(name, "") for name in VARIABLES]
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())
-    digest.update(repr((devices, versions(), flags)).encode())
-    # A change to the clock changes the time that is remembered.
-    for module in (clock, hlo):
+    digest.update(repr((devices, versions(), flags, counted)).encode())
+    # A change to the clock, or to what is known of a chip, changes the time that is remembered.
+    for module in (clock, hlo, chips):
         digest.update(Path(module.__file__).read_bytes())
     return os.path.expanduser(f"~/.cache/podgrpo/compiled/{digest.hexdigest()[:16]}.json")

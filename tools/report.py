@@ -36,7 +36,7 @@ MOST_CHARACTERS = 200_000_000
 
 # ---------------------------------------------------------------- runs
 def runs_of(arguments: list[str]) -> dict[str, str]:
-    """Returns {directory of a run: its name on the page}. Exits 2 for a path that is not a run."""
+    """Returns {directory of a run: its name on the page}. Exits with code 2 if one is not a run."""
     outs = [out for argument in arguments for out in plot.split_label(argument)[1]]
     # A run may be in several groups.
     outs = [*dict.fromkeys(outs)]

@@ -3,7 +3,7 @@
     python tools/results.py
 
 Reads the run's flags from run.flags, where each flag ends in NUL. Links the results that are worth
-keeping into results/NAME, and prints NAME. If the run has a bucket, checks that the bucket has the
+keeping into .fetch/NAME, and prints NAME. If the run has a bucket, checks that the bucket has the
 results, and prints gs://..., or exits with code 1.
 """
 
@@ -18,12 +18,14 @@ import train
 from infra.run import bucket
 
 KEPT = ("final", "profile", "config.json", "*.jsonl")
+# Not a name that a user would give to --out.
+LINKS = Path(".fetch")
 
 
 def link_results(out: Path) -> str:
-    """Link the files of `out` that match KEPT into results/NAME. Returns NAME."""
-    shutil.rmtree("results", ignore_errors=True)
-    links = Path("results") / out.name
+    """Link the files of `out` that match KEPT into LINKS/NAME. Returns NAME."""
+    shutil.rmtree(LINKS, ignore_errors=True)
+    links = LINKS / out.name
     links.mkdir(parents=True)
     # scp --recurse follows the links.
     for pattern in KEPT:

@@ -79,7 +79,7 @@ def flags_parser(description: str) -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Parse the seeds into a list, and check the model's directory. Exits 2 for a mistake."""
+    """Parse the seeds, and check the model's directory. Exits with code 2 on a mistake."""
     seeds = args.seeds.split(",")
     is_list = all(seed.isdecimal() for seed in seeds)
     check(is_list, f"seeds {args.seeds} must be numbers, as in 1,2,3")

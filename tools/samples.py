@@ -37,7 +37,8 @@ def choose_steps(rows: list[dict], asked: str, n: int) -> list[int]:
     """Choose the steps to show: those of `asked` that have rows, or else up to n steps."""
     available = sorted({row["step"] for row in rows})
     if asked:
-        return [step for step in available if str(step) in asked.split(",")]
+        wanted = [word.strip() for word in asked.split(",")]
+        return [step for step in available if str(step) in wanted]
     return spread_out(available, n)
 
 

@@ -10,7 +10,7 @@ from infra.rollout import layouts, quantise
 from infra.rollout.engine import Engine
 from infra.rollout.layouts import RolloutSize
 from infra.rollout.waves import plan_waves
-from infra.update import lora, packing
+from infra.update import fit, lora, packing
 from tools import abstract_rollout, remembered
 from tools.clock import Clock, program_clock, step_clock
 
@@ -53,7 +53,7 @@ def plan_rollout(
     def clock_of(hlo):
         return step_clock(hlo, model_cfg.L, chip) if chip.clock else None
 
-    found = remembered.compile_or_recall(decode, mesh, clock_of)
+    found = remembered.compile_or_recall(decode, mesh, clock_of, (model_cfg.L,))
     resting_gib = resting / chips.GIB
     # The compiler does not count the parameters and optimizer state that stay on the device.
     gib = found.gib + resting_gib
@@ -69,19 +69,26 @@ class UpdateClock:
 
     micro_batch: int  # rows per device
     gradients: Clock  # of this micro-batch
-    apply: Clock  # of the optimizer step of the largest parameter
+    apply: Clock  # of the optimizer step of the parameter `fit.largest_at_once`
 
 
-def clock_of_program(micro_batch, cfg, model_cfg, mesh) -> Callable:
+def chunks_of_loss(micro_batch, shape: packing.RowShape, cfg, model_cfg, mesh) -> int:
+    """Chunks of answer tokens in the loss of a micro-batch, if all answers have their full length.
+    The loss loops over them, and its program does not state how many there are."""
+    kind = mesh.devices.flat[0].device_kind
+    blocks = kernel.block_sizes(kind, model_cfg.D, cfg.loss_impl)
+    # The devices along tp share the same rows.
+    answers = micro_batch * mesh.shape["fsdp"] * (shape.width // (cfg.max_prompt + cfg.max_answer))
+    return -(-answers * cfg.max_answer // blocks.chunk_tokens)
+
+
+def clock_of_program(chunks: int, mesh) -> Callable:
     """Returns a function that maps the compiled text of a program of the update to its Clock. For
-    devices other than TPUs, the function returns None: only the TPU compiler estimates times."""
-    device = mesh.devices.flat[0]
-    chip = chips.chip(device)
-    # The loss loops over chunks of answer tokens, and its program does not state how many. Count
-    # the chunks of answers of full length.
-    blocks = kernel.block_sizes(device.device_kind, model_cfg.D, cfg.loss_impl)
-    shards = mesh.shape["fsdp"] * mesh.shape["tp"]
-    chunks = -(-micro_batch * cfg.max_answer * shards // blocks.chunk_tokens)
+    devices other than TPUs, the function returns None: only the TPU compiler estimates times.
+
+    chunks: see `chunks_of_loss`.
+    """
+    chip = chips.chip(mesh.devices.flat[0])
     return lambda hlo: program_clock(hlo, chunks, chip) if chip.clock else None
 
 
@@ -98,11 +105,11 @@ def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
 
 # ---------------------------------------------------------------- the time
 def passes(cfg) -> float:
-    """Returns how often a step runs forward and backward over its sequences."""
-    # A step with several updates first scores the answers with a forward pass, which costs a third
-    # of a forward and backward pass.
-    scoring = 1 / 3 if cfg.ppo_epochs * cfg.minibatches > 1 else 0
-    return cfg.ppo_epochs + scoring
+    """Returns how many times a step runs forward and backward over its sequences."""
+    # A step with several updates first scores the answers, and a step with a KL also scores them
+    # with the reference. A forward pass costs a third of a forward and backward pass.
+    scorings = (cfg.ppo_epochs * cfg.minibatches > 1) + (cfg.beta > 0)
+    return cfg.ppo_epochs + scorings / 3
 
 
 def time_of_step(
@@ -147,12 +154,14 @@ def time_of_step(
 def time_by_clock(cfg, model_cfg, mesh, planned: RolloutPlan, update: UpdateClock) -> str:
     """Describe the time of a step by the TPU compiler's estimates, and show the arithmetic."""
     rollout_s = cfg.max_answer * planned.waves * planned.clock.ms / 1e3
-    # A sequence of full length takes a row of its own.
-    rows = planned.sequences // (mesh.shape["dp"] * mesh.shape["fsdp"])
-    # Parameters are updated one by one. Scale the time of the largest one by the number of values.
-    sizes = [math.prod(shape) for shape in lora.trained_shapes(cfg, model_cfg).values()]
+    shape = packing.row_shape(cfg.max_prompt + cfg.max_answer, cfg, model_cfg, mesh)
+    rows = shape.most * cfg.minibatches
+    # Parameters are updated one by one. Scale the time of one of them by the number of values.
+    shapes = lora.trained_shapes(cfg, model_cfg)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    timed = fit.largest_at_once(sizes, cfg, model_cfg)
     steps = cfg.ppo_epochs * cfg.minibatches
-    apply_ms = update.apply.ms * sum(sizes) / max(sizes)
+    apply_ms = update.apply.ms * sum(sizes.values()) / sizes[timed]
     micro_batches = rows / update.micro_batch
     update_s = (passes(cfg) * micro_batches * update.gradients.ms + steps * apply_ms) / 1e3
     return (

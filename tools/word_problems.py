@@ -20,6 +20,7 @@ from infra.data.chat import load_tokenizer
 from infra.data.tiny import TINY_MODEL
 from infra.host import files
 from infra.host.console import check, exit_on
+from infra.host.files import CheckpointError
 from tools.arguments import parser_of
 from tools.question_files import write_sets
 
@@ -112,13 +113,14 @@ def write_model(directory: str, tokenizer: str, seed: int) -> None:
     hf.write_random(directory, MODEL, seed)
 
 
-@exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
+@exit_on((OSError, CheckpointError), "a file cannot be used; fix that, or choose another --out")
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="a directory with a Qwen2 tokenizer")
     parser.add_argument("--out", required=True, help="the directory to make")
     parser.add_argument("--seed", type=int, default=1, help="seed of problems and weights")
     args = parser.parse_args(argv)
+    check(args.seed >= 0, f"seed = {args.seed} must be 0 or more")
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     tokenizer = load_tokenizer(args.tokenizer)
     stop_id = MODEL["eos_token_id"]

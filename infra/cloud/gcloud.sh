@@ -143,12 +143,14 @@ patiently() {
   return 1
 }
 # ---------------------------------------------------------------- Google Cloud: find, create and delete a slice
-# Print the state of the VM in $zone. Without a VM, print the state of its queued request, if --queued or $1 is given.
+# Print the state of the VM in $zone. Without a VM, print the state of its queued request.
 state_now() {
   local now=''
   now="$(vm describe --format='value(state)')" || is_missing || return 1
-  if [ -z "$now" ] && [ "${1:-$queued}" != '' ]; then
-    now="$(queued_resource describe --format='value(state.state)')" || is_missing || return 1
+  if [ -z "$now" ]; then
+    # Unless --queued or $1 is given, the user need not have the permission to see requests.
+    now="$(queued_resource describe --format='value(state.state)')" || is_missing ||
+      { [ -z "${1:-$queued}" ] && [[ "$(fault)" = permission* ]]; } || return 1
   fi
   printf '%s\n' "$now"
 }
@@ -368,7 +370,7 @@ pack() {
     die "$here is not a git checkout, so git cannot list the files to send"
   shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")" || exit
   run env COPYFILE_DISABLE=1 tar -C "$here" --null -T "$to_send/run.sent" -czf "$packed.unfinished" ||
-    die 'this tree could not be packed, and nothing was sent; see the message of tar' 1
+    die 'this tree could not be packed, and nothing was sent; see the output of tar' 1
   run mv "$packed.unfinished" "$packed" || exit
   [ -z "$dry_run" ] || return 0
   size="$(($(wc -c <"$packed") / 1000000))"
@@ -403,7 +405,7 @@ print_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'
 send() { # FLAGS..., which may need more packages
   local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
   print_busy >"$scratch/busy" || return
-  [ ! -s "$scratch/busy" ] || die "$name has a run already; follow it: $(again logs); or end it: $(again stop)"
+  [ ! -s "$scratch/busy" ] || die "$name already has a run; follow it: $(again logs); or end it: $(again stop)"
   pack
   if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'there is no .env to send'; fi
   say "sending this tree to $hosts workers"
@@ -423,14 +425,14 @@ start() { # FLAGS...
   case "$code" in
     0 | 75) ;;
     # If one worker does not start, stop the others, which would wait for it.
-    *) workers all "bash infra/cloud/worker.sh stop $run_id" || : ;;
+    *) workers all "bash infra/cloud/worker.sh stop $run_id $run_id" || : ;;
   esac
   return "$code"
 }
 
 # Print the logs until train.py has ended on all workers. Returns the first failure's code; 75 if the VM isn't READY.
 follow() { # LINE of worker 0's log to begin with
-  local now=READY first="$1" rest=20 worker code ended="$scratch/ended" seen="$scratch/seen"
+  local now=READY first="$1" rest=20 broken=0 worker code ended="$scratch/ended" seen="$scratch/seen"
   trap 'say "detached; the run goes on; follow it: $(follow_again); or end it: $(again stop)"; exit 130' INT
   while :; do
     : >"$ended"
@@ -440,6 +442,9 @@ follow() { # LINE of worker 0's log to begin with
     [ "$(sort -u "$ended" | wc -l)" -lt "$hosts" ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(follow_again)" 1
     [ "$now" = READY ] || break
+    # After the run has ended on some workers, do not wait for a worker that cannot be reached.
+    if [ -s "$ended" ]; then broken=$((broken + 1)); fi
+    [ "$broken" -lt 10 ] || die "the run has ended on some workers, and others cannot be reached: $(again status)" 1
     say 'the connection broke; following again' && sleep 5
     first=$((first + $(cat "$seen"))) rest=0
   done
@@ -477,7 +482,7 @@ stop_rest() {
   local scratch="$scratch/stop" # the call that follows the logs still uses $scratch
   mkdir -p "$scratch"
   sleep 5
-  workers all "bash infra/cloud/worker.sh stop $run_id" >/dev/null 2>&1 || :
+  workers all "bash infra/cloud/worker.sh stop $run_id $run_id" >/dev/null 2>&1 || :
 }
 
 # Copy the run's results from worker 0 to a folder in out/$name, and make its report.html, unless a bucket has them.
@@ -491,7 +496,7 @@ fetch() {
   esac
   say "fetching ${out:-the results} to $to"
   run rm -rf "$new" && run mkdir -p "$new"
-  persistently reach scp --recurse "$name:podgrpo/results/$out" "$new" --worker=0 >&2 || return
+  persistently reach scp --recurse "$name:podgrpo/.fetch/$out" "$new" --worker=0 >&2 || return
   [ -z "$dry_run" ] || return 0
   # Keep the results of another run with the same name. If this run was fetched before, bring its results up to date.
   if [ -e "$to/$out" ] && ! cmp -s "$new/$out/config.json" "$to/$out/config.json"; then
@@ -522,14 +527,17 @@ live_and_finish() { # up|start|follow LINE FLAGS...
       # A preempted VM stays PREEMPTED until it is deleted, so another command has deleted this one.
       '' | DELETING) die "$name was deleted, and its run ended with it. $RESUMES" 1 ;;
       *)
-        [ -n "$spot" ] || die "$name is $now; it is made again only with --spot. $RESUMES" 1
-        say "making $name again"
+        [ -n "$spot" ] || die "$name is $now; it is recreated only with --spot. $RESUMES" 1
+        say "recreating $name"
         ;;
     esac
     life=again line=1
   done
   if [ "$code" = 0 ]; then
-    fetch || die "the run has finished, but its results are not here: $(again fetch)" 1
+    fetch || {
+      [ $? != 75 ] || die 'the run has finished, but its VM is gone; results are left only with --out gs://...' 1
+      die "the run has finished, but its results are not here: $(again fetch)" 1
+    }
     if [ -n "$delete_when_done" ]; then delete || exit 1; fi
   fi
   exit "$code"
@@ -565,6 +573,10 @@ cmd_tpu() { # ACTION ARGUMENTS...
     train | run)
       check_words "$@"
       check_sent "$@"
+      case "$spot $* " in
+        *' --out gs://'* | *' --out=gs://'* | ' '*) ;;
+        *) say 'after a preemption, a run begins again at its first step, unless --out is gs://...' ;;
+      esac
       # The flags that check the slice's size come first, then the defaults, then the user's flags, which win.
       set -- --require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
       ;;
@@ -605,7 +617,7 @@ cmd_tpu_logs() {
   refuse_other_type
   # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each flag ends in a NUL.
   persistently workers 0 '[ ! -f run.id ] || { wc -l <run.log && cat run.id run.flags; }' >"$there" || {
-    [ $? != 75 ] || say "the run may have gone with it. $RESUMES"
+    [ $? != 75 ] || say "the run may have ended with it. $RESUMES"
     exit 1
   }
   [ -s "$there" ] || [ -n "$dry_run" ] || die "no run was started there: $(again run)" 1
@@ -640,7 +652,7 @@ cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
     ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
-cmd_tpu_stop() { need_slice; persistently workers all 'bash infra/cloud/worker.sh stop' || exit 1; }
+cmd_tpu_stop() { need_slice; persistently workers all "bash infra/cloud/worker.sh stop $$.$(date +%s)" || exit 1; }
 
 cmd_tpu_fetch() { need_slice; fetch || exit 1; }
 

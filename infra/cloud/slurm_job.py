@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 
-# Exit codes of train.py after SIGUSR1: a new step is saved, or no new step was complete.
+# Exit codes of train.py after SIGUSR1: a new step is saved, or no new step is saved.
 SAVED = 128 + signal.SIGTERM
 NO_STEP = 128 + signal.SIGUSR1
 
@@ -63,7 +63,7 @@ def main(command: list[str]) -> int:
         say(f"the time limit is near: requeueing job {job}, which will resume")
         subprocess.run(["scontrol", "requeue", job], check=False)
     if is_warned and code == NO_STEP:
-        say("the job completed no step before its time limit: raise --time")
+        say("no new step was saved before the time limit: raise --time, or see why a save failed")
     # If a signal ended srun, the code is the negative signal number.
     return code if code >= 0 else 128 - code
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# launch.sh runs these actions over ssh on each TPU worker, in ~/podgrpo. Every action but stop can safely be
-# repeated, and gcloud repeats a command when its connection breaks. A second stop ends a save at once.
+# launch.sh runs these actions over ssh on each TPU worker, in ~/podgrpo. Every action can safely be repeated, because
+# gcloud repeats a command when its connection breaks.
 #
 #   bash infra/cloud/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
 #   bash infra/cloud/worker.sh start ID [flags]         start train.py with these flags, detached; only once for each ID
 #   bash infra/cloud/worker.sh follow FIRST REST        print the run's log until the end, then "exit CODE TIME". Worker
 #                                                       0 begins at FIRST, the others at REST, as for `tail -n`
 #   bash infra/cloud/worker.sh status                   print whether a run is going on, and the last line of its log
-#   bash infra/cloud/worker.sh stop [ID]                send SIGTERM to the run; if it does not end, SIGKILL after ten
+#   bash infra/cloud/worker.sh stop CALL [ID]           send SIGTERM to the run, once for each CALL; a second one ends a
+#                                                       save at once. If the run does not end, send SIGKILL after ten
 #                                                       minutes. With ID, end only this run, and after 30 seconds
 #   bash infra/cloud/worker.sh test ARGUMENTS           run pytest with these arguments
 #   bash infra/cloud/worker.sh results                  print where the run's results are; see tools/results.py
@@ -42,7 +43,7 @@ start() {
   fi
   # A killed process leaves libtpu's lock file behind, and the next run would wait for it.
   if [ "$(id -u)" = 0 ]; then sudo=''; fi
-  if [ -z "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ]; then $sudo rm -f "$lock"; fi
+  if [ -e "$lock" ] && [ -z "$($sudo find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null)" ]; then $sudo rm -f "$lock"; fi
   rm -f run.exit
   : >run.log
   printf '%s\0' "$@" >run.flags
@@ -77,17 +78,21 @@ status() {
 }
 
 stop() {
-  local second patience=600
-  if [ -n "${1:-}" ]; then
+  local call="$1" id="${2:-}" second patience=600
+  if [ -n "$id" ]; then
     # Leave a run with another ID alone.
-    if [ "$1" != "$(cat run.id)" ]; then return; fi
+    if [ "$id" != "$(cat run.id)" ]; then return; fi
     # launch.sh gives an ID when a worker of that run has failed. The others wait for that worker and cannot save.
     patience=30
   fi
   for ((second = 0; second <= patience + 10; second++)); do
     if is_free; then return; fi
     case $second in
-      0) kill -TERM -- "-$(cat run.pid)" ;;
+      0)
+        if [ "$(cat run.stop 2>/dev/null)" = "$call" ]; then continue; fi # gcloud has repeated this call
+        kill -TERM -- "-$(cat run.pid)"
+        echo "$call" >run.stop
+        ;;
       "$patience") kill -KILL -- "-$(cat run.pid)" ;;
       30) echo 'the run is finishing its current work, and will save; another stop ends it at once' ;;
     esac

@@ -68,7 +68,7 @@ AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # Punctuation of Chinese and Japanese, followed by a space as in English. Letters of these languages
-# and of Korean are words, and stand right beside a number.
+# and of Korean are words, and may directly precede or follow a number.
 EAST_ASIAN = {
     ord(mark): f"{ours} " for mark, ours in zip("。，、：；！？（）", ".,,:;!?()", strict=True)
 }
@@ -104,9 +104,9 @@ def final_number(text: str) -> fractions.Fraction | None:
 
 
 def usual(text: str) -> str:
-    """Replace unusual characters by those that English texts have."""
+    """Replace unusual characters with the ones that English text uses."""
     # Drop replacement characters, which tokenizers write for incomplete characters, and characters
-    # that are not seen: joiners, and modifiers of emoji.
+    # that are invisible: joiners, and emoji modifiers.
     text = text.replace("\ufffd", " ")
     text = re.sub("[\u00ad\u200b-\u200f\u2060\ufe00-\ufe0f\ufeff\U0001f3fb-\U0001f3ff]", "", text)
     # U+2212 is a minus and never a dash, even with a space after it.
@@ -183,7 +183,7 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
     number = tokens[last]
     before = tokens[:last]
     sign = 1
-    # A plus or minus with a space after it is the number's sign if no term stands before it.
+    # A plus or minus with a space after it is the number's sign if no term comes before it.
     if before and before[-1][0] in "-+" and (len(before) == 1 or before[-2][0] in EQUALS):
         sign = -1 if before[-1][0] == "-" else 1
         before = before[:-1]
@@ -333,7 +333,7 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
 
 
 def is_operand(before: list[re.Match]) -> bool:
-    """Whether the last words before a number calculate with it, as in `half of 5`, `3 out of 5`."""
+    """Whether the last words before a number operate on it, as in `half of 5`, `3 out of 5`."""
     words = [token[0].lower() for token in before[-2:]]
     if words == ["out", "of"]:
         return len(before) > 2 and bool(before[-3]["number"])

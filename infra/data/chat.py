@@ -141,7 +141,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
             "tokenizer_config.json",
         )
     if "strftime_now" in source:
-        say(f"the chat template of {directory} writes today's date: prompts differ between days")
+        say(f"the chat template of {directory} writes today's date: prompts change from day to day")
     return tokenizer
 
 

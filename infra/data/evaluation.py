@@ -35,7 +35,7 @@ def named_sets(eval_data: str) -> dict[str, str]:
 def questions_at_once(sequences: int, samples: int, devices: int) -> int:
     """Number of questions that a host answers in one round, `samples` times each.
 
-    sequences: number of answers of a rollout. A round has about as many answers, but always a
+    sequences: number of answers of a rollout. A round has about this many answers, but always a
     multiple of `devices`.
     """
     # The least number of questions whose answers divide over the devices.
@@ -53,7 +53,7 @@ def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, dec
     """
     columns = np.column_stack([solved_B, reward_B, out["truncated_B"], out["lengths_B"]])
     columns = all_gather_processes(columns).reshape(-1, 4)
-    # Processes can gather numbers, but no texts: gather the tokens, and decode them again.
+    # Processes can gather numbers, but not text: gather the tokens, and decode them again.
     tokens_BT = all_gather_processes(out["tokens_BT"]).reshape(len(columns), -1)
     lengths_B = columns[:, 3].astype(int)
     texts = decode({"tokens_BT": tokens_BT, "lengths_B": lengths_B})

@@ -99,7 +99,7 @@ def save_safetensors(path: str, weights: dict[str, np.ndarray]) -> None:
     try:
         # transformers refuses a file that does not name the library it was written for.
         save_file(weights, path, metadata={"format": "pt"})
-    # A full disk, for example, is a SafetensorError and not an OSError.
+    # A full disk, for example, raises a SafetensorError, not an OSError.
     except SafetensorError as e:
         raise OSError(f"{path} cannot be written: {e}") from None
 

@@ -23,7 +23,7 @@ from infra.host.console import check, exit_on, say
 from infra.host.processes import together
 
 # ---------------------------------------------------------------- rows of files and of the hub
-# {extension of a file of questions: name of its loader in `datasets`}. Files of JSON are read here
+# {extension of a file of questions: name of its loader in `datasets`}. JSON files are read here
 # instead: an error message can then name the line, and no integer is rounded.
 FILE_KINDS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}
 
@@ -162,7 +162,7 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
         # pandas takes surplus fields at the start of a row as its index.
         check(
             kind != "csv" or not rows or "__index_level_0__" not in rows[0],
-            f"{name} row 1 has more fields than the header; put texts that have commas in quotes",
+            f"{name} row 1 has more fields than the header; quote texts that contain commas",
         )
         return rows
     default = "test" if held_out else "train"
@@ -178,7 +178,7 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
 
 
 def csv_options(named: str) -> dict:
-    """Options for pandas: answers stay as they are written, and only empty fields are missing."""
+    """Options for pandas: answers stay as written, and only empty fields count as missing."""
     names = [*columns.NAMES["answer"], *re.findall(r"answer=([^,]+)", named)]
     as_written = {name.strip(): str for name in names}
     return dict(converters=as_written, keep_default_na=False, na_values=[""])
@@ -231,7 +231,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     """The rows of a data set whose prompts have at most max_prompt tokens. A new column,
     `prompt_ids`, has the token ids of the prompt: the question in the chat template.
 
-    Exits with code 2 if no prompt is short enough, or if a text holds a special token.
+    Exits with code 2 if no prompt is short enough, or if a text contains a special token.
     """
     what = f"held out ({name})" if held_out else name
     found = re.search(tokenizer.refused, cfg.system)

@@ -4,8 +4,8 @@
                                    <-- scores in shared memory --
 
 The run forks the supervisor before JAX looks for devices, and the supervisor forks the workers. So
-a worker starts within milliseconds with all that train.py has imported, and JAX has no threads in
-it. A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
+a worker starts within milliseconds with all that train.py has imported, and without JAX threads.
+A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
 which is replaced. If the function is an `async def`, all its calls that were running in that worker
 score 0. A function can damage only its own worker, unless the function signals other processes.
 If a function starts a program in a session of its own, the function must also end
@@ -242,7 +242,7 @@ class Supervisor:
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
-        # JAX in a function must not take the devices of the run.
+        # If a reward function uses JAX, it must not take the run's devices.
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
         # Exempt all objects from garbage collection, which would write to the memory that workers
@@ -305,7 +305,7 @@ class Supervisor:
     def read(self, place: int, scoring: Scoring) -> None:
         """Note what a worker has reported. If it hangs or has ended, put another in its place."""
         worker = self.workers[place]
-        # Check this before `worker.read`, so that what a worker reported before it ended counts.
+        # Check this before `worker.read`, so that the last reports of an ended worker count.
         fault = worker.why_ended()
         for call, outcome in worker.read():
             scoring.note(call, outcome)

@@ -40,6 +40,13 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
         f"REWARDS holds several functions named {', '.join(twice)}, but each metric needs its own "
         "name; set their __name__, or define them with def",
     )
+    # Otherwise, a reward that never works would hide behind SOLVED, or SOLVED behind the reward.
+    same = [f for f, _ in weighted if f is not solved and name_of(f) == name_of(solved)]
+    check(
+        not same,
+        f"SOLVED and another function, in REWARDS, are both named {name_of(solved)}, but faults "
+        "are counted by name; set the __name__ of one",
+    )
     taken = sorted(RESERVED.intersection(names))
     check(
         not taken,

@@ -44,7 +44,7 @@ NVLINK_SECONDS = 0.6e-6
 #   multiply and an add per cell. v4 and v5p have 8 units of 128 x 128 cells, v5e has 4, and v6e has
 #   as many cells as 16 such units.
 # - One axis of the torus has a third (v4, v5p) or half (v5e, v6e) of a chip's links. Google's
-#   figures count both directions of a link, so half of them is for sending.
+#   figures count both directions of a link, so half of each figure is for sending.
 # - Half of a GPU's NVLink bandwidth is for sending. NCCL's LL uses a quarter of that half.
 CHIPS = {
     "TPU v4": Chip(30.75, 1.2e12, 275e12, 1.05e9, 1e11),

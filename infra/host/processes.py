@@ -74,7 +74,7 @@ def together(what: str):
 
 
 def host_count(mesh) -> int:
-    """Number of hosts, that is JAX processes, of a mesh. This machine need not have its devices."""
+    """Number of hosts (JAX processes) of a mesh. This machine need not have the mesh's devices."""
     return len({device.process_index for device in mesh.devices.flat})
 
 

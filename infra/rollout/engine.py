@@ -54,12 +54,12 @@ class Engine:
     # The result of `layouts.to_rollout`; None before `load` and after `unload`.
     weights: dict | None = None
     lora_scale: float = 0.0  # scale of adapters, if the parameters have any
-    system: str = ""  # system prompt of the training, for `answer`
+    system: str = ""  # system prompt used in training, for `answer`
 
     @classmethod
     def of_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
-        """The engine of a Hugging Face directory, with its weights, on as many devices of this
-        process as divide the model's D.
+        """The engine of a Hugging Face directory, with its weights, on the largest number of
+        this process's devices that divides the model's D.
 
         Raises CheckpointError if the model cannot be used, and exits with code 2 if its tokenizer
         cannot be used.
@@ -167,7 +167,7 @@ class Engine:
     ) -> list[str]:
         """Answers to questions as texts: greedy, or sampled at a temperature.
 
-        system: the system prompt; "" = no system message, None = as in the training.
+        system: the system prompt; "" = no system message, None = as in training.
         """
         if not questions:
             return []
@@ -442,16 +442,19 @@ def decode(
     return state, {name: model.constrain(a, layout.mesh) for name, a in out.items()}
 
 
+def draw(key, t, row_id) -> jax.Array:
+    """Returns a uniform number in (0, 1) for token t of a row. The number depends only on the key,
+    t and the row, not on layout, wave or stage."""
+    key_of_row = jax.random.fold_in(jax.random.fold_in(key, t), row_id)
+    # One number in 2**23 is 0, which would choose the first token, however unlikely.
+    return jnp.maximum(jax.random.uniform(key_of_row), 2.0**-24)
+
+
 def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, sampling) -> tuple:
     """Sample token t of each row from its hidden state. Returns (token_B, logprob_B)."""
     # Logits are float32. In the layout tp, the vocabulary is split over devices.
     z_BV = model.matmul("BD,VD->BV", state.hidden_BD, model.head(weights))
     z_BV = model.constrain(z_BV, layout.mesh, layout.rows, layout.split)
-
-    def uniform(row_id):
-        # Draws depend only on the key, t and the row, not on layout, wave or stage.
-        key_of_row = jax.random.fold_in(jax.random.fold_in(key, t), row_id)
-        return jax.random.uniform(key_of_row)
 
     sample = jax.shard_map(
         partial(sample_token, sampling=sampling, axes=layout.split),
@@ -460,7 +463,7 @@ def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, samplin
         in_specs=(P(layout.rows, layout.split), P(layout.rows)),
         out_specs=P(layout.rows),
     )
-    return sample(z_BV, jax.vmap(uniform)(rows.id_B))
+    return sample(z_BV, jax.vmap(partial(draw, key, t))(rows.id_B))
 
 
 def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) -> DecodeState:

@@ -31,7 +31,7 @@ class Cache(NamedTuple):
 
 # ---------------------------------------------------------------- what a layer calls
 def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout) -> tuple:
-    """Attention of prompts to themselves, which also writes their keys and values to the cache.
+    """Attention of prompts to themselves. Also writes their keys and values to the cache.
 
     On each device, keys and values go to the cache's rows from `first` on. All prompts begin in
     slot 0. Returns ([B, N, T, H], cache).
@@ -61,9 +61,9 @@ def causal_attention(q_BNTH, k_BKTH, v_BKTH) -> jax.Array:
 
     if blocks == 1:
         return attend(0)
-    # Blocks have equal sizes, so the last one may have queries of no token.
+    # Blocks have equal sizes, so the last one may have queries that belong to no token.
     q_BNTH = jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, blocks * size - T), (0, 0)))
-    # A loop compiles in less time than a product for each block.
+    # A loop compiles faster than separate products for the blocks.
     out = lax.map(attend, size * jnp.arange(blocks))
     return jnp.moveaxis(out, 0, 2).reshape(B, N, -1, H)[:, :, :T]
 

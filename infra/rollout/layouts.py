@@ -105,7 +105,7 @@ class RolloutSize:
     def of_device(self, layout: "Layout") -> tuple[int, int]:
         """Returns (answers of a part of the rows, how many of these share a prompt)."""
         answers = self.answers // row_shards(layout)
-        # A part may begin inside a group. Cut groups into pieces of equal size: the largest that
+        # A part may begin inside a group. Cut groups into equal pieces of the largest size that
         # also divides a part, so that each piece is within one part.
         return answers, math.gcd(self.group, answers)
 
@@ -242,7 +242,7 @@ def choose_layout(kind: str, cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutS
     check(
         kind != "tp" or math.prod(layout.mesh.devices.shape[1:]) > 1,
         f"rollout_sharding = tp needs a number of devices above 1 that divides "
-        f"{mesh.size // processes.host_count(mesh)} devices of a host, feed-forward size {cfg.F} "
+        f"a host's {mesh.size // processes.host_count(mesh)} devices, feed-forward size {cfg.F} "
         f"and vocabulary {cfg.V}; try --rollout_sharding auto",
     )
     say(f"rollout: {text}")
@@ -384,7 +384,7 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
         sizes = sizes_on_device(cfg, layout)
     # A step reads only its tokens' rows of an untied embedding.
     values = sum(size for name, size in sizes.items() if name != "embed_VD" or cfg.tied)
-    # int8 is one byte per value. The scales, and the wider norms and biases, are too few to matter.
+    # int8 is one byte per value. The float32 scales and the norms and biases are too few to matter.
     weight_bytes = values if quantised else values * itemsize
     slot_bytes = 2 * cfg.L * cfg.K // layout.mesh.shape["tp"] * cfg.H * itemsize
     return weight_bytes, slot_bytes

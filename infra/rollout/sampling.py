@@ -90,8 +90,8 @@ def in_columns(z_BV, axes: tuple) -> tuple:
 def sample_token(z_BV, u_B, sampling: Sampling, axes: tuple) -> tuple:
     """Draw a token per row. Returns (token_B int32, logprob_B float32).
 
-    z_BV: float32 logits. u_B: uniforms in [0, 1), at which the CDF is inverted. The logprob is
-    under the distribution that the token was drawn from. For greedy tokens, it is under the
+    z_BV: float32 logits. u_B: uniform numbers in (0, 1), at which the CDF is inverted. The logprob
+    is under the distribution that the token was drawn from. For greedy tokens, it is under the
     distribution of temperature 1. axes: the mesh axes that split the vocabulary.
     """
     # The temperature divides the logits, as it does in training.

@@ -17,7 +17,7 @@ class Rows(NamedTuple):
 
     prompt_length_B: jax.Array  # tokens of the row's prompt
     id_B: jax.Array  # index among the rows of all waves and processes; -1 if there is no row
-    live_B: jax.Array  # whether there is a row, and its stop token has not come
+    live_B: jax.Array  # whether there is a row that has no stop token yet
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Wave:
     """Rows that decode together. The NumPy arrays are the same on every process."""
 
     row_ids: np.ndarray  # [parts, rows of a part]: index among all rows; -1 if there is no row
-    is_live: np.ndarray  # the same shape: whether there is a row, and its stop token has not come
+    is_live: np.ndarray  # the same shape: whether there is a row that has no stop token yet
     group: int  # number of consecutive rows that share a prompt
     slots: int  # slots of the answers' KV cache
     state: DecodeState
@@ -94,7 +94,7 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
 
     Chooses the size whose decode step reads the fewest bytes, among those with room for the live
     answers of every part. Keeps the present size unless this saves a tenth of the bytes. A prompt
-    with more live answers than that is kept several times, and counted each time. is_live_RPG: P
+    with more live answers than the new group size is kept and counted several times. is_live_RPG: P
     prompts of G answers in each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one
     prompt, and of one answer.
     """

@@ -43,7 +43,7 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
             "score 0: raise --max_answer, or ask for short answers with --system"
         )
     if mean["solved"] > 1 - FEW:
-        return f"{mean['solved']:.0%} of the answers are right already: take harder questions"
+        return f"{mean['solved']:.0%} of the answers are already right: use harder questions"
     if mean.get("no_number", 0) > 0.5:
         return (
             f"{mean['no_number']:.0%} of the answers do not end with a number: ask for <answer>"
@@ -51,7 +51,7 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
         )
     if mean["solved"] < FEW:
         return (
-            f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or take "
+            f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or use "
             "easier questions; look at samples.jsonl"
         )
     # The metrics have no scores of individual answers, but a constant mean suggests a constant

@@ -7,12 +7,14 @@ own files in the bucket are never deleted.
 """
 
 import contextlib
+import fcntl
 import glob
 import os
 import re
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from infra.host.console import warn
 from infra.host.files import directory_bytes
@@ -20,7 +22,7 @@ from infra.host.files import directory_bytes
 # This module neither sends nor fetches these files: half-written files; the tiny model (each
 # process makes it); the claim (claim.py sends it); runs that were put aside (put_aside moves them).
 STAYS_HERE = (r".*\.tmp", ".*tiny-seed", r"claim\.json", "old-")
-# Checkpoints have their own functions, as a process sends and fetches only its part of them.
+# Checkpoints have their own functions, because a process sends and fetches only its part.
 CHECKPOINTS = r"step_\d{6}/"
 # This file says that the final model is complete: it arrives after all other files of final/.
 MARKER = "final/podgrpo.json"
@@ -28,10 +30,10 @@ MARKER = "final/podgrpo.json"
 PATIENCE = (2, 5, 10, 20, 40, 80, 160)
 # gcloud prints this if the source does not exist, as for a run that has not begun.
 ABSENT = r"matched no objects|Did not find existing container"
-# gcloud prints this if no retry would help: no permission, no login, or no such bucket.
+# gcloud prints this if no retry would help: no permission, no login, no such bucket, a full disk.
 REFUSED = (
     r"(Error|code|status|:) ?40[13]\b|PERMISSION_DENIED|does not have|not found: 404|"
-    r"do not currently have an active account"
+    r"do not currently have an active account|No space left on device"
 )
 
 
@@ -47,25 +49,24 @@ class RefusedError(BucketError):
     """The bucket cannot be used, and no retry would help."""
 
 
-def gcloud_retrying(*words: str, tries: int = 1 + len(PATIENCE)) -> str:
+def gcloud_retrying(*words: str, tries: int = 1 + len(PATIENCE), **run_options) -> str:
     """Run `gcloud storage ...`, with at most `tries` tries. Returns its output, or raises
-    BucketError."""
+    BucketError. run_options: for subprocess.run."""
     for seconds in PATIENCE[: tries - 1]:
         try:
-            return gcloud_once(*words)
+            return gcloud_once(*words, **run_options)
         except (AbsentError, RefusedError):
             raise
         except BucketError as e:
-            warn(f"gcloud storage {words[0]} failed, and is tried again in {seconds} s: {e}")
+            warn(f"gcloud storage {words[0]} failed; trying again in {seconds} s: {e}")
             time.sleep(seconds)
-    return gcloud_once(*words)
+    return gcloud_once(*words, **run_options)
 
 
-def gcloud_once(*words):
+def gcloud_once(*words, **run_options):
+    command = ["gcloud", "storage", *words]
     try:
-        run = subprocess.run(
-            ["gcloud", "storage", *words], capture_output=True, text=True, check=False
-        )
+        run = subprocess.run(command, capture_output=True, text=True, check=False, **run_options)
     except FileNotFoundError:
         raise RefusedError("gcloud is not installed here") from None
     if run.returncode:
@@ -92,9 +93,14 @@ def bucket_of(out: str) -> str:
 def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> None:
     """Copy the files that differ, except those that match an `excluded` pattern. Raises a
     BucketError that names source and target."""
-    patterns = "|".join(excluded)
+    words = ["rsync", "--recursive", "--exclude", "|".join(excluded), *flags, source, target]
     try:
-        gcloud_retrying("rsync", "--recursive", "--exclude", patterns, *flags, source, target)
+        # gcloud lists the files of `source` and `target` in files that it names after the two. By
+        # default they are in ~/.config, where the processes of a machine would overwrite each
+        # other's lists, and each would then send the files of another process.
+        with tempfile.TemporaryDirectory() as lists:
+            where = {"CLOUDSDK_STORAGE_RSYNC_FILES_DIRECTORY": lists}
+            gcloud_retrying(*words, env=os.environ | where)
     except AbsentError:
         # The source does not exist yet, so there is nothing to copy.
         return
@@ -109,6 +115,17 @@ def others_parts(process: int, processes: int) -> str:
     all.
     """
     return rf".*shards-(?!{process:05})\d+-of-{processes:05}"
+
+
+@contextlib.contextmanager
+def only_fetch(out: str) -> Iterator[None]:
+    """In the context, no other process fetches to the directory `out`, if its disk has locks.
+    gcloud removes a file before it downloads the file again."""
+    os.makedirs(out, exist_ok=True)
+    with open(f"{out}/fetch.tmp", "w", encoding="utf-8") as f:
+        with contextlib.suppress(OSError):
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield
 
 
 def send_checkpoint(out: str, name: str, process: int, processes: int) -> None:
@@ -126,7 +143,8 @@ def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
     excluded = (*STAYS_HERE, others_parts(process, processes))
     # Keep newer local files: they may have been written while the bucket could not be reached.
     flag = "--skip-if-dest-has-newer-mtime"
-    rsync(f"{bucket_of(out)}/{name}", f"{out}/{name}", excluded, flag)
+    with only_fetch(out):
+        rsync(f"{bucket_of(out)}/{name}", f"{out}/{name}", excluded, flag)
 
 
 def send_all_but_checkpoints(out: str, compiled: bool = True) -> None:
@@ -184,7 +202,8 @@ def fetch_all_but_checkpoints(out: str, final: bool) -> None:
     if not final:
         excluded.append("final/")
     # Keep newer local files, as in fetch_checkpoint.
-    rsync(bucket_of(out), out, excluded, "--skip-if-dest-has-newer-mtime")
+    with only_fetch(out):
+        rsync(bucket_of(out), out, excluded, "--skip-if-dest-has-newer-mtime")
 
 
 def names(out: str) -> list[str]:

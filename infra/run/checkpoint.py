@@ -1,10 +1,11 @@
 """Checkpoints: their files, how to read them, and how to write them during training.
 
 A checkpoint is a directory `step_NNNNNN`. Each process writes one file with all of its shards,
-since each may have its own disk. A checkpoint is complete if it has a file of each process, all
+since each may have its own disk. A checkpoint is complete if it has a file from each process, all
 written by the same launch of the run. A resumed run is a new launch. `run` in a file's header is
-the time of the launch, and the file's name has the number of processes. A file gets its name by a
-rename, so that a process that is killed during a write leaves only a file that nobody reads.
+the time of the launch. `complete` is the step of the newest checkpoint that was complete at that
+time, or 0. The file's name has the number of processes. A file gets its name by a rename, so that a
+process that is killed during a write leaves only a file that nobody reads.
 """
 
 import json
@@ -38,7 +39,7 @@ NO_CHECKSUM = b"0" * 8
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """Files are missing, for example after a process was killed in a write; none is damaged."""
+    """Files are missing, for example after a process was killed during a write; none is damaged."""
 
 
 # ---------------------------------------------------------------- the file of a process
@@ -271,7 +272,8 @@ class Saver:
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()} | (about or {})
         self.processes_here = processes_of_this_machine()
-        self.newest = newest
+        self.newest = newest  # for a process that exits alone, the newest that it has written
+        self.complete = newest  # the newest that all processes have written
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.remembered = None  # (step, state, skipped) to save if the run ends now
         self.thread = ThreadPoolExecutor(1)
@@ -300,6 +302,8 @@ class Saver:
         """Write this process's part. Returns whether that succeeded."""
         name = f"step_{step:06}"
         about = self.about | {"step": str(step), "skipped": str(skipped)}
+        # A later launch reads here that there was a complete checkpoint, even if it finds none.
+        about["complete"] = str(self.complete)
         try:
             save_shards(shards, f"{self.out}/{name}", about)
             if bucket.bucket_of(self.out):
@@ -316,7 +320,7 @@ class Saver:
         """Send this process's part of a checkpoint to the bucket. Process 0 also sends the rest of
         the directory. Raises BucketError."""
         is_first = jax.process_index() == 0
-        # Send metrics first. If the VM goes before the checkpoint is there, the resumed run drops
+        # Send metrics first. If the VM is lost before the checkpoint arrives, the resumed run drops
         # the rows after its step. It could not replace rows that are missing.
         if is_first:
             bucket.send_all_but_checkpoints(self.out, compiled=False)
@@ -343,7 +347,7 @@ class Saver:
             # This also runs in the thread, before the next checkpoint is sent.
             self.thread.submit(self.thin_bucket, self.newest, step)
         if is_saved:
-            self.newest = step
+            self.newest = self.complete = step
 
     def thin_bucket(self, newest: int, step: int) -> None:
         """Remove old checkpoints from the bucket. See `too_old`."""

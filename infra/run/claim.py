@@ -63,15 +63,17 @@ def read_claim(path: str, bucket: str) -> dict:
 
 def write_claim(path: str, bucket: str, claim: dict) -> None:
     """Write the claim here and to the bucket. Errors are ignored, as the next sign may succeed."""
-    # OSError covers a full disk and gcloud: a BucketError is an OSError.
+    text = json.dumps(claim)
     with contextlib.suppress(OSError):
         # Write by renaming, so that nobody reads half a claim.
         with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-            json.dump(claim, f)
+            f.write(text)
         os.replace(f"{path}.tmp", path)
-        if bucket:
-            # Do not retry: a sign that comes minutes late is of no use.
-            gcloud_retrying("cp", path, f"{bucket}/claim.json", tries=1)
+    if bucket:
+        # Send the text and not the file, which a full disk would keep from changing. Do not retry:
+        # a sign that comes minutes late is of no use.
+        with contextlib.suppress(BucketError):
+            gcloud_retrying("cp", "-", f"{bucket}/claim.json", tries=1, input=text)
 
 
 def in_use(out: str, holder: dict) -> InUse:

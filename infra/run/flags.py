@@ -158,6 +158,11 @@ def check_together(cfg) -> None:
     )
     check_lora(cfg)
     last_step = cfg.sft_steps + cfg.steps
+    # The names of checkpoints have six digits.
+    check(
+        last_step < 10**6,
+        f"sft_steps + steps = {cfg.sft_steps} + {cfg.steps} = {last_step} must be below 1000000",
+    )
     check(
         cfg.profile <= last_step,
         f"profile = {cfg.profile} is not a step of this run: the last is sft_steps + steps = "

@@ -107,7 +107,7 @@ class Terminal:
         if self.ended < 2 or self.last_step == self.total_steps:
             return ""
         is_supervised = self.last_step < self.sft_steps
-        # Supervised steps do not tell how long GRPO steps will take.
+        # The pace of supervised steps says nothing about GRPO steps.
         end = self.sft_steps if is_supervised else self.total_steps
         # This includes evaluations and checkpoints between steps.
         pace = (self.last_end - self.first_end) / (self.ended - 1)
@@ -246,7 +246,7 @@ def is_evaluation(row: dict) -> bool:
 
 
 def start_wandb(project: str, out: str, flags: dict, resumes: bool):
-    """Start a run on wandb.ai on process 0, or go on with it if the training resumes. Returns the
+    """Start a run on wandb.ai on process 0, or continue it if the training resumes. Returns the
     run; None elsewhere, or without a project."""
     if not project or jax.process_index() != 0:
         return None
@@ -317,7 +317,7 @@ def print_setup(cfg, setup) -> None:
 def print_summary(out: str, sft_steps: int, steps: int, seconds: float) -> None:
     """Print the first and the last evaluation, and where the results are.
 
-    seconds: since this process began to train. Before a resume, the run took more.
+    seconds: the time since this process began to train, without the time before a resume.
     """
     # Process 0 has the files.
     if jax.process_index() != 0:

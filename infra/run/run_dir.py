@@ -219,11 +219,12 @@ def refuse_other_run(out, flags, resume):
 def newest_checkpoint(out: str, resume: str):
     """Returns (step, files, header) of the newest checkpoint that is complete for all processes.
 
-    Returns (0, [], {}) if no checkpoint was ever complete: a process may have been killed in its
+    Returns (0, [], {}) if no checkpoint was ever complete: each launch may have been killed in its
     first save. If there was one, but none can be used, exits with code 2, or puts everything aside
     with `--resume force`.
     """
     own_steps = []
+    had_one = False
     fault = ""
     # All processes look at the same steps, since they have to agree on one of them.
     for step in steps_of_all_hosts(out):
@@ -232,6 +233,7 @@ def newest_checkpoint(out: str, resume: str):
         try:
             paths, about = find_checkpoint(out, step)
             own_steps.append(step)
+            had_one = had_one or int(about.get("complete", 0)) > 0
         except (CheckpointError, OSError) as e:
             warn(f"step {step} cannot be used: {e}")
             fault = fault or fault_of(e, directory)
@@ -239,16 +241,14 @@ def newest_checkpoint(out: str, resume: str):
         runs = all_gather_processes(about.get("run", 0))
         if runs.min() > 0 and runs.min() == runs.max():
             return step, paths, about
-    # A run begins its second checkpoint only when all processes have written the first one. So if
-    # this process has two, the others have lost theirs.
-    if len(own_steps) > 1 and not fault:
+    if had_one and not fault:
         index = jax.process_index()
-        fault = f"process {index} has its part of steps {own_steps}, and others lack theirs"
+        fault = f"process {index} has its part of steps {own_steps}, and others have lost theirs"
     if all_gather_processes(bool(fault)).any():
         check(
             resume == "force",
             f"{out} has checkpoints, and none can be used: {fault or 'another process says why'}; "
-            "bring a good copy back, or choose another --out, or --resume force, which moves "
+            "restore a good copy, or choose another --out, or --resume force, which moves "
             "the old files aside and starts over",
         )
         put_aside(out)
@@ -366,8 +366,7 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     check(
         need_gib <= free_gib,
         f"{what} need {need_gib:.2f} GiB on the disk of {out}, where {free_gib:.2f} are free; try "
-        "--keep 1, --save_every 0, --out gs://bucket/run, or a larger disk (on a TPU VM: --create "
-        '"--data-disk source=..")',
+        "--keep 1, --save_every 0, --out gs://bucket/run, or a larger disk",
     )
     files_of_run = f"{at_once} checkpoints at once and final/"
     say(f"disk: {free_gib:.2f} GiB are free; {files_of_run} take {need_gib:.2f}")
@@ -414,7 +413,7 @@ def send_results(out: str) -> None:
             fault = str(e)
             warn(
                 f"{fault}\nthe results are NOT in {target}, but in {os.path.abspath(out)} on "
-                f"{socket.gethostname()}; the same command given again there sends them"
+                f"{socket.gethostname()}; give the same command again there to send them"
             )
     if all_gather_processes(bool(fault)).any():
         raise SystemExit(1)

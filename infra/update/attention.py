@@ -54,7 +54,7 @@ def cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT):
     H = q_BNTH.shape[3]
     check(
         H <= 128,
-        f"attention = cudnn takes a head dim of at most 128, and the model's is {H}; try "
+        f"attention = cudnn supports a head dim of at most 128, but the model's is {H}; try "
         "--attention blockwise",
     )
     # jax.nn.dot_product_attention expects [B, T, N, H].

@@ -143,6 +143,16 @@ class UpdatePrograms:
     token_fields: Callable  # (cfg, supervised) -> {name: dtype} of a micro-batch
 
 
+def largest_at_once(sizes: dict, cfg, model_cfg) -> str:
+    """The parameter whose optimizer step takes the most memory: parameters are updated one by one,
+    and this one has the most values on the device at once. sizes: {name: number of values}."""
+
+    def size_at_once(name):
+        return sizes[name] // (model_cfg.L if is_stepped_by_layer(name, cfg.offload) else 1)
+
+    return max(sizes, key=size_at_once)
+
+
 @functools.cache
 def update_gib(
     micro_batch, shape: RowShape, cfg, model_cfg, mesh, programs, compile: Callable | None = None
@@ -167,15 +177,8 @@ def update_gib(
         weights_of(state), rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh
     )
     others = {name: part for name, part in state.items() if name not in ("params", "base")}
-    # Parameters are updated one by one, so the step of the parameter with the most values on the
-    # device at once takes the most memory.
     params = model.flatten(state["params"])
-
-    def size_at_once(name):
-        layers = model_cfg.L if is_stepped_by_layer(name, cfg.offload) else 1
-        return params[name].size // layers
-
-    name = max(params, key=size_at_once)
+    name = largest_at_once({name: array.size for name, array in params.items()}, cfg, model_cfg)
     largest = params[name], state["opt"][name], model.flatten(grads)[name]
     factor = jax.ShapeDtypeStruct((), jnp.float32)
     step = programs.optimizer_step.lower(*largest, factor, 0.0, name=name, cfg=cfg)

@@ -11,8 +11,8 @@ import model
 from infra.host.processes import all_gather_processes, host_count
 from infra.update import lora
 
-# Short sequences share rows of up to this many tokens, if each device then has this many rows, and
-# if attention takes at most this fraction of the operations of the matmuls.
+# Short sequences share rows of up to SHARED_WIDTH tokens, if each device then has LEAST_ROWS rows
+# or more, and attention takes at most MOST_ATTENTION times as many operations as the matmuls.
 SHARED_WIDTH = 512
 LEAST_ROWS = 8
 MOST_ATTENTION = 0.05
