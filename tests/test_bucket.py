@@ -299,7 +299,8 @@ def test_a_trace_is_sent_and_does_not_come_back(tmp_path, waits):
     assert (tmp_path / "gs/bucket/run" / trace).read_text() == "trace"
     shutil.rmtree(tmp_path / RUN)
     buckets.fetch_all_but_checkpoints(RUN, final=True)
-    assert sorted(path.name for path in (tmp_path / RUN).iterdir()) == ["final", "metrics.jsonl"]
+    there = sorted(path.name for path in (tmp_path / RUN).iterdir())
+    assert there == ["fetch.tmp", "final", "metrics.jsonl"]
 
 
 @pytest.mark.slow

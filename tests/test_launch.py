@@ -735,7 +735,7 @@ def test_a_vm_that_is_not_there_is_looked_for_in_all_zones(cloud):
 
 def test_a_request_that_waits_is_found_without_queued(cloud):
     """A second VM beside it would cost money, too."""
-    (cloud.stub / "queue").write_text("ACCEPTED ACCEPTED WAITING_FOR_RESOURCES ACTIVE")
+    (cloud.stub / "queue").write_text("ACCEPTED " * 3 + "WAITING_FOR_RESOURCES ACTIVE")
     cloud.gcloud(
         *"compute tpus queued-resources create qr --zone=us-east5-b --node-id=qr".split(),
         *["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"],

@@ -138,9 +138,7 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
         # its own if there is no curve to draw it beside.
         default = [name for name in PANELS.split() if name in known]
         default += [BESIDE[name] for name in BESIDE if name not in known and BESIDE[name] in known]
-        default += sorted(name for name in known if re.fullmatch(EVAL_OF_SET, name))
-        check(default, "these runs have no metric that is drawn by default; give --panels")
-        return default
+        return default + sorted(name for name in known if re.fullmatch(EVAL_OF_SET, name))
     panels = asked.split(",")
     having = ", ".join(sorted(known))
     for name in panels:
@@ -250,6 +248,7 @@ def main(argv: list[str]) -> None:
         label, outs = split_label(argument)
         all_series.append(Series(label, [read_rows(out, "metrics.jsonl") for out in outs]))
     panels = choose_panels(args.panels, all_series)
+    check(panels, "these runs have no metric that is drawn by default; give --panels")
     check(
         args.over == "step" or "time/step_s" in metrics_in(all_series),
         "these runs have no time/step_s, so draw them --over step",

@@ -74,22 +74,22 @@ class UpdateClock:
 
 def chunks_of_loss(micro_batch, shape: packing.RowShape, cfg, model_cfg, mesh) -> int:
     """Chunks of answer tokens in the loss of a micro-batch, if all answers have their full length.
-    The loss loops over them, and its program does not state how many there are."""
-    kind = mesh.devices.flat[0].device_kind
-    blocks = kernel.block_sizes(kind, model_cfg.D, cfg.loss_impl)
+    The loss loops over them, and its program does not state how many there are. Returns 0 for
+    devices other than TPUs: only the TPU compiler estimates times."""
+    device = mesh.devices.flat[0]
+    if not chips.chip(device).clock:
+        return 0
+    blocks = kernel.block_sizes(device.device_kind, model_cfg.D, cfg.loss_impl)
     # The devices along tp share the same rows.
     answers = micro_batch * mesh.shape["fsdp"] * (shape.width // (cfg.max_prompt + cfg.max_answer))
     return -(-answers * cfg.max_answer // blocks.chunk_tokens)
 
 
 def clock_of_program(chunks: int, mesh) -> Callable:
-    """Returns a function that maps the compiled text of a program of the update to its Clock. For
-    devices other than TPUs, the function returns None: only the TPU compiler estimates times.
-
-    chunks: see `chunks_of_loss`.
-    """
+    """Returns a function that maps the compiled text of a program of the update to its Clock, or to
+    None if `chunks`, from `chunks_of_loss`, is 0."""
     chip = chips.chip(mesh.devices.flat[0])
-    return lambda hlo: program_clock(hlo, chunks, chip) if chip.clock else None
+    return lambda hlo: program_clock(hlo, chunks, chip) if chunks else None
 
 
 def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
