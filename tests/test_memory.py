@@ -302,6 +302,7 @@ def swept(tmp_path_factory):
 def test_plan_of_a_sweep_is_a_table_and_a_file(swept):
     assert [row["micro_batch"] for row in swept.rows] == [8, 16]
     assert 0 < swept.rows[0]["gib"] < swept.rows[1]["gib"]
+    assert all(row["fits"] for row in swept.rows)
     text = swept.text
     assert text.splitlines()[-1] == "largest that fits: micro_batch 16", text
     sizes = "= 256 sequences per host, in 4 minibatches of at most 8 rows per device"

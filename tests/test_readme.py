@@ -15,7 +15,7 @@ from conftest import ROOT, TINY_FLAGS, calm_run, chatml, read_jsonl, run, run_tr
 from pods import clone_of_this_tree, write
 
 import train
-from tools import absent_devices, bench_loss, bench_rollout, plan, what_fits
+from tools import absent_devices, bench_loss, bench_rollout, plan
 
 FLAGS = train.Config.__annotations__
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -108,7 +108,6 @@ class Parsed(BaseException):
 
 def test_flags_of_what_is_compiled_elsewhere(monkeypatch):
     monkeypatch.setattr(absent_devices, "of_kind", mock.Mock(side_effect=Parsed))
-    monkeypatch.setattr(what_fits, "table", mock.Mock(side_effect=Parsed))
     mains = dict(bench_loss=bench_loss.benchmark, bench_rollout=bench_rollout.main, plan=plan.main)
     for command in of_kind("flags", all_commands()):
         _, path, *flags = shlex.split(command)

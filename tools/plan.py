@@ -166,8 +166,8 @@ def devices_of(device_type: str) -> list:
 def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
     """Find what fits, and print it.
 
-    Returns {the swept flag, micro_batch, gib, limit_gib} for each setting. The last one also has
-    the layout and the GiB of the rollout, unless nothing fits.
+    Returns {the swept flag, micro_batch, gib, limit_gib, fits} for each setting. The last one also
+    has the layout and the GiB of the rollout, unless nothing fits.
     """
     mesh = train.make_mesh(cfg.mesh, devices_of(device_type))
     say(setup_in_words(device_type, cfg, model_cfg, mesh))
@@ -193,7 +193,9 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         say(table_of_update(compiled, others, limit))
         if largest > filled:
             say(f"this batch fills {filled} rows per device, and a run takes no more")
-        rows.append(setting | {"micro_batch": largest, "gib": gib, "limit_gib": limit})
+        found = {"gib": gib, "limit_gib": limit, "fits": bool(largest)}
+        # A sweep of micro_batch keeps its own values.
+        rows.append({"micro_batch": largest} | setting | found)
 
     if not largest:
         # If the update does not fit, do not plan the rollout.
@@ -218,7 +220,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
 def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> None:
     """Print the results of the sweep as a table, and append them to plan-TYPE.jsonl."""
     # dict.fromkeys removes the duplicate if the swept flag is micro_batch itself.
-    columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib"]))
+    columns = list(dict.fromkeys([*settings[0], "micro_batch", "gib", "fits"]))
     lines = [[row[column] for column in columns] for row in rows]
     for cells in [columns, *lines]:
         say("".join(f"{cell!s:>14.14}" for cell in cells))
@@ -251,7 +253,8 @@ def main(argv: list[str]) -> None:
     rows = plan(device_type, cfg, model_cfg, settings)
     if args.sweep:
         print_sweep(device_type, settings, rows)
-    say(f"largest that fits: micro_batch {max(row['micro_batch'] for row in rows)}")
+    largest = max((row["micro_batch"] for row in rows if row["fits"]), default=0)
+    say(f"largest that fits: micro_batch {largest}")
 
 
 if __name__ == "__main__":

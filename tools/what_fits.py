@@ -51,14 +51,14 @@ def largest(cfg, plan, device_type: str, name: str) -> dict:
     for offload in offloads:
         setting = {"offload": offload}
         (row,) = plan(device_type, cfg, model_of_size(name), [setting])
-        if row["micro_batch"]:
+        if row["fits"]:
             break
     return row
 
 
 def in_words(row: dict, lora: int) -> str:
     """Format a row of a plan as a cell of the table. lora: rank of the adapters."""
-    if not row["micro_batch"]:
+    if not row["fits"]:
         return f"- {row['gib'] - row['limit_gib']:.1f}" if lora else "-"
     mark = {"none": "", "optimizer": "o ", "params": "p "}[row["offload"]]
     cell = f"{mark}{row['micro_batch']}: {row['gib']:.1f}, {row['layout']}"
