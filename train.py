@@ -49,6 +49,7 @@ from infra.run.flags import (
     Steps,
     Temperature,
 )
+from infra.run.log import DashForNaN
 from infra.run.run import Run
 from infra.run.run_dir import claimed_out
 from infra.update import lora, packing
@@ -126,7 +127,7 @@ class Config:
     # adapters
     lora: Natural = 0  # rank of adapters, which are trained instead of the weights; 0 = none
     lora_alpha: Positive = 32  # the adapters' product is multiplied by lora_alpha / lora
-    adapter: str = ""  # directory of adapters to start from, in PEFT's format; "" = new adapters
+    adapter: str = ""  # directory of adapters to start from, in PEFT's format, which sets --lora
     # the devices
     mesh: str = "auto"  # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: Natural = 0  # stop unless this many JAX processes run; 0 = any number
@@ -166,7 +167,7 @@ TINY = dict(
 
 def parse(argv: list[str]) -> Config:
     """Returns the Config of a command line. Exits with code 2 on mistakes that can be found without
-    looking at files or devices."""
+    looking at devices, or at files other than --adapter's config."""
     cfg = flags.parse_flags(argv, Config, TINY, __doc__)
     check(cfg.steps + cfg.sft_steps or eval_sets(cfg), "no steps, no eval_data: nothing to do")
     return cfg
@@ -408,6 +409,15 @@ def sample_answers(rows, group, key, sampling, setup, run):
 def rewards_of(scores) -> np.ndarray:
     """The rewards of answers, from scores [..., 1 + reward functions]; column 0 is SOLVED's."""
     return scores[..., 1:] @ [weight for _, weight in REWARDS]
+
+
+def known_rewards(scores, faults: dict) -> np.ndarray:
+    """`rewards_of`, with NaN for the answers on which a function of REWARDS failed."""
+    reward_B = rewards_of(scores)
+    for function, _ in REWARDS:
+        failed = faults.get(rewards.name_of(function), {})
+        reward_B[list(failed)] = math.nan
+    return reward_B
 
 
 def are_equal(reward_GQ) -> np.ndarray:
@@ -749,6 +759,8 @@ def update_policy(state, batches, step, cfg, setup):
         parts += parts_of_update
         norms.append(norm)
     parts, norms = jax.device_get((parts, norms))
+    # The last optimizer step counts as part of the update's time, too.
+    jax.block_until_ready(state)
     return state, parts, norms
 
 
@@ -828,7 +840,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
         solved_name = rewards.name_of(SOLVED)
         of_solved = {name: which for name, which in faults.items() if name == solved_name}
         setup.reward_pool.report(of_solved)
-        found = scores[:, 0], rewards_of(scores)
+        found = scores[:, 0], known_rewards(scores, faults)
         answered += answers_of_all_hosts(asked[start:], samples, out, *found, setup.engine.texts)
     setup.engine.unload()
     metrics = {"step": step}
@@ -841,10 +853,8 @@ def evaluate(params, step, cfg, setup, run) -> None:
         prefix = "eval/" if is_single else f"eval/{name}/"
         metrics |= {prefix + metric: value for metric, value in found.items()}
         what = "eval" if is_single else f"eval of {name}"
-        say(
-            f"{what} at step {step} | solved {found['solved']:.4f} (stderr {found['stderr']:.4f}) "
-            f"of {len(setup.held_out[name])} | {took}"
-        )
+        shown = DashForNaN().format("solved {solved:.4f} (stderr {stderr:.4f})", **found)
+        say(f"{what} at step {step} | {shown} of {len(setup.held_out[name])} | {took}")
     # Write only now: if a signal ends the run during an evaluation, the resumed run repeats it.
     run.write_evals(step, answered)
     run.write(metrics)

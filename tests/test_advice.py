@@ -29,7 +29,7 @@ STEP = {
         # Truncation comes first, because it also explains why answers have no number.
         ({"truncated": 0.9, "no_number": 0.9}, "90% of the answers are truncated at 96 tokens"),
         ({"no_number": 0.8}, "80% of the answers do not end with a number"),
-        ({"solved": 1.0}, "100% of the answers are right already"),
+        ({"solved": 1.0}, "100% of the answers are already right"),
         ({"solved": 0.02, "no_number": 0.1}, "98% of the answers are wrong: begin with --sft"),
         ({"solved": 0.5}, "reward/correct is 0.00 on average"),
     ],
@@ -41,6 +41,13 @@ def test_the_likeliest_cause_is_said_with_its_number(metrics, wanted):
     assert advice.why_nothing_is_learned(steps[1:]) == ""
     learning = STEP | metrics | {"group/zero_variance": 0.5}
     assert advice.why_nothing_is_learned([learning] * advice.STEPS) == ""
+
+
+def test_a_constant_reward_that_does_not_use_correct_is_named():
+    metrics = {"no_number": 0.9, "reward/judge": 0.5}
+    step = {name: value for name, value in STEP.items() if name != "reward/correct"} | metrics
+    said = advice.why_nothing_is_learned([step | {"reward/brief": i} for i in range(advice.STEPS)])
+    assert "reward/judge is 0.50 on average" in said, said
 
 
 def test_groups_that_are_alike_are_said_where_no_cause_is_found():

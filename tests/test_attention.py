@@ -62,4 +62,4 @@ def test_large_heads_are_refused_for_cudnn(capsys):
     with pytest.raises(SystemExit) as refusal:
         attention.cudnn(*random_inputs(256))
     assert refusal.value.code == 2
-    assert "at most 128, and the model's is 256" in capsys.readouterr().err
+    assert "at most 128, but the model's is 256" in capsys.readouterr().err

@@ -219,7 +219,7 @@ def test_a_model_that_is_not_in_the_bucket_ends_the_run_with_1(machine):
     for _ in range(2):
         text = train("--steps 2", code=1)
         assert f"NOT in gs://bucket/run, but in {here}" in text, text
-        assert "same command given again" in text and UNAVAILABLE in text, text
+        assert "give the same command again there" in text and UNAVAILABLE in text, text
         assert "is finished" not in text, text
         assert not (bucket / "final/podgrpo.json").exists()
         assert (here / "final/podgrpo.json").exists() and steps(bucket) == [], steps(bucket)

@@ -252,7 +252,7 @@ def test_a_template_may_write_the_date_and_says_so(model_with, capsys):
     text = load_tokenizer(directory).render([{"role": "user", "content": "Hi"}])
     after = datetime.datetime.now()
     assert text in {f"{now:%Y-%m}: Hi" for now in (before, after)}
-    assert "writes today's date: prompts differ between days" in capsys.readouterr().out
+    assert "writes today's date: prompts change from day to day" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the system message

@@ -19,6 +19,7 @@ from infra.host import processes
 from infra.host.processes import bypass_proxies
 from infra.run import log, run_dir
 from infra.run.flags import range_of
+from infra.run.run import Run
 from model import ModelConfig
 
 # The shortest run that trains.
@@ -316,10 +317,15 @@ def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_questio
     with restored_signals():
         train.main(arguments([*flags, "--eval_data none"]))
     calls = wandb.init.return_value.log.call_args_list
-    logged = {call.kwargs["step"]: call.args[0] for call in calls}
+    logged = {call.args[0]["step"]: call.args[0] for call in calls}
     assert list(logged) == [1, 2]
     assert "nll" in logged[1]
     assert "reward/mean" in logged[2]
+
+    # A chart that fails does not end the run.
+    broken = mock.Mock(wandb=mock.Mock(log=mock.Mock(side_effect=BrokenPipeError)))
+    Run.write(broken, {"step": 1})
+    assert broken.wandb is None and broken.metrics.append.call_count == 1
 
     def next_id(resumes):
         log.start_wandb("project", str(tmp_path / "run"), {}, resumes)

@@ -65,6 +65,10 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     assert columns.messages_of(row, "Think.") == columns.messages_of(row, "") == turns
     row["prompt_messages"] = turns[1:]
     assert columns.messages_of(row, "Think.") == [SYSTEM, *turns[1:]]
+    # A developer's message is a system message.
+    path.write_text(json.dumps({"messages": [turns[0] | {"role": "developer"}, *answered[1:]]}))
+    (row,) = load_rows(str(path), False)
+    assert row["prompt_messages"] == turns
 
 
 def test_messages_may_come_in_parts_and_beside_empty_columns(tmp_path):
@@ -155,11 +159,24 @@ def test_columns_of_other_names_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         load_rows(str(path), False, "answer=anwser")
     assert "no column anwser; the columns are question, answer" in capsys.readouterr().err
+    # Held-out questions may come from a set that has the usual names.
+    (row,) = load_rows(str(path), True, "question=ask,answer=gt")
+    assert (row["question"], row["answer"]) == ("2", ASK)
+
+
+def test_a_choice_among_usual_names_is_said(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": ASK, "answer": 2}))
+    load_rows(str(path), False)
+    assert not capsys.readouterr().out
+    path.write_text(json.dumps({"question": ASK, "answer": 2, "solution": "1 + 1 = 2"}))
+    load_rows(str(path), False)
+    assert "rows.jsonl: question = question, answer = answer" in capsys.readouterr().out
 
 
 # fmt: off
 UNREADABLE = [  # (name of a file, its content, words of the message)
-    ("a.csv", "question,answer\nTom has 3, Ann 4. Both?,7\n", "put texts that have commas in"),
+    ("a.csv", "question,answer\nTom has 3, Ann 4. Both?,7\n", "quote texts that contain commas"),
     ("b.csv", "question,answer\nBoth?,7\nTom, Ann?,7\n", "Expected 2 fields in line 3, saw 3"),
     ("c.csv", "", "No columns to parse"),
     ("d.json", '[{"question": "x", "answer": }]', "Expecting value: line 1 column 30"),

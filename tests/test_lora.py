@@ -562,7 +562,7 @@ def test_adapters_of_another_base_are_refused(tmp_path, capsys):
 MISTAKES = {  # {flags: what the message must say}
     "--lora 8 --offload optimizer": "offload = optimizer has no effect with lora = 8",
     "--lora_alpha 16": "lora_alpha = 16 has no effect with lora = 0; add --lora 16",
-    "--adapter here": "adapter = here needs --lora with its rank",
+    "--adapter here": "adapter = here has no adapter_config.json with a rank",
     "--lora 8 --adapter nowhere": "nowhere/adapter_config.json is missing",
     "--lora -1": "lora = -1 is out of range",
     "--lora 129": "lora = 129 is more than the hidden size 128",
@@ -585,6 +585,14 @@ def test_learning_rates_are_ten_times_as_high_by_default():
     cfg = train.parse(["--model", "x", "--lora", "8", "--lr", "0.5"])
     assert (cfg.lr, cfg.sft_lr) == (0.5, 1e-4)
     assert train.parse(["--model", "x", "--lora", "8"]).lr == 1e-5
+
+
+def test_adapters_name_their_rank(tmp_path):
+    cfg = train.Config(**LORA, model="other")
+    lora.write(str(tmp_path / "a"), place(adapters_of(SMALL), mesh()), cfg, SMALL, mesh(), BASE)
+    found = train.parse(["--adapter", str(tmp_path / "a")])
+    assert (found.lora, found.lora_alpha) == (cfg.lora, cfg.lora_alpha)
+    assert found.lr == train.parse(["--lora", "8"]).lr
 
 
 # ---------------------------------------------------------------- what fits

@@ -66,7 +66,7 @@ def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
     phases = [text.find(f"launch.sh: {phase}") for phase in PHASES]
     assert phases == sorted(phases) and phases[0] >= 0, text
     assert said.count("a run is going on here") == 4, said
-    assert said.count("has a run already") == 1, said
+    assert said.count("already has a run") == 1, said
     assert said.count("] running") == 4, said
     for i, home in enumerate(homes):
         pod = home / "podgrpo"

@@ -235,7 +235,9 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path, capsys):
 # ---------------------------------------------------------------- text stays text
 def test_control_characters_are_visible_and_spaces_stay():
     kept = "tab\tnext\nline \u3000wide \xa0fixed \N{HEBREW LETTER ALEF} \N{GRINNING FACE}"
+    kept += "\N{ARABIC LETTER MEEM}\u200c \u200d \u200e \u200f \xad"
     assert samples.readable(kept) == kept.expandtabs(4)
+    assert samples.readable("one\r\ntwo") == "one\ntwo"
     for character in "\x00\x07\x1b\r\x85\x9b\u202e\u2066\u2028\ufeff\ud800":
         assert samples.readable(f"a{character}b\nc") == f"a{LOST}b\nc", repr(character)
 

@@ -520,3 +520,9 @@ def test_samples_refuse_in_one_line(tmp_path, capsys):
     assert "steps = 3" in text and "[0, 5, 10]" in text
     write_run(tmp_path / "other", np.random.default_rng())
     assert "it has no answers" in refusal(capsys, samples, tmp_path / "other")
+
+
+def test_answers_at_the_end_are_shortened_and_obey_no_control_character():
+    text = log.shortened("\x1b[2J" + "a" * 1000 + "end")
+    assert "\x1b" not in text and len(text) < 700 and text.endswith("end"), text
+    assert log.shortened("42") == "42"

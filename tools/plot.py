@@ -212,7 +212,8 @@ def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
     for number, series in enumerate(all_series):
         color = f"C{number}"
         # matplotlib would read text between dollar signs as a formula.
-        label = series.label.replace("$", r"\$")
+        # It leaves out labels that begin with an underscore.
+        label = " " + series.label.replace("$", r"\$")
         if len(series.runs) > 1:
             label += f" (mean and range of {len(series.runs)})"
         curve = curve_of(series, panel, over)
@@ -228,7 +229,7 @@ def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
         if evaluated and evaluated.x and not marker:
             title = f"{panel} (dots: {evaluation})"
             axes.plot(evaluated.x, evaluated.mean, "o", color=color, ms=5, mec="white")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title.replace("$", r"\$"), fontsize=10)
     axes.set_xlabel(over)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -21,12 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infra.host.console import check, exit_on, open_streams
+from infra.host.console import check, exit_on, open_streams, readable
 from infra.host.files import CheckpointError, atomic_file, read_optional_json
 from infra.run.log import read_jsonl
 from tools import plot
 from tools.arguments import parser_of
-from tools.samples import readable
 
 # The page without its data. Its script fills in the rest.
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -98,7 +97,10 @@ def read_answers(out: str) -> list[dict]:
         # too.
         sampled = [row for row in sampled if not row.get("eval")]
     rows = [{"set": "evaluation" if row.get("eval") else "training"} | row for row in sampled]
-    rows += [{"set": "evaluation"} | row for row in evaluated]
+    for row in evaluated:
+        name = row.get("set", "evaluation")
+        # A set of held-out questions may have this name, too.
+        rows.append(row | {"set": "evaluation of training" if name == "training" else name})
     return [row for row in rows if "question" in row]
 
 

@@ -10,13 +10,12 @@ marked right or wrong. Questions of training follow, with their sampled answers 
 import shutil
 import sys
 import textwrap
-import unicodedata
 from itertools import zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infra.host.console import check, open_streams
+from infra.host.console import check, open_streams, readable
 from infra.run.log import read_jsonl
 from tools.arguments import parser_of
 
@@ -64,22 +63,6 @@ def verdict(row: dict) -> str:
 
 
 # ---------------------------------------------------------------- as text
-def readable(text: str) -> str:
-    """Replace control characters, which a model may sample and a terminal would obey."""
-    lines = text.expandtabs(4).split("\n")
-    # Few lines have such characters, and replacing them is slow.
-    return "\n".join(line if line.isprintable() else readable_line(line) for line in lines)
-
-
-def readable_line(line: str) -> str:
-    """Replace the control characters of a line. Unusual spaces, such as the ideographic space,
-    are not printable to Python either, but stay."""
-    return "".join(
-        c if c.isprintable() or unicodedata.category(c) == "Zs" else "\N{REPLACEMENT CHARACTER}"
-        for c in line
-    )
-
-
 def wrapped(text: str, width: int) -> list[str]:
     """Split a text into its lines, and wrap the lines that are too wide."""
     lines = []

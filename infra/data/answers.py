@@ -39,7 +39,9 @@ OPENING = set("([")
 EQUALS = set("=\u2248")
 # Two numbers joined by one of these words are a pair.
 JOINING = set("and or to by over through x vs in per plus minus times remainder".split())
-MATHS = set("sqrt pi log ln sin cos tan exp mod inf infinity choose squared cubed".split())
+MATHS = set(
+    "sqrt pi log ln sin cos tan exp mod modulo factorial inf infinity choose squared cubed".split()
+)
 # Before a number, these words are operations, as in "half of 5".
 OPERATIONS = set("root half third quarter twice double triple reciprocal".split())
 # After a number, a short string of letters is a product of variables, as in 2 xy, unless it is one

@@ -16,12 +16,13 @@ NAMES = {
 }
 
 
-def choose_columns(row: Any, columns: str) -> dict[str, str]:
-    """Returns {"question": column, "answer": column} for a data set, given its first row.
+def choose_columns(rows: Sequence, columns: str, is_other_set: bool = False) -> dict[str, str]:
+    """Returns {"question": column, "answer": column} for a data set, given its first rows.
 
     columns: --columns, such as `question=problem,answer=solution`, which overrides the usual names.
+    is_other_set: whether --columns was given for another set, and counts only where it fits.
     If no column is found for `question` or `answer`, that name itself is returned. Raises
-    ValueError if `columns` is not of this form, or names a column that the row does not have.
+    ValueError if `columns` is not of this form, or names a column that the rows do not have.
     """
     chosen = {}
     pairs = columns.split(",") if columns else []
@@ -29,14 +30,28 @@ def choose_columns(row: Any, columns: str) -> dict[str, str]:
         ours, _, theirs = pair.strip().partition("=")
         if ours not in NAMES or not theirs:
             raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
-        if isinstance(row, dict) and theirs not in row and value_of(row, theirs) is None:
-            raise ValueError(f"there is no column {theirs}; the columns are {', '.join(row)}")
-        chosen[ours] = theirs
+        is_there = any(isinstance(row, dict) and theirs in row for row in rows)
+        if is_there or has_value(rows, theirs):
+            chosen[ours] = theirs
+        elif not is_other_set and isinstance(rows[0], dict):
+            raise ValueError(f"there is no column {theirs}; the columns are {', '.join(rows[0])}")
     # If --columns does not set the question or the answer, look among the usual names.
     for ours, names in NAMES.items():
-        found = (name for name in names if value_of(row, name) is not None)
+        found = (name for name in names if has_value(rows, name))
         chosen.setdefault(ours, next(found, ours))
     return chosen
+
+
+def has_value(rows: Sequence, name: str) -> bool:
+    """Whether any of the rows has a value in the column `name`."""
+    return any(value_of(row, name) is not None for row in rows)
+
+
+def is_clear(rows: Sequence, chosen: dict[str, str]) -> bool:
+    """Whether the columns are `question` and `answer`, and no other usual name occurs."""
+    usual = [name for names in NAMES.values() for name in names]
+    found = [name for name in usual if has_value(rows, name)]
+    return sorted(found) == sorted(chosen) == sorted(chosen.values())
 
 
 def value_of(row: Any, name: str) -> Any:
@@ -73,7 +88,12 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     if not isinstance(asked, list) or not asked:
         return row
     # Other fields of a message, such as names or tool calls, are not part of the prompt.
-    turns = [{"role": turn["role"], "content": text_of(turn["content"])} for turn in asked]
+    # OpenAI's newer models call the system message the developer's.
+    role_of = {"developer": "system"}
+    turns = [
+        {"role": role_of.get(turn["role"], turn["role"]), "content": text_of(turn["content"])}
+        for turn in asked
+    ]
     if turns[-1]["role"] == "assistant":
         last = turns.pop()
         # A table may have a null where the row has no answer of its own.

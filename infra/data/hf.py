@@ -113,6 +113,11 @@ def weight_files(directory: str) -> list[str]:
     if not os.path.exists(index):
         only = os.path.join(directory, "model.safetensors")
         if not os.path.exists(only):
+            if parts := glob.glob(f"{glob.escape(directory)}/model-*-of-*.safetensors"):
+                raise CheckpointError(
+                    f"{directory} has {len(parts)} parts of a model, but lacks their list, "
+                    "model.safetensors.index.json"
+                )
             # A download from the hub leaves out all other formats.
             convert = conversion('"HUB/ID"', "DIR")
             raise CheckpointError(
@@ -166,6 +171,8 @@ class ModelFiles:
         # {tensor's name: (safetensors' object that reads parts of it, the path of its file)}
         self.tensors = open_tensors(directory)
         self.check_tensors(directory)
+        if cfg.tied and "lm_head.weight" in self.tensors:
+            self.check_head()
 
     def check_tensors(self, directory):
         wanted = {tensor.hf_name: tensor.hf_shape for tensor in hf_tensors(self.cfg)}
@@ -200,6 +207,21 @@ class ModelFiles:
             raise CheckpointError(
                 f"{directory}: its config.json does not call for {len(extra)} of its tensors, such "
                 f"as {extra[0]}"
+            )
+
+    def check_head(self):
+        """Raise CheckpointError unless the head that a tied model has saved is its embedding."""
+        head, path = self.tensors["lm_head.weight"]
+        embedding, _ = self.tensors["model.embed_tokens.weight"]
+        same = head.get_shape() == embedding.get_shape()
+        # Compare piece by piece, because the matrices are large.
+        for start in range(0, self.cfg.V, 8192):
+            rows = slice(start, min(start + 8192, self.cfg.V))
+            same = same and np.array_equal(head[rows], embedding[rows])
+        if not same:
+            raise CheckpointError(
+                f"{path}: lm_head.weight differs from the embedding, but config.json says "
+                "tie_word_embeddings = true; set it to false, or remove the tensor"
             )
 
     def read(self, parameter: str, index: tuple[slice, ...]) -> np.ndarray:

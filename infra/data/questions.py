@@ -64,17 +64,17 @@ def load_rows(
         numbered = enumerate(read_json(name), 1)
     else:
         numbered = enumerate(read_with_datasets(name, held_out, named), 1)
+    numbered = list(numbered)
+    check(numbered, f"{name} is empty")
+    # Look at many rows, because the first row may lack a value.
+    first = [row for _, row in numbered[:1000]]
+    with exit_on(ValueError, f"{name}: --columns cannot be used"):
+        chosen = columns.choose_columns(first, named, is_other_set=held_out)
     rows = []
-    chosen = None
     for number, row in numbered:
-        # The first row decides which columns are used.
-        if chosen is None:
-            with exit_on(ValueError, f"{name}: --columns cannot be used"):
-                chosen = columns.choose_columns(row, named)
         with exit_on_bad_row(name, number, row):
             rows.append(check_row(columns.rename(row, chosen), refused))
-    check(rows, f"{name} is empty")
-    if any(ours != theirs for ours, theirs in chosen.items()):
+    if not columns.is_clear(first, chosen):
         say(f"{name}: " + ", ".join(f"{ours} = {theirs}" for ours, theirs in chosen.items()))
     return rows
 
@@ -207,7 +207,8 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     elif isinstance(answer, decimal.Decimal) and answer.is_finite():
         row["answer"] = f"{answer:f}"
     texts = ["question", "answer"]
-    if row.get("demonstration") is not None:
+    # Supervised steps imitate the answer of a row without a demonstration.
+    if row.get("demonstration"):
         texts.append("demonstration")
     contents = [(column, row[column]) for column in texts]
     contents += [("messages", turn["content"]) for turn in row.get("prompt_messages", [])]

@@ -38,7 +38,7 @@ import jax
 import numpy as np
 
 from infra.data.rewards import RewardFunction, name_of
-from infra.host.console import check, exit_on, first_line, open_streams, streams_are_open
+from infra.host.console import check, first_line, open_streams, streams_are_open
 from infra.host.processes import all_gather_processes
 
 # A call of a function: (number of the function, number of the answer).
@@ -103,7 +103,6 @@ class RewardPool:
         self.process.join(10)
         self.process.kill()
 
-    @exit_on((EOFError, OSError), "the process that starts reward workers has ended")
     def score_answers(
         self, rows: Sequence[dict], answers: Sequence[str], truncated: Sequence[bool]
     ) -> tuple[np.ndarray, dict[str, dict[int, str]]]:
@@ -114,13 +113,18 @@ class RewardPool:
         answer scores 0 with all functions. An answer on which a function fails scores 0 with that
         function. A function that cost MOST_LOST workers in succession, by being too slow or by
         ending its process, is not called again, and counts as failed on the remaining answers.
+        Raises OSError if the process that starts workers has ended.
         """
         # All answers to a question share one row object, which is pickled once.
         distinct = {id(row): row for row in rows}
         row_bytes = {key: pickle.dumps(data_columns(row)) for key, row in distinct.items()}
         arguments = [(row_bytes[id(row)], text) for row, text in zip(rows, answers, strict=True)]
-        self.channel.send((arguments, np.asarray(truncated)))
-        scores, faults, worked = self.channel.recv()
+        try:
+            self.channel.send((arguments, np.asarray(truncated)))
+            scores, faults, worked = self.channel.recv()
+        except (EOFError, OSError) as e:
+            what = "the process that starts reward workers has ended"
+            raise OSError(f"{what}: {first_line(e)}") from None
         self.have_worked.update(worked)
         return scores[:, self.columns], faults
 

@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import sys
+import unicodedata
 
 import jax
 
@@ -88,13 +89,36 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+# Invisible characters that ordinary texts have: joiners, direction marks, soft hyphens.
+INVISIBLE = "\u200c\u200d\u200e\u200f\xad"
+
+
+def readable(text: str) -> str:
+    """Replace control characters, which a model may sample and a terminal would obey."""
+    lines = text.replace("\r\n", "\n").expandtabs(4).split("\n")
+    # Few lines have such characters, and replacing them is slow.
+    return "\n".join(line if line.isprintable() else readable_line(line) for line in lines)
+
+
+def readable_line(line: str) -> str:
+    """Replace the control characters of a line. Unusual spaces, such as the ideographic space,
+    are not printable to Python either, but stay."""
+    return "".join(
+        c
+        if c.isprintable() or c in INVISIBLE or unicodedata.category(c) == "Zs"
+        else "\N{REPLACEMENT CHARACTER}"
+        for c in line
+    )
+
+
 # ---------------------------------------------------------------- standard streams
 class Stream(io.FileIO):
     """A standard stream that ignores errors: its reader may be gone, or its disk full."""
 
     def write(self, data):
         with contextlib.suppress(OSError):
-            return super().write(data)
+            # None: another program has set the stream not to wait for its slow reader.
+            return super().write(data) or len(data)
         return len(data)
 
 

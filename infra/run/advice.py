@@ -42,6 +42,10 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
             f"{mean['truncated']:.0%} of the answers are truncated at {longest:.0f} tokens and "
             "score 0: raise --max_answer, or ask for short answers with --system"
         )
+    constant = constant_function(steps)
+    # A reward that does not use `correct` may be constant however many answers are solved.
+    if constant and "reward/correct" not in steps[-1]:
+        return constant
     if mean["solved"] > 1 - FEW:
         return f"{mean['solved']:.0%} of the answers are already right: use harder questions"
     if mean.get("no_number", 0) > 0.5:
@@ -54,12 +58,18 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
             f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or use "
             "easier questions; look at samples.jsonl"
         )
-    # The metrics have no scores of individual answers, but a constant mean suggests a constant
-    # score.
+    if constant:
+        return constant
+    return "the answers of a group are alike: raise --temperature or --npq; look at samples.jsonl"
+
+
+def constant_function(steps: Sequence[dict]) -> str:
+    """Names a reward function whose mean is the same in all steps, or returns "". The metrics have
+    no scores of individual answers, but a constant mean suggests a constant score."""
     for name in steps[-1]:
         is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
         values = [step.get(name) for step in steps]
         if is_function and min(values) == max(values):
             what = f"{name} is {values[0]:.2f} on average in each of the last {STEPS} steps"
             return f"{what}: look at that reward function"
-    return "the answers of a group are alike: raise --temperature or --npq; look at samples.jsonl"
+    return ""

@@ -1,6 +1,7 @@
 """The command line: flags made from the fields of a Config, and the checks that need only flags."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -10,6 +11,7 @@ from typing import Annotated, Literal, get_args, get_origin
 from infra.data.chat import HALF_CHARACTER
 from infra.data.questions import set_name
 from infra.host.console import check
+from infra.host.files import CheckpointError, read_json
 
 # Types of numeric flags: (type, least value, bound). Values must be below the bound.
 Natural = Annotated[int, 0, 2**31]
@@ -60,6 +62,8 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     flags = vars(parser.parse_args(argv))
     is_tiny = flags.get("model", "tiny") == "tiny"
     defaults = config_class(**tiny) if is_tiny else config_class()
+    if flags.get("adapter") and "lora" not in flags:
+        flags = rank_of(flags["adapter"]) | flags
     if flags.get("lora"):
         # Adapters learn best at about ten times the learning rate of full training (Thinking
         # Machines, "LoRA Without Regret", 2025). The tiny model keeps its sft_lr, which is high
@@ -72,6 +76,16 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     check_texts(cfg)
     check_together(cfg)
     return dataclasses.replace(cfg, out=run_directory(cfg))
+
+
+def rank_of(adapter: str) -> dict:
+    """The flags lora and lora_alpha of a directory of adapters, or {} if they cannot be read."""
+    with contextlib.suppress(CheckpointError, TypeError, LookupError):
+        about = read_json(f"{adapter}/adapter_config.json")
+        rank, alpha = about["r"], about["lora_alpha"]
+        if type(rank) is type(alpha) is int:
+            return {"lora": rank, "lora_alpha": alpha}
+    return {}
 
 
 def range_of(field: dataclasses.Field) -> tuple | None:
@@ -206,8 +220,7 @@ def check_lora(cfg) -> None:
         return
     check(
         not cfg.adapter,
-        f"adapter = {cfg.adapter} needs --lora with its rank, which is r in its "
-        "adapter_config.json",
+        f"adapter = {cfg.adapter} has no adapter_config.json with a rank, r, and a lora_alpha",
     )
     check(
         cfg.lora_alpha == 32,

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import string
 import sys
 import time
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from infra.data import hf
 from infra.host.chips import GIB
-from infra.host.console import exit_on, first_line, say, show_status, warn
+from infra.host.console import exit_on, first_line, readable, say, show_status, warn
 from infra.run import advice
 from infra.update.lora import adapter_shapes
 
@@ -185,12 +186,17 @@ class JsonLines:
             append_at_once(self.path, text.encode(errors="replace"))
         except OSError as e:
             self.lost += len(rows)
-            warn(f"{self.path} cannot be written: {first_line(e)}; lines lost: {self.lost}\n{text}")
+            shown = text if len(text) < 10_000 else f"{text[:1000]} ..."
+            what = f"{self.path} cannot be written: {first_line(e)}"
+            warn(f"{what}; lines lost: {self.lost}\n{shown}")
 
 
 def sample(step: int, row: dict, answer: str, **scores) -> dict:
     """A row of samples.jsonl. row: the row of the data that `answer` belongs to."""
     asked = {"question": row["question"], "reference": row["answer"]}
+    # The question is only the last message of a prompt.
+    if len(row.get("prompt_messages", [])) > 1:
+        asked["messages"] = row["prompt_messages"]
     return {"step": step} | asked | {"answer": answer} | scores
 
 
@@ -205,12 +211,14 @@ def json_line(row: dict) -> str:
 
 def append_at_once(path: str, data: bytes) -> None:
     """Append all of the bytes or none; they are on the disk when this returns. Raises OSError."""
-    # Without a buffer, `write` returns how many bytes the disk took.
+    # Without a buffer, `write` returns how many bytes were written.
     with open(path, "ab", buffering=0) as f:
         end = f.tell()
         try:
-            if f.write(data) < len(data):
-                raise OSError("no room")
+            # A single call writes at most 2 GiB. On a full disk, the next call raises an error.
+            left = memoryview(data)
+            while left:
+                left = left[f.write(left) :]
             os.fsync(f.fileno())
         except OSError:
             f.truncate(end)
@@ -258,11 +266,15 @@ def start_wandb(project: str, out: str, flags: dict, resumes: bool):
 
         # A run that starts over needs a new id: wandb drops the steps that the old id already has.
         path = f"{out}/wandb_id"
-        run_id = f"{out.replace('/', '-')}-{time.time():.0f}"
+        # wandb refuses some characters, and long ids.
+        run_id = f"{re.sub('[^A-Za-z0-9_-]', '-', out)[-80:]}-{time.time():.0f}"
         if resumes and os.path.exists(path):
             with open(path, encoding="utf-8") as f:
                 run_id = f.read()
         run = wandb.init(project=project, name=out, id=run_id, resume="allow", config=flags)
+        # wandb's own steps only go forward, but a resumed run may repeat an evaluation.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
     with open(path, "w", encoding="utf-8") as f:
         f.write(run_id)
     return run
@@ -367,7 +379,13 @@ def print_answers(out: str, steps: list[int]) -> None:
             of_set.setdefault(row["question"], {}).setdefault(row["step"], row)
     for of_set in shown.values():
         for question, of_step in of_set.items():
-            say(f"\n  {question}")
+            say(f"\n  {shortened(question)}")
             for step, row in of_step.items():
                 verdict = "right" if row["solved"] >= 1 else "wrong"
-                say(f"    step {step:4} {verdict}  {row['answer']}")
+                say(f"    step {step:4} {verdict}  {shortened(row['answer'])}")
+
+
+def shortened(text: str) -> str:
+    """A text as it can be printed, without its middle if it is long."""
+    text = readable(text)
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

@@ -144,7 +144,11 @@ class Run:
         """Append a row to metrics.jsonl, and send it to wandb."""
         self.metrics.append(row)
         if self.wandb:
-            self.wandb.log(row, step=row["step"])
+            try:
+                self.wandb.log(row)
+            except Exception as e:
+                warn(f"wandb fails, and gets no more metrics; the run goes on: {first_line(e)}")
+                self.wandb = None
 
     def write_samples(self, step: int, rows: list, answers: list, scores: list[dict]) -> None:
         """Append answers with their scores to samples.jsonl. rows: the rows that were asked."""
