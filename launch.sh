@@ -51,24 +51,36 @@ run() { if [ -z "$dry_run" ]; then "$@"; else printf '%q ' "$@" >&3 && echo >&3;
 # shellcheck source=infra/cloud/cuda.sh
 . "$here/infra/cloud/cuda.sh" # which CUDA to install
 # ---------------------------------------------------------------- this machine
-pip_install() { run "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
+# -I: pip must not count packages on PYTHONPATH as installed.
+pip_install() { run "$venv/bin/python" -I -m pip install -q --disable-pip-version-check "$@"; }
 
 # Install requirements.txt, jax[$1] if given, and packages for the flags ($2...). .venv/installed records the first two.
 setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") "
-  if ! grep -qxF "$mark$extra" "$venv/installed" 2>/dev/null; then
-    # A missing pip means that .venv does not exist, or that its creation was cut short.
-    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
-    drop_other_cuda "$extra"
-    [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'
-    pip_install -r "$here/requirements.txt" ${extra:+"jax[$extra]"} || exit
-    [ -n "$dry_run" ] || printf '%s\n' "$mark" "$mark$extra" >"$venv/installed"
+  if ! is_installed "$mark$extra"; then
+    # Of two launches at once, the second one waits for the first. macOS has no flock.
+    if [ -z "$dry_run" ] && command -v flock >/dev/null; then exec 7>"$venv.lock" && flock 7; fi
+    is_installed "$mark$extra" || install "$mark" "$extra"
+    exec 7>&-
   fi
   case " $* " in *' --wandb'*) install_optional wandb ;; esac
 }
 
-install_optional() { "$venv/bin/python" -c "import $1" 2>/dev/null || pip_install "$1" || exit; }
+is_installed() { [ -x "$venv/bin/python" ] && grep -qxF "$1" "$venv/installed" 2>/dev/null; }
+
+install() { # MARK EXTRA
+  [ "$(uname -sm)" != 'Darwin x86_64' ] || die 'JAX has no packages for Intel Macs'
+  # If this fails, .venv does not exist, its creation was cut short, or its Python is too old.
+  "$venv/bin/python" -I -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || make_venv
+  drop_other_cuda "$2"
+  [ -n "$dry_run" ] || say 'installing into .venv, once: a minute or two'
+  pip_install -r "$here/requirements.txt" ${2:+"jax[$2]"} || exit
+  [ -n "$dry_run" ] || printf '%s\n' "$1" "$1$2" >"$venv/installed"
+}
+
+# -I: a folder of this name in the current directory is not the package.
+install_optional() { "$venv/bin/python" -I -c "import $1" 2>/dev/null || pip_install "$1" || exit; }
 
 make_venv() {
   local python
@@ -90,9 +102,8 @@ make_venv_with_uv() {
   local uv="$here/.venv-uv" make=(venv -q --clear --seed -p '>=3.11,<3.14' "$venv") # CI tests 3.11 and 3.12
   if command -v uv >/dev/null; then
     run uv "${make[@]}"
-  elif python3 -m pip --version >/dev/null 2>&1; then
-    # Use --target: Debian does not let pip install anywhere else.
-    run python3 -m pip install -q --target "$uv" uv
+  # Use --target: Debian does not let pip install anywhere else.
+  elif python3 -m pip --version >/dev/null 2>&1 && run python3 -m pip install -q --target "$uv" uv; then
     run env PYTHONPATH="$uv" python3 -m uv "${make[@]}"
   else
     shell "curl -LsSf https://astral.sh/uv/install.sh | UV_UNMANAGED_INSTALL=$(printf %q "$uv") sh" ||
@@ -123,15 +134,22 @@ cmd_cpu() { # PROCESSES FLAGS...
   local processes="$1" i port=$((20000 + RANDOM % 10000)) codes="$scratch/codes"
   shift
   case "$processes" in '' | *[!0-9]* | 0*) die "--processes $processes is not a number of 1 or more" ;; esac
+  case "$processes $*" in
+    1\ *) ;;
+    *--coordinator*) die '--processes starts all processes here; for several machines, start train.py on each' ;;
+  esac
   setup '' "$@"
   if [ "$processes" = 1 ]; then
     rm -rf "$scratch" # `train` replaces this shell, whose EXIT trap then does not run
     train cpu "$@" && exit
   fi
   trap : INT # Ctrl-C is for the processes, which save first; this shell waits for them
+  trap 'xargs kill <"$scratch/pids" || :' TERM
   for ((i = 0; i < processes; i++)); do
     {
-      (train cpu "$@" --coordinator "127.0.0.1:$port" --processes "$processes" --process_id "$i") 2>&1 ||
+      # shellcheck disable=SC2016 # sh expands $PPID, the number of this subshell
+      (sh -c 'echo $PPID' >>"$scratch/pids"
+        train cpu "$@" --coordinator "127.0.0.1:$port" --processes "$processes" --process_id "$i") 2>&1 ||
         echo $? >>"$codes"
     } | while IFS= read -r line || [ -n "$line" ]; do printf '[p%s] %s\n' "$i" "$line"; done &
   done
@@ -142,7 +160,7 @@ cmd_cpu() { # PROCESSES FLAGS...
 
 cmd_gpu() {
   local extra
-  [ -n "$dry_run" ] || [ -n "$(driver)" ] || die 'nvidia-smi finds no NVIDIA GPU here; try cpu'
+  [ -n "$dry_run${CUDA:-}" ] || [ -n "$(driver)" ] || die 'nvidia-smi finds no NVIDIA GPU here; try cpu'
   extra="$(cuda)"
   setup "$extra" "$@"
   rm -rf "$scratch" # see cmd_cpu
@@ -238,13 +256,14 @@ check_words() {
   [ -z "$is_value" ] || die "$word needs a value"
 }
 
-cmd_help() { sed -n '3,/^set /{/^set /!s/^#\( \|$\)//p;}' "$here/launch.sh"; }
+cmd_help() { sed -n '3,/^set /{/^set /!s/^# \{0,1\}//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
 # Submit a job and print its log. sbatch --wait exits with the job's code, but late: it asks Slurm less and less often.
 cmd_slurm() {
   local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   check_words "$@"
   [ "$platforms" = cpu ] || extra="$(cuda)"
+  [ "$platforms" = "$gpus" ] || say "the job will have JAX_PLATFORMS=$platforms, as here"
   setup "$extra" "$@"
   set -- --start_timeout 300 "${job[@]}" "$@" # nodes start at different times
   set -- "$venv/bin/python" "$here/infra/cloud/slurm_job.py" bash "$here/launch.sh" task "$@"
@@ -257,6 +276,7 @@ cmd_slurm() {
   : >"$scratch/job"
   "$@" >"$scratch/job" &
   sbatch=$!
+  trap 'kill "$sbatch"; say "interrupted; if squeue --me shows a new job, scancel it"; exit 130' INT
   # A site may print lines of its own before sbatch's line, which is ID or ID;CLUSTER.
   until id="$(grep -m 1 -xE '[0-9]+(;.*)?' "$scratch/job")"; do
     if ! kill -0 "$sbatch" 2>/dev/null; then
@@ -269,9 +289,9 @@ cmd_slurm() {
   id="${id%%;*}"
   out="$(scontrol show job "$id" | sed -n 's/^ *StdOut=//p')" || out="slurm-$id.log"
   out="${out//%j/$id}"
-  touch "$out"
+  touch "$out" 2>/dev/null || say "$out cannot be written; does its folder exist?"
   say "job $id; its log: $out; end it: scancel $id"
-  tail -n +1 -F "$out" 2>/dev/null &
+  tail -n +1 --pid=$$ -F "$out" 2>/dev/null &
   lines=$!
   trap 'kill "$sbatch" "$lines"; say "detached; the job goes on: tail -F $out"; exit 130' INT
   while kill -0 "$sbatch" 2>/dev/null; do

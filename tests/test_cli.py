@@ -345,6 +345,17 @@ def process_flags(i, processes, job):
     return f"--coordinator=127.0.0.1:{port} --processes={processes} --process_id={i}"
 
 
+def test_a_shell_of_srun_and_unequal_devices_are_explained(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert "unset SLURM_STEP_NUM_TASKS" in processes.how_to_start_all()
+    devices = [mock.Mock(process_index=index) for index in (0, 1, 1, 1)]
+    monkeypatch.setattr(processes.jax, "devices", lambda: devices)
+    monkeypatch.setattr(processes.nvidia, "find_devices", lambda: None)
+    with pytest.raises(SystemExit):
+        processes.check_devices(0, 0)
+    assert "unequal numbers of devices: [1, 3]" in capsys.readouterr().err
+
+
 def test_processes_that_are_not_all_there_are_refused(tmp_path):
     """A run is refused if only process 0 or only another process starts, if the coordinator's name
     does not resolve, or if there are fewer processes or devices than required."""
@@ -353,7 +364,7 @@ def test_processes_that_are_not_all_there_are_refused(tmp_path):
     wanted = (
         "4 processes are expected, 1 started within 1 s; absent: process 1, process 2, process 3"
     )
-    assert wanted in text
+    assert wanted in text and "was only worker 0 started?" in text
     text = refused(process_flags(1, 4, job=1), *flags)
     assert "process 1 of 4 heard nothing from process 0" in text
     nowhere = "--coordinator nowhere.invalid:8476 --processes 4 --process_id 1"

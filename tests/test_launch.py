@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pods
@@ -164,6 +165,19 @@ def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
 WITHOUT_VENV = """#!/bin/sh
 case "$*" in *"import sys, ensurepip"*) exit 1 ;; *"-m pip --version") exit {pip_code} ;; esac
 """
+
+
+def test_two_launches_at_once_install_once(cloud):
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(cloud.launch, ["setup", "setup"]))
+    assert len((cloud.home / "pip.log").read_text().splitlines()) == 1
+
+
+def test_help_is_the_comment_of_the_launcher_for_any_sed(cloud):
+    text = cloud.launch("help")
+    assert "bash launch.sh cpu" in text and "v6e-16" in text and "set -" not in text, text
+    posix = 'sed() { command sed --posix "$@"; }; export -f sed; exec bash "$1" help'
+    assert run("bash", "-c", posix, "-", cloud.clone / "launch.sh") == text
 
 
 def test_setup_brings_a_python_where_none_is_fit(cloud, tmp_path):

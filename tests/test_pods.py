@@ -194,8 +194,11 @@ def test_a_preempted_run_resumes_on_a_new_vm(cloud, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes_of_this_machine_and_the_launcher_waits(cloud, tmp_path):
-    """After Ctrl-C, both processes of `cpu --processes 2` save and end before the launcher does."""
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_all_processes_of_this_machine_and_the_launcher_waits(cloud, tmp_path, name):
+    """After Ctrl-C, or a SIGTERM to the launcher alone, both processes of `cpu --processes 2` save
+    and end before the launcher does."""
+    number = signal.Signals[name]
     out = tmp_path / "run"
     group = tmp_path / "group"
     # Ctrl-C reaches a process group. The launcher gets its own, so that pytest goes on.
@@ -206,18 +209,19 @@ def test_ctrl_c_ends_all_processes_of_this_machine_and_the_launcher_waits(cloud,
     )
 
     def interrupt():
-        os.killpg(int(group.read_text()), signal.SIGINT)
+        send = os.killpg if name == "SIGINT" else os.kill
+        send(int(group.read_text()), number)
 
     interrupted = when(lambda: says(out / "metrics.jsonl", '"step": 2'), interrupt)
     text = cloud.launch(
         "cpu --processes 2",
         *(POD_FLAGS, "--steps 500 --out", out),
-        code=130,
+        code=128 + number,
         shell=[sys.executable, "-c", alone, group],
         JAX_NUM_CPU_DEVICES="4",
     )
     interrupted.result()
-    assert "[p0] ended by SIGINT" in text, text
+    assert f"[p0] ended by {name}" in text and f"[p1] ended by {name}" in text, text
     last = read_jsonl(out / "metrics.jsonl")[-1]["step"]
     assert 2 <= last < 500 and (out / f"step_{last:06d}").is_dir(), text
 

@@ -112,10 +112,12 @@ def test_a_job_is_followed_if_scontrol_fails(site):
 
 def test_a_job_that_is_not_taken_ends_the_launcher(site):
     stand_in(site, "sbatch", 'echo "no such partition" >&2; exit 1')
-    assert end(site, launch(site, "slurm")) == (1, "no such partition\n")
+    code, text = end(site, launch(site, "slurm"))
+    assert (code, text.splitlines()[-1]) == (1, "no such partition")
     stand_in(site, "sbatch", "echo maintenance")
     lines = "maintenance\nlaunch.sh: sbatch printed no job number\n"
-    assert end(site, launch(site, "slurm")) == (1, lines)
+    code, text = end(site, launch(site, "slurm"))
+    assert code == 1 and text.endswith(lines), text
 
 
 # ---------------------------------------------------------------- the job, from inside

@@ -6,9 +6,8 @@
 # minutes, or until it is stopped; where $GCLOUD_STUB/finishes is, it ends well, and its model is on this worker alone.
 case "$*" in
   "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-  "-m pip --version") ;;
-  "-m pip "*) echo "$*" >>~/pip.log ;;
-  "-c import wandb") exit 1 ;;
+  "-I -m pip "*) echo "$*" >>~/pip.log ;;
+  "-I -c import wandb") exit 1 ;;
   *train.py*)
     [ ! -e ~/broken ] || { echo no such luck && exit 7; }
     printf %s "${HF_TOKEN:-}" | wc -c >~/token

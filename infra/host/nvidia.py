@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -49,6 +50,9 @@ def find_devices() -> None:
         check(False, f"JAX finds none of this machine's GPUs{cause}; {advice}")
     # On a TPU VM, the CPU is no help, and the error names the process that holds the TPU.
     advice = "" if "tpu" in platforms else "; try JAX_PLATFORMS=cpu"
+    # Several processes on CPUs find each other with gloo, which looks up this machine's own name.
+    if "gloo" in cause:
+        advice = f"; does this machine's name, {socket.gethostname()}, resolve? see /etc/hosts"
     check(
         found != "none", f"JAX finds no devices, with JAX_PLATFORMS = {platforms!r}{advice}{cause}"
     )
@@ -97,6 +101,9 @@ def how_to_find_gpus(driver: str) -> str:
         return f"nor does nvidia-smi; on Slurm give --gpus-per-node, {on_cpu}"
     if not cuda:
         return f"JAX has no CUDA here: install it with `bash launch.sh gpu`, {on_cpu}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}: name GPUs of `nvidia-smi -L`, {on_cpu}"
     oldest = OLDEST_DRIVER[cuda]
     if int(driver.split(".")[0]) >= oldest:
         advice = reinstall(f"jax[cuda{cuda}]")

@@ -4,6 +4,7 @@ A run has one JAX process per machine (a TPU worker or a Slurm node), or one per
 processes run the same program with the same flags, and every process runs every jitted call.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -35,7 +36,13 @@ ROOT = os.path.abspath(f"{__file__}/../../..")
 # Flags that may differ between the processes of a run. In place of the flag `processes`, `connect`
 # compares the number of processes that each process has found.
 FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
-START_ALL = "on a TPU slice, `bash launch.sh TYPE` starts all workers"
+
+
+def how_to_start_all() -> str:
+    """Advice for when some processes have not started."""
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        return "in a shell of `srun --pty`, unset SLURM_STEP_NUM_TASKS to run a single process"
+    return "was only worker 0 started? on a TPU slice, `bash launch.sh TYPE` starts all workers"
 
 
 # ---------------------------------------------------------------- values of all processes
@@ -238,8 +245,8 @@ def call_the_roll(processes, names, facts, seconds):
     if absent:
         fault = (
             f"{len(names)} processes are expected, {len(facts_of)} started within {seconds} s; "
-            f"absent: {', '.join(names[i] for i in absent)}. Was only worker 0 started? "
-            f"{START_ALL}; a larger --start_timeout waits longer"
+            f"absent: {', '.join(names[i] for i in absent)}: {how_to_start_all()}; a larger "
+            "--start_timeout waits longer"
         )
     for f in files:
         # A process may have given up waiting.
@@ -331,7 +338,13 @@ def check_devices(require_processes: int, require_devices: int) -> None:
     check(
         processes == wanted_processes and devices == wanted_devices,
         f"jax.process_count() = {processes} with {devices} devices, expected {wanted_processes} "
-        f"with {wanted_devices}: was only worker 0 started? {START_ALL}",
+        f"with {wanted_devices}: {how_to_start_all()}",
+    )
+    of_process = collections.Counter(device.process_index for device in jax.devices())
+    check(
+        len({*of_process.values()}) == 1,
+        f"the processes have unequal numbers of devices: {sorted(of_process.values())}; on Slurm, "
+        "give --gpus-per-node, not --gpus",
     )
 
 
@@ -396,13 +409,16 @@ def end_at_once(number, _frame=None) -> None:
 def watch_signals() -> StopSignal:
     """From now on, some signals end the run at its next `check_for_stop`.
 
-    These are SIGTERM, SIGINT, SIGUSR1 (Slurm's warning of the time limit) and Google's notice that
-    this VM will be preempted.
+    These are SIGTERM, SIGINT, SIGHUP (the terminal has closed), SIGUSR1 (Slurm's warning of the
+    time limit) and Google's notice that this VM will be preempted.
     """
     stop_signal = StopSignal()
     # Handlers only note the signal: all processes must stop together, between two device calls.
     signal.signal(signal.SIGTERM, stop_signal.note)
     signal.signal(signal.SIGINT, stop_signal.note)
+    # nohup makes a process ignore SIGHUP.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop_signal.note)
     signal.signal(signal.SIGUSR1, stop_signal.warned)
     if on_tpu_vm():
         threading.Thread(target=wait_for_preemption, args=[stop_signal], daemon=True).start()

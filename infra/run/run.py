@@ -246,6 +246,8 @@ class Run:
             advice = rollout_advice(self.cfg)
             if phase == "update":
                 advice = smaller + update_advice(self.cfg)
+            if jax.default_backend() == "gpu":
+                advice += "; nvidia-smi shows whether other processes use the GPU"
             warn(
                 f"a device ran out of memory in step {step} ({phase}): {first_line(e)[:300]}\n"
                 f"{saver.save_before_exit()}; try {advice}"
