@@ -17,7 +17,8 @@ from infra.rollout import engine, layouts
 from infra.rollout.layouts import Layout, RolloutSize
 from infra.rollout.waves import fewer_rows, kept_rows
 from model import ModelConfig
-from tools import abstract_rollout, clock
+from tools import abstract_rollout
+from tools.clock import Clock, program_clock, step_clock
 
 # The lengths of answers to GSM8K's questions: a log-normal distribution with this median and mean.
 MEDIAN = 210
@@ -37,22 +38,24 @@ class RolloutTime(NamedTuple):
     """Seconds of a complete rollout."""
 
     move: float  # of the weights to the rollout's layout
-    prefill: float
+    calls: int  # of prefill
+    prefill: Clock  # of one call
     decode: float
     resize: float  # of the KV cache, between stages
     floor: float  # to read the weights and the live cache once a step, split over all devices
     stages: list[tuple[Stage, float]]  # with the milliseconds of a step
 
     def __str__(self) -> str:
-        total = self.move + self.prefill + self.decode + self.resize
+        prefill = self.calls * self.prefill.ms / 1e3
+        total = self.move + prefill + self.decode + self.resize
         of_stages = [
             f"{stage.steps} x {ms:.2f} ms with {stage.prompts} x {stage.group} rows"
             for stage, ms in self.stages
         ]
         return (
-            f"{total:.2f} s: weights {self.move:.2f}, prefill {self.prefill:.2f}, decode "
+            f"{total:.2f} s: weights {self.move:.2f}, prefill {prefill:.2f}, decode "
             f"{self.decode:.2f}, cache {self.resize:.2f}; at least {self.floor:.2f} s\n  "
-            f"decode: {', '.join(of_stages)}"
+            f"prefill: {self.calls} x {self.prefill}\n  decode: {', '.join(of_stages)}"
         )
 
 
@@ -116,8 +119,10 @@ def floor_seconds(
     return total / devices / chip.bandwidth
 
 
-def seconds_of_prefill(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> float:
-    """Seconds of all calls of `prefill`, by the clock."""
+def clock_of_prefill(
+    cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize
+) -> tuple[int, Clock]:
+    """Returns (calls of `prefill`, the clock of one)."""
     rows, group = size.of_device(layout)
     shards = layouts.row_shards(layout)
     # All calls run the same number of prompts, so that one program serves them all.
@@ -135,7 +140,7 @@ def seconds_of_prefill(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     program = engine.prefill.lower(weights, state, prompts, lengths, 0, **static).compile()
     chip = chips.chip(layout.mesh.devices.flat[0])
     calls = -(-n_prompts // at_once)
-    return calls * clock.program_clock(program.as_text(), cfg.L, chip).ms / 1e3
+    return calls, program_clock(program.as_text(), cfg.L, chip)
 
 
 def seconds_of_move(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> float:
@@ -155,7 +160,7 @@ def seconds_of_move(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) ->
     (stack_size,) = layout.stack_sizes(cfg.L)
     programs = move_top.lower(params), move_stack.lower(layers, 0, size=stack_size)
     texts = [program.compile().as_text() for program in programs]
-    return sum(clock.program_clock(text, cfg.L, chip).ms for text in texts) / 1e3
+    return sum(program_clock(text, cfg.L, chip).ms for text in texts) / 1e3
 
 
 def time_rollout(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> RolloutTime:
@@ -178,7 +183,7 @@ def time_rollout(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> 
         if shape not in ms_of:
             wave = replace(size, answers=rows * shards, group=stage.group, answer_slots=stage.slots)
             program = abstract_rollout.lower_decode(cfg, layout, dtype, wave).compile()
-            ms_of[shape] = clock.step_clock(program.as_text(), cfg.L, chip).ms
+            ms_of[shape] = step_clock(program.as_text(), cfg.L, chip).ms
             slots = stage.prompts * size.prompt_slots + rows * stage.slots
             # A cache that changes its size is read and written once.
             resize += (cache_bytes + slots * slot_bytes) / chip.bandwidth
@@ -187,7 +192,7 @@ def time_rollout(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> 
         stages.append((stage, ms_of[shape]))
     return RolloutTime(
         seconds_of_move(cfg, layout, dtype, size.quantised),
-        seconds_of_prefill(cfg, layout, dtype, size),
+        *clock_of_prefill(cfg, layout, dtype, size),
         decode,
         resize,
         floor_seconds(lengths, cfg, layout, dtype, size),
