@@ -59,8 +59,8 @@ setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") "
   if ! is_installed "$mark$extra"; then
-    # Of two launches at once, the second one waits for the first. macOS has no flock.
-    if [ -z "$dry_run" ] && command -v flock >/dev/null; then exec 7>"$venv.lock" && flock 7; fi
+    # Of two launches at once, the second one waits for the first. macOS and some network disks have no flock.
+    if [ -z "$dry_run" ] && command -v flock >/dev/null; then { exec 7>"$venv.lock" && flock 7; } || :; fi
     is_installed "$mark$extra" || install "$mark" "$extra"
     exec 7>&-
   fi
@@ -144,7 +144,9 @@ cmd_cpu() { # PROCESSES FLAGS...
     train cpu "$@" && exit
   fi
   trap : INT # Ctrl-C is for the processes, which save first; this shell waits for them
-  trap 'xargs kill <"$scratch/pids" || :' TERM
+  # Pass SIGTERM on, unless the processes have it already: a second one would end their save. If the whole group got it,
+  # the last loop below, $!, has ended.
+  trap 'sleep 0.3; if kill -0 $! 2>/dev/null; then xargs kill <"$scratch/pids" || :; fi' TERM
   for ((i = 0; i < processes; i++)); do
     {
       # shellcheck disable=SC2016 # sh expands $PPID, the number of this subshell
@@ -276,7 +278,7 @@ cmd_slurm() {
   : >"$scratch/job"
   "$@" >"$scratch/job" &
   sbatch=$!
-  trap 'kill "$sbatch"; say "interrupted; if squeue --me shows a new job, scancel it"; exit 130' INT
+  trap 'kill "$sbatch" 2>/dev/null || :; say "interrupted; if squeue --me shows a new job, scancel it"; exit 130' INT
   # A site may print lines of its own before sbatch's line, which is ID or ID;CLUSTER.
   until id="$(grep -m 1 -xE '[0-9]+(;.*)?' "$scratch/job")"; do
     if ! kill -0 "$sbatch" 2>/dev/null; then
@@ -293,7 +295,7 @@ cmd_slurm() {
   say "job $id; its log: $out; end it: scancel $id"
   tail -n +1 --pid=$$ -F "$out" 2>/dev/null &
   lines=$!
-  trap 'kill "$sbatch" "$lines"; say "detached; the job goes on: tail -F $out"; exit 130' INT
+  trap 'kill "$sbatch" "$lines" 2>/dev/null || :; say "detached; the job goes on: tail -F $out"; exit 130' INT
   while kill -0 "$sbatch" 2>/dev/null; do
     # Print the job's state, and why it waits, when they change. After a minute, ask Slurm less often.
     if [ "$SECONDS" -ge "$next" ]; then

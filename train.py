@@ -81,7 +81,7 @@ class Config:
     # the model, the data and the run
     model: str = "tiny"  # tiny (built in) | hub id or Hugging Face directory: Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
-    columns: str = ""  # columns of all data sets, as question=...,answer=...; "" = the usual names
+    columns: str = ""  # as question=...,answer=...; held-out sets use it if they have the columns
     eval_data: str = ""  # held-out sets: [name=]data,... | none; "" = data's held-out set, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>

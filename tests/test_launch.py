@@ -49,13 +49,15 @@ def stubborn_run(tmp_path):
     for name, line in ("curl", "echo 0"), ("sleep", "echo >>slept"):
         write(commands / name, f"#!/bin/sh\n{line}\n", 0o755)
     write(tmp_path / "run.id", "7.7\n")
+    (tmp_path / "ready").unlink(missing_ok=True)
 
     def is_ready():
         assert (tmp_path / "ready").exists()
 
     def call(words):
         path = f"{commands}:{os.environ['PATH']}"
-        return run("bash", scripts / "worker.sh", *words.split(), PATH=path)
+        words = words.split() if isinstance(words, str) else words
+        return run("bash", scripts / "worker.sh", *words, PATH=path)
 
     busy = "trap 'echo >>terms' TERM; exec 9>run.lock; flock 9; echo >ready"
     busy += "; while :; do /bin/sleep 1; done"
@@ -68,7 +70,7 @@ def stubborn_run(tmp_path):
             process.kill()
 
 
-@pytest.mark.parametrize("words, seconds", [("stop 1", 600), ("stop 1 7.7", 30), ("stop 1 8.8", 0)])
+@pytest.mark.parametrize("words, seconds", [("stop", 600), ("stop 7.7 1", 30), ("stop 8.8 1", 0)])
 def test_stop_leaves_time_to_save(tmp_path, words, seconds):
     """A user's stop kills a run after ten minutes, so that it can save. The launcher's stop names
     the run, which waits for a worker that has ended, and kills it after 30 seconds."""
@@ -85,12 +87,14 @@ def test_a_stop_that_gcloud_repeats_sends_one_sigterm(tmp_path):
     """A second SIGTERM would end a save."""
     terms, known = tmp_path / "terms", tmp_path / "run.stop"
     with stubborn_run(tmp_path) as (_, call):
-        call("stop 1")
+        call(["stop", "", "1"])
         assert terms.read_text() == "\n" and known.read_text() == "1\n"
     shutil.rmtree(tmp_path / "infra")
     with stubborn_run(tmp_path) as (_, call):
-        call("stop 1")
+        call(["stop", "", "1"])
         assert terms.read_text() == "\n"
+    # Both calls have waited for ten minutes.
+    assert len((tmp_path / "slept").read_text()) >= 1200
 
 
 def test_dry_run_knows_hosts_and_devices_of_every_type(cloud):

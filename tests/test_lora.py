@@ -562,7 +562,7 @@ def test_adapters_of_another_base_are_refused(tmp_path, capsys):
 MISTAKES = {  # {flags: what the message must say}
     "--lora 8 --offload optimizer": "offload = optimizer has no effect with lora = 8",
     "--lora_alpha 16": "lora_alpha = 16 has no effect with lora = 0; add --lora 16",
-    "--adapter here": "adapter = here has no adapter_config.json with a rank",
+    "--adapter here": "adapter = here needs --lora with its rank",
     "--lora 8 --adapter nowhere": "nowhere/adapter_config.json is missing",
     "--lora -1": "lora = -1 is out of range",
     "--lora 129": "lora = 129 is more than the hidden size 128",

@@ -72,7 +72,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
         given = getattr(cfg, name)
         check(
             given == value,
-            f"{name} = {given} has no counterpart in TRL; without the flag, it is {value}",
+            f"{name} = {given} is not translated for TRL; without the flag, it is {value}",
         )
     is_evaluated = cfg.steps and len(train.eval_sets(cfg)) == 1
     check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with one file")

@@ -3,8 +3,8 @@
     python tools/results.py
 
 Reads the run's flags from run.flags, where each flag ends in NUL. Links the results that are worth
-keeping into .fetch/NAME, and prints NAME. If the run has a bucket, checks that the bucket has the
-results, and prints gs://..., or exits with code 1.
+keeping into .fetch/NAME, and prints that path. If the run has a bucket, checks that the bucket has
+the results, and prints gs://..., or exits with code 1.
 """
 
 import os
@@ -23,7 +23,7 @@ LINKS = Path(".fetch")
 
 
 def link_results(out: Path) -> str:
-    """Link the files of `out` that match KEPT into LINKS/NAME. Returns NAME."""
+    """Link the files of `out` that match KEPT into LINKS/NAME. Returns that path."""
     shutil.rmtree(LINKS, ignore_errors=True)
     links = LINKS / out.name
     links.mkdir(parents=True)
@@ -31,7 +31,7 @@ def link_results(out: Path) -> str:
     for pattern in KEPT:
         for path in out.glob(pattern):
             (links / path.name).symlink_to(path)
-    return out.name
+    return str(links)
 
 
 def main() -> None:

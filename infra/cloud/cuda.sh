@@ -42,7 +42,8 @@ drop_other_cuda() {
   if has_plugin "$other"; then
     # If the installation that follows is cut short, the next one must not find it complete.
     run rm -f "$venv/installed"
-    run "$venv/bin/python" -m pip uninstall -q -y "jax-cuda$other-plugin" "jax-cuda$other-pjrt" "nvidia-cudnn-cu$other"
+    run "$venv/bin/python" -I -m pip uninstall -q -y \
+      "jax-cuda$other-plugin" "jax-cuda$other-pjrt" "nvidia-cudnn-cu$other"
   fi
 }
 

@@ -487,16 +487,20 @@ stop_rest() {
 
 # Copy the run's results from worker 0 to a folder in out/$name, and make its report.html, unless a bucket has them.
 fetch() {
-  local out to="out/$name" new="out/$name/fetching"
+  local out from to="out/$name" new="out/$name/fetching"
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
   out="$(tail -n 1 "$scratch/results")"
   case "$out" in
     gs://*) say "the results of the run are in $out" && return ;;
+    .fetch/*) from="$out" out="${out#.fetch/}" ;;
+    *) from="results/$out" ;; # an older commit is on the workers
+  esac
+  case "$out" in
     */* | .*) die "worker 0 names its results $out, which is not the name of a directory" 1 ;;
   esac
   say "fetching ${out:-the results} to $to"
   run rm -rf "$new" && run mkdir -p "$new"
-  persistently reach scp --recurse "$name:podgrpo/.fetch/$out" "$new" --worker=0 >&2 || return
+  persistently reach scp --recurse "$name:podgrpo/$from" "$new" --worker=0 >&2 || return
   [ -z "$dry_run" ] || return 0
   # Keep the results of another run with the same name. If this run was fetched before, bring its results up to date.
   if [ -e "$to/$out" ] && ! cmp -s "$new/$out/config.json" "$to/$out/config.json"; then
@@ -535,7 +539,7 @@ live_and_finish() { # up|start|follow LINE FLAGS...
   done
   if [ "$code" = 0 ]; then
     fetch || {
-      [ $? != 75 ] || die 'the run has finished, but its VM is gone; results are left only with --out gs://...' 1
+      [ $? != 75 ] || die 'the run has finished, but its VM is gone, and so are its results, unless --out is gs://...' 1
       die "the run has finished, but its results are not here: $(again fetch)" 1
     }
     if [ -n "$delete_when_done" ]; then delete || exit 1; fi
@@ -652,7 +656,7 @@ cmd_tpu_ssh() { # [WORKER|all] [COMMAND...]
     ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
-cmd_tpu_stop() { need_slice; persistently workers all "bash infra/cloud/worker.sh stop $$.$(date +%s)" || exit 1; }
+cmd_tpu_stop() { need_slice; persistently workers all "bash infra/cloud/worker.sh stop '' $$.$(date +%s)" || exit 1; }
 
 cmd_tpu_fetch() { need_slice; fetch || exit 1; }
 

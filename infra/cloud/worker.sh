@@ -7,9 +7,9 @@
 #   bash infra/cloud/worker.sh follow FIRST REST        print the run's log until the end, then "exit CODE TIME". Worker
 #                                                       0 begins at FIRST, the others at REST, as for `tail -n`
 #   bash infra/cloud/worker.sh status                   print whether a run is going on, and the last line of its log
-#   bash infra/cloud/worker.sh stop CALL [ID]           send SIGTERM to the run, once for each CALL; a second one ends a
+#   bash infra/cloud/worker.sh stop ID CALL             send SIGTERM to the run, once for each CALL; a second one ends a
 #                                                       save at once. If the run does not end, send SIGKILL after ten
-#                                                       minutes. With ID, end only this run, and after 30 seconds
+#                                                       minutes. If ID is not "", end only this run, and after 30 s
 #   bash infra/cloud/worker.sh test ARGUMENTS           run pytest with these arguments
 #   bash infra/cloud/worker.sh results                  print where the run's results are; see tools/results.py
 set -euo pipefail
@@ -78,7 +78,7 @@ status() {
 }
 
 stop() {
-  local call="$1" id="${2:-}" second patience=600
+  local id="${1:-}" call="${2:-}" second patience=600
   if [ -n "$id" ]; then
     # Leave a run with another ID alone.
     if [ "$id" != "$(cat run.id)" ]; then return; fi
@@ -89,7 +89,8 @@ stop() {
     if is_free; then return; fi
     case $second in
       0)
-        if [ "$(cat run.stop 2>/dev/null)" = "$call" ]; then continue; fi # gcloud has repeated this call
+        # Ignore a call that gcloud repeats.
+        if [ -n "$call" ] && [ "$(cat run.stop 2>/dev/null)" = "$call" ]; then continue; fi
         kill -TERM -- "-$(cat run.pid)"
         echo "$call" >run.stop
         ;;

@@ -122,9 +122,9 @@ class RewardPool:
         try:
             self.channel.send((arguments, np.asarray(truncated)))
             scores, faults, worked = self.channel.recv()
-        except (EOFError, OSError) as e:
-            what = "the process that starts reward workers has ended"
-            raise OSError(f"{what}: {first_line(e)}") from None
+        except (EOFError, OSError):
+            # The kernel may have killed it for lack of memory.
+            raise OSError("the process that starts reward workers has ended") from None
         self.have_worked.update(worked)
         return scores[:, self.columns], faults
 

@@ -101,12 +101,14 @@ def how_to_find_gpus(driver: str) -> str:
         return f"nor does nvidia-smi; on Slurm give --gpus-per-node, {on_cpu}"
     if not cuda:
         return f"JAX has no CUDA here: install it with `bash launch.sh gpu`, {on_cpu}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return f"CUDA_VISIBLE_DEVICES is {visible!r}: name GPUs of `nvidia-smi -L`, {on_cpu}"
     oldest = OLDEST_DRIVER[cuda]
     if int(driver.split(".")[0]) >= oldest:
         advice = reinstall(f"jax[cuda{cuda}]")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            advice = (
+                f"CUDA_VISIBLE_DEVICES is {visible!r}: name GPUs of `nvidia-smi -L`, or {advice}"
+            )
         return f"the driver, {driver}, is new enough; {advice}, {on_cpu}"
     # On Slurm, CUDA was chosen on the login node, which may not know the other nodes' driver.
     older = ", or choose CUDA 12: CUDA=12 bash launch.sh slurm (or gpu)" if cuda != "12" else ""

@@ -40,8 +40,9 @@ FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "
 
 def how_to_start_all() -> str:
     """Advice for when some processes have not started."""
-    if "SLURM_STEP_NUM_TASKS" in os.environ:
-        return "in a shell of `srun --pty`, unset SLURM_STEP_NUM_TASKS to run a single process"
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        alone = "in a shell of `srun --pty`, unset SLURM_STEP_NUM_TASKS to run a single process"
+        return f"look at their logs, or, {alone}"
     return "was only worker 0 started? on a TPU slice, `bash launch.sh TYPE` starts all workers"
 
 
@@ -418,7 +419,8 @@ def watch_signals() -> StopSignal:
     signal.signal(signal.SIGINT, stop_signal.note)
     # nohup makes a process ignore SIGHUP.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, stop_signal.note)
+        # When a terminal closes, both its shell and the kernel send SIGHUP.
+        signal.signal(signal.SIGHUP, stop_signal.warned)
     signal.signal(signal.SIGUSR1, stop_signal.warned)
     if on_tpu_vm():
         threading.Thread(target=wait_for_preemption, args=[stop_signal], daemon=True).start()

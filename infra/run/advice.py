@@ -43,8 +43,10 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
             "score 0: raise --max_answer, or ask for short answers with --system"
         )
     constant = constant_function(steps)
-    # A reward that does not use `correct` may be constant however many answers are solved.
-    if constant and "reward/correct" not in steps[-1]:
+    # A reward that does not use SOLVED may be constant however many answers are solved.
+    names = [name for name in steps[-1] if is_function(name)]
+    uses_solved = any(all(step.get(name) == step["solved"] for step in steps) for name in names)
+    if constant and not uses_solved and "reward/correct" not in steps[-1]:
         return constant
     if mean["solved"] > 1 - FEW:
         return f"{mean['solved']:.0%} of the answers are already right: use harder questions"
@@ -63,13 +65,17 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
     return "the answers of a group are alike: raise --temperature or --npq; look at samples.jsonl"
 
 
+def is_function(name: str) -> bool:
+    """Whether a metric is the mean score of a reward function."""
+    return name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
+
+
 def constant_function(steps: Sequence[dict]) -> str:
     """Names a reward function whose mean is the same in all steps, or returns "". The metrics have
     no scores of individual answers, but a constant mean suggests a constant score."""
     for name in steps[-1]:
-        is_function = name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
         values = [step.get(name) for step in steps]
-        if is_function and min(values) == max(values):
+        if is_function(name) and min(values) == max(values):
             what = f"{name} is {values[0]:.2f} on average in each of the last {STEPS} steps"
             return f"{what}: look at that reward function"
     return ""

@@ -106,6 +106,8 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
         return
     except BucketError as e:
         raise type(e)(f"{source} cannot be copied to {target}: {e}") from None
+    except OSError as e:  # there is no room for the lists
+        raise BucketError(f"{source} cannot be copied to {target}: {e}") from None
 
 
 def others_parts(process: int, processes: int) -> str:

@@ -3,9 +3,9 @@
 A checkpoint is a directory `step_NNNNNN`. Each process writes one file with all of its shards,
 since each may have its own disk. A checkpoint is complete if it has a file from each process, all
 written by the same launch of the run. A resumed run is a new launch. `run` in a file's header is
-the time of the launch. `complete` is the step of the newest checkpoint that was complete at that
-time, or 0. The file's name has the number of processes. A file gets its name by a rename, so that a
-process that is killed during a write leaves only a file that nobody reads.
+the time of the launch, and `complete` is the step of the newest checkpoint that was complete when
+the file was written, or 0. The file's name has the number of processes. A file gets its name by a
+rename, so that a process that is killed during a write leaves only a file that nobody reads.
 """
 
 import json

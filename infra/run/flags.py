@@ -220,7 +220,8 @@ def check_lora(cfg) -> None:
         return
     check(
         not cfg.adapter,
-        f"adapter = {cfg.adapter} has no adapter_config.json with a rank, r, and a lora_alpha",
+        f"adapter = {cfg.adapter} needs --lora with its rank; without the flag, r and lora_alpha "
+        "in its adapter_config.json set it, if they are integers",
     )
     check(
         cfg.lora_alpha == 32,

@@ -147,7 +147,7 @@ class Run:
             try:
                 self.wandb.log(row)
             except Exception as e:
-                warn(f"wandb fails, and gets no more metrics; the run goes on: {first_line(e)}")
+                warn(f"wandb fails: {first_line(e)}; it gets no more metrics, and the run goes on")
                 self.wandb = None
 
     def write_samples(self, step: int, rows: list, answers: list, scores: list[dict]) -> None:

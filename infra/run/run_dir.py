@@ -224,6 +224,7 @@ def newest_checkpoint(out: str, resume: str):
     with `--resume force`.
     """
     own_steps = []
+    launches = set()
     had_one = False
     fault = ""
     # All processes look at the same steps, since they have to agree on one of them.
@@ -233,7 +234,11 @@ def newest_checkpoint(out: str, resume: str):
         try:
             paths, about = find_checkpoint(out, step)
             own_steps.append(step)
-            had_one = had_one or int(about.get("complete", 0)) > 0
+            # Files of older commits do not say what was complete. There, a launch that has two
+            # checkpoints had completed the first one.
+            is_second = "complete" not in about and about["run"] in launches
+            launches.add(about["run"])
+            had_one = had_one or is_second or int(about.get("complete", 0)) > 0
         except (CheckpointError, OSError) as e:
             warn(f"step {step} cannot be used: {e}")
             fault = fault or fault_of(e, directory)
