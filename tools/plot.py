@@ -211,9 +211,11 @@ def draw_panel(axes, all_series: list[Series], panel: str, over: str) -> None:
     title = panel
     for number, series in enumerate(all_series):
         color = f"C{number}"
-        # matplotlib would read text between dollar signs as a formula.
-        # It leaves out labels that begin with an underscore.
-        label = " " + series.label.replace("$", r"\$")
+        # matplotlib reads text between dollar signs as a formula, and leaves out labels that begin
+        # with an underscore.
+        label = series.label.replace("$", r"\$")
+        if label.startswith("_"):
+            label = f" {label}"
         if len(series.runs) > 1:
             label += f" (mean and range of {len(series.runs)})"
         curve = curve_of(series, panel, over)
