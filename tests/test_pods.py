@@ -221,9 +221,10 @@ def test_a_signal_ends_all_processes_of_this_machine_and_the_launcher_waits(clou
         JAX_NUM_CPU_DEVICES="4",
     )
     interrupted.result()
-    assert f"[p0] ended by {name}" in text and f"[p1] ended by {name}" in text, text
+    assert f"[p0] ended by {name}" in text, text
     last = read_jsonl(out / "metrics.jsonl")[-1]["step"]
-    assert 2 <= last < 500 and (out / f"step_{last:06d}").is_dir(), text
+    # Each process has saved its part.
+    assert 2 <= last < 500 and len([*(out / f"step_{last:06d}").iterdir()]) == 2, text
 
 
 @pytest.mark.slow
