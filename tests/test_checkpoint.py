@@ -228,11 +228,11 @@ DAMAGED = "shards-00002-of-00004.safetensors"
 
 def write_checkpoint(out, step, parts=range(4), run="7", complete="0"):
     """Write a checkpoint as four processes do, or only the files of some of them. complete: the
-    newest complete checkpoint at that time."""
+    newest complete checkpoint at that time; None as in files of older commits, which lack it."""
     shards = checkpoint.shards_of({"a": jnp.arange(999.0), "n": jnp.int32(3)})
     for i in parts:
         with mock.patch.multiple(jax, process_index=lambda i=i: i, process_count=lambda: 4):
-            about = {"run": run, "complete": complete}
+            about = {"run": run} | ({"complete": complete} if complete else {})
             checkpoint.save_shards(shards, out / f"step_{step:06}", about)
 
 
@@ -398,6 +398,14 @@ def test_a_complete_checkpoint_that_other_processes_have_lost_ends_the_run(tmp_p
     with process(0, other_has=np.zeros_like):
         said = refusal(tmp_path, capsys)
     assert "process 0 has its part of steps [2], and others have lost theirs" in said
+
+
+def test_parts_of_two_checkpoints_that_other_processes_lack_end_the_run(tmp_path, capsys):
+    """In files of older commits, two checkpoints of one launch tell that the first was complete."""
+    write_checkpoint(tmp_path, 1, parts=[0], complete=None)
+    write_checkpoint(tmp_path, 2, parts=[0], complete=None)
+    with process(0, other_has=np.zeros_like):
+        assert "process 0 has its part of steps [2, 1]" in refusal(tmp_path, capsys)
 
 
 def test_launches_that_were_each_killed_in_their_first_save_are_no_obstacle(tmp_path, capsys):

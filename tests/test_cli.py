@@ -49,7 +49,7 @@ MISTAKES = {  # {flags: what the message must say}
         "profile = 161 is not a step of this run: the last is sft_steps + steps = 80 + 80 = 160",
     "--npq 1": "npq = 1",
     "--steps -1": "steps = -1",
-    "--steps 1000001": "steps = 1000001",
+    "--steps 1000000": "steps = 1000000",
     "--steps 999999 --sft_steps 1": "999999 = 1000000 must be below 1000000",
     "--seed 100000000000000000000": "seed = 100000000000000000000",
     "--lr nan": "lr = nan",

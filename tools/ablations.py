@@ -8,7 +8,6 @@ variant's final accuracy.
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -44,8 +43,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown = set(args.variants) - VARIANTS.keys()
     check(not unknown, f"no variant {sorted(unknown)}; there are {', '.join(VARIANTS)}")
     runs.check_flags(args)
-    # An existing directory may hold runs of other weights, or of code that has changed since.
-    check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     return args
 
 

@@ -76,8 +76,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
         )
     is_evaluated = cfg.steps and len(train.eval_sets(cfg)) == 1
     check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with one file")
-    # An existing directory may hold evaluations of other weights.
-    check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     check(
         answers_of_minibatch(cfg) % answers_at_once(cfg) == 0,
         f"micro_batch {cfg.micro_batch} does not divide the {answers_of_minibatch(cfg)} answers of "

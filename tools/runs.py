@@ -79,9 +79,11 @@ def flags_parser(description: str) -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Parse the seeds, and check the model's directory. Exits with code 2 on a mistake."""
+    """Parse the seeds, and check the directories. Exits with code 2 on a mistake."""
     seeds = args.seeds.split(",")
     is_list = all(seed.isdecimal() for seed in seeds)
     check(is_list, f"seeds {args.seeds} must be numbers, as in 1,2,3")
     args.seeds = [int(seed) for seed in seeds]
     check(os.path.isdir(args.model), f"model {args.model} is not a directory")
+    # An existing directory may hold runs of other weights, or of code that has changed since.
+    check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")

@@ -38,9 +38,14 @@ ROOT = os.path.abspath(f"{__file__}/../../..")
 FREE_PER_PROCESS = {"coordinator", "processes", "process_id", "start_timeout", "require_devices"}
 
 
+def slurm_tasks() -> int:
+    """The number of tasks of this Slurm job step, or 1 outside Slurm."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+
+
 def how_to_start_all() -> str:
     """Advice for when some processes have not started."""
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if slurm_tasks() > 1:
         alone = "in a shell of `srun --pty`, unset SLURM_STEP_NUM_TASKS to run a single process"
         return f"look at their logs, or, {alone}"
     return "was only worker 0 started? on a TPU slice, `bash launch.sh TYPE` starts all workers"
@@ -127,7 +132,7 @@ def find_processes(cfg) -> Processes:
     any of these, this process is alone."""
     if cfg.coordinator:
         return Processes(cfg.coordinator, [""] * cfg.processes, cfg.process_id)
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if slurm_tasks() > 1:
         return slurm_processes()
     hosts = [""]
     index = 0
@@ -148,7 +153,7 @@ def slurm_processes() -> Processes:
     env = os.environ
     list_nodes = 'scontrol show hostnames "$SLURM_STEP_NODELIST" 2> /dev/null'
     nodes = subprocess.check_output(list_nodes, shell=True, text=True).split()
-    tasks = int(env["SLURM_STEP_NUM_TASKS"])
+    tasks = slurm_tasks()
     # A comma means unequal nodes: 2(x3),1 is three nodes with two tasks and one node with one.
     check(
         "," not in env.get("SLURM_STEP_TASKS_PER_NODE", ""),
