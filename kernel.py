@@ -463,7 +463,7 @@ class Settings:
     temperature: float = 1.0
     impl: str = "jax"  # or pallas, or full
     blocks: Blocks | None = None  # None: chosen by block_sizes
-    is_frozen: bool = False  # whether the head is frozen; if so, dW is None
+    is_frozen: bool = False  # whether the head is frozen: then dW is None, unless impl is full
 
 
 def rows_to_columns(dW_VD, shards):
@@ -665,7 +665,7 @@ def loss_and_gradients(
     settings: Settings, h_ND: Array, head_VD: Array, targets_N: Array, vectors: dict
 ) -> tuple:
     """Returns logp [N] and entropy [N], and if settings.terms is given, loss [N], dh [N, D] and
-    dW [V, D] (None if the head is frozen).
+    dW [V, D] (None if the head is frozen, unless impl is full).
 
     dh has the dtype of h. The others are float32, but with impl full, dW has the head's dtype.
     """

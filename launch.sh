@@ -79,7 +79,7 @@ install() { # MARK EXTRA
   [ -n "$dry_run" ] || printf '%s\n' "$1" "$1$2" >"$venv/installed"
 }
 
-# -I: a folder of this name in the current directory is not the package.
+# -I: a folder of this name in the current directory must not pass for the package.
 install_optional() { "$venv/bin/python" -I -c "import $1" 2>/dev/null || pip_install "$1" || exit; }
 
 make_venv() {
@@ -107,7 +107,7 @@ make_venv_with_uv() {
     run env PYTHONPATH="$uv" python3 -m uv "${make[@]}"
   else
     shell "curl -LsSf https://astral.sh/uv/install.sh | UV_UNMANAGED_INSTALL=$(printf %q "$uv") sh" ||
-      die 'python3 cannot make .venv, and uv could not be downloaded; install python3-venv, or set PYTHON=' "$?"
+      die 'python3 cannot make .venv, and uv could not be downloaded; install python3-venv, or set PYTHON' "$?"
     run "$uv/uv" "${make[@]}"
   fi
   run rm -rf "$uv"
@@ -144,8 +144,8 @@ cmd_cpu() { # PROCESSES FLAGS...
     train cpu "$@" && exit
   fi
   trap : INT # Ctrl-C is for the processes, which save first; this shell waits for them
-  # Pass SIGTERM on, unless the processes have it already: a second one would end their save. If the whole group got it,
-  # the last loop below, $!, has ended.
+  # Pass SIGTERM on, unless the processes already got it: a second SIGTERM would cut their save short. If the whole
+  # process group got SIGTERM, it has ended the last `while` loop below, whose ID is $!.
   trap 'sleep 0.3; if kill -0 $! 2>/dev/null; then xargs kill <"$scratch/pids" || :; fi' TERM
   for ((i = 0; i < processes; i++)); do
     {
@@ -377,7 +377,7 @@ case "$command" in
   gpu | slurm | plan | report | test) "cmd_$command" "$@" ;;
   setup) setup "$@" ;;
   tpu)
-    [ -n "$type" ] || die "unknown command tpu; give a type: v6e-16"
+    [ -n "$type" ] || die "unknown command tpu; give a type such as v6e-16"
     cmd_tpu "$@"
     ;;
   help | -h | --help) cmd_help ;;

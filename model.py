@@ -136,8 +136,8 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     )
     if cfg.N % cfg.K or cfg.H % 2:
         raise ValueError(
-            f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: query heads must be a "
-            "multiple of key/value heads, and their size must be even"
+            f"{cfg.N} query heads, {cfg.K} key/value heads of size {cfg.H}: the number of query "
+            "heads must be a multiple of the number of key/value heads, and their size even"
         )
     return cfg
 
@@ -401,8 +401,8 @@ def matmul(equation: str, x, w) -> jax.Array:
 
 
 def low_rank_dims(equation: str) -> tuple[str, ...]:
-    """For a matmul y = x W with adapters, returns the dimensions of x, y, the product x A, A and B,
-    with R left out of the last three."""
+    """For a matmul y = x W with adapters, returns the dimensions of x, of y, and, without R, of the
+    product x A, of A and of B."""
     of_x, of_w, of_y = re.split(",|->", equation)
     if of_w[0] == "D":
         # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR", and (x A) B is "BTR,RNH->BNTH".
@@ -582,6 +582,7 @@ class ForwardOptions:
 
 
 # From here to `forward`, functions run inside a shard_map, on one device's rows and weight shards.
+# infra/update/packing.py also calls `rows_at_once`, to count padding.
 def fsdp_axis(name):
     """The index of the axis of a layer's weight that fsdp shards, or None."""
     axes = spec(f"layers/{name}")[1:]  # without L

@@ -81,7 +81,7 @@ class Config:
     # the model, the data and the run
     model: str = "tiny"  # tiny (built in) | hub id or Hugging Face directory: Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
-    columns: str = ""  # as question=...,answer=...; held-out sets use it if they have the columns
+    columns: str = ""  # question=...,answer=...; ignored for held-out sets that lack these columns
     eval_data: str = ""  # held-out sets: [name=]data,... | none; "" = data's held-out set, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
@@ -127,7 +127,7 @@ class Config:
     # adapters
     lora: Natural = 0  # rank of adapters, which are trained instead of the weights; 0 = none
     lora_alpha: Positive = 32  # the adapters' product is multiplied by lora_alpha / lora
-    adapter: str = ""  # directory of adapters to start from, in PEFT's format, which sets --lora
+    adapter: str = ""  # directory of PEFT adapters to start from; by default sets lora, lora_alpha
     # the devices
     mesh: str = "auto"  # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: Natural = 0  # stop unless this many JAX processes run; 0 = any number
@@ -135,7 +135,7 @@ class Config:
     coordinator: str = ""  # host:port of process 0; "" = ask Slurm or the TPU slice, or run alone
     processes: Processes = 1  # number of JAX processes; only with a coordinator
     process_id: Process = 0  # number of this process, from 0
-    start_timeout: Natural = 20  # seconds to wait for other processes; launch.sh waits longer
+    start_timeout: Natural = 20  # seconds to wait for other processes; launch.sh may wait longer
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after GRPO
     eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all
@@ -145,7 +145,7 @@ class Config:
     top_p: Probability = 1.0  # sampled evaluation: only the top tokens with this total probability
     save_every: Natural = 50  # steps between checkpoints; 0 = save only at the end
     keep: Positive = 2  # number of newest checkpoints to keep
-    resume: Literal["auto", "force"] = "auto"  # force = allow new flags; put bad checkpoints aside
+    resume: Literal["auto", "force"] = "auto"  # force = allow changed flags; if need be, start over
     wandb: str = ""  # project on wandb.ai; "" = none
     profile: Natural = 0  # step to trace into OUT/profile, counting supervised steps; 0 = none
 
@@ -166,8 +166,8 @@ TINY = dict(
 
 
 def parse(argv: list[str]) -> Config:
-    """Returns the Config of a command line. Exits with code 2 on mistakes that can be found without
-    looking at devices, or at files other than --adapter's config."""
+    """Returns the Config of a command line. Exits with code 2 on mistakes. Looks at no devices, and
+    at no file but --adapter's config."""
     cfg = flags.parse_flags(argv, Config, TINY, __doc__)
     check(cfg.steps + cfg.sft_steps or eval_sets(cfg), "no steps, no eval_data: nothing to do")
     return cfg
@@ -195,7 +195,7 @@ def formatted(row: dict, answer: str) -> float:
 # A reward function takes a row of the data, with all its columns, and the text of an answer. It may
 # be `async def`. Worker processes call it, and each process has its own global variables.
 # An answer's reward is the weighted sum of these functions. Truncated answers and failed calls
-# score 0, so let no function score below 0: to be truncated would be better than to be wrong.
+# score 0, so no function should score below 0: a truncated answer would then beat a wrong one.
 REWARDS = [(correct, 1.0), (formatted, 0.1)]
 # The metric `solved` and evaluations use this function, whatever the reward is.
 SOLVED = correct
@@ -360,7 +360,7 @@ class Setup:
     model_cfg: model.ModelConfig
     mesh: Mesh
     weights: hf.ModelFiles  # the model's weights; a resumed run needs them only with --lora
-    adapters: dict | None  # the adapters that the run starts from, if --adapter names some
+    adapters: dict | None  # from --adapter; None without the flag, or if the run resumes
     questions: list[dict]  # rows of the data; `prompt_ids` are the prompt's token ids
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
     held_out: dict[str, list[dict]]  # rows of each set of the evaluation data
@@ -638,8 +638,8 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
     inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
     # The float32 fields of the rows are the `vectors` of kernel.grpo_loss.
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
-    # Supervised steps imitate demonstrations, which were not sampled at a temperature and are not
-    # to be varied.
+    # Supervised steps imitate demonstrations, which were not sampled at a temperature. An entropy
+    # bonus would work against the imitation.
     is_grpo = "sampler_logprobs" in rows
     loss, stats = kernel.grpo_loss(
         *inputs,
@@ -759,7 +759,7 @@ def update_policy(state, batches, step, cfg, setup):
         parts += parts_of_update
         norms.append(norm)
     parts, norms = jax.device_get((parts, norms))
-    # The last optimizer step counts as part of the update's time, too.
+    # Wait for the last optimizer step, so that the update's time includes it.
     jax.block_until_ready(state)
     return state, parts, norms
 
@@ -791,7 +791,7 @@ def end_if_diverged(run: Run) -> None:
     warn(
         f"{run.skipped} updates in a row, up to step {run.step}, were skipped, because a loss or "
         f"gradient is not finite; the last checkpoint: {run.last_checkpoint()}; look at the "
-        "rewards, try a smaller --lr or --dtype float32"
+        "rewards, or try a smaller --lr or --dtype float32"
     )
     raise SystemExit(1)
 

@@ -222,7 +222,8 @@ def main(argv=None) -> None:
     absent_types = args.aot.split(",")
     kinds = args.layout.split(",")
     for name, absent, kind in itertools.product(models, absent_types, kinds):
-        with exit_on(CheckpointError, f"--model {name} is not one of {', '.join(SIZES)}"):
+        sizes = ", ".join(SIZES)
+        with exit_on(CheckpointError, f"--model {name} is neither a directory nor one of {sizes}"):
             cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
         # Without stop tokens, every row decodes its full length.
         cfg = replace(cfg, stop_ids=())

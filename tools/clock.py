@@ -64,7 +64,7 @@ def seconds_by_name(program: Program, computation: str, chip: Chip) -> Counter:
             total.update(seconds_by_name(program, called(instruction)[-1], chip))
         else:
             total[readable(name, instruction)] += seconds_of(program, computation, name, chip)
-    # Adding nothing to a Counter drops the operations that take no time.
+    # The unary + of a Counter drops the operations that take no time.
     return +total
 
 

@@ -63,7 +63,7 @@ def parse(hlo: str) -> dict:
 
 
 def array_sizes(type_text: str) -> list[tuple[int, bool]]:
-    """Returns [(bytes, is it in device memory)], one for each array of a type."""
+    """Returns [(bytes, whether it is in device memory)], one for each array of a type."""
     found = re.findall(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]((?:\{[^}]*\})?)", type_text)
     sizes = []
     for bits, dims, layout in found:

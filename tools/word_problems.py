@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
     stop_id = MODEL["eos_token_id"]
     check(
         stop_id in tokenizer.stop_ids,
-        f"answers end with token {tokenizer.stop_ids}, not {stop_id} as in Qwen2.5",
+        f"this tokenizer ends answers with tokens {tokenizer.stop_ids}, not {stop_id} as Qwen2.5's",
     )
 
     training, held_out = problems(args.seed)

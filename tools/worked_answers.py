@@ -37,15 +37,15 @@ def plain_rows(rows: list[dict], most_steps: int) -> list[dict]:
 @exit_on(OSError, "a file cannot be written; fix that, or choose another OUT")
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("data", metavar="DATA", help="gsm8k, a directory or a hub set")
+    parser.add_argument("data", metavar="DATA", help="gsm8k, a directory or a hub id")
     parser.add_argument("out", metavar="OUT", help="the directory to make")
-    parser.add_argument("--most_steps", type=int, default=2, help="default 2")
+    parser.add_argument("--most_steps", type=int, default=2, help="of an answer; default 2")
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"{args.out} exists; choose another, or remove it")
     check(args.most_steps > 0, f"most_steps = {args.most_steps} leaves no question; give 1 or more")
     check(
         has_held_out(args.data),
-        f"{args.data} has no held-out questions; give gsm8k, or a directory or hub set without @",
+        f"{args.data} has no held-out questions; give gsm8k, or a directory or hub id without @",
     )
     sets = {}
     for name, held_out in (("train", False), ("test", True)):

@@ -40,7 +40,7 @@ drop_other_cuda() {
   local other
   case "$1" in cuda12) other=13 ;; cuda13) other=12 ;; *) return 0 ;; esac
   if has_plugin "$other"; then
-    # If the installation that follows is cut short, the next one must not find it complete.
+    # If the installation that follows is cut short, the next launch must not take it for complete.
     run rm -f "$venv/installed"
     run "$venv/bin/python" -I -m pip uninstall -q -y \
       "jax-cuda$other-plugin" "jax-cuda$other-pjrt" "nvidia-cudnn-cu$other"

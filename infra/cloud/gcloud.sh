@@ -169,7 +169,7 @@ find_slice() {
     case "${fault%% *}" in login | project | billing | api) exit 1 ;; esac # other zones would fail, too
     # If a VM here were missed, a second one would be created elsewhere, and paid for.
     if may_pass "$fault"; then die "gcloud cannot tell whether $name is in $zone" 1; fi
-    say "skipping $zone, where gcloud would not show a VM"
+    say "skipping $zone, where gcloud could not look"
     unseen="$unseen $zone"
   done
   zone=''
@@ -203,7 +203,7 @@ create() {
 }
 
 # Create the slice. If gcloud fails, look for the slice anyway: gcloud gives up after half an hour, but the slice may
-# still be created later. If there is no slice, returns 2 if a later try may succeed, 3 if a few tries may, else 1.
+# still be created later. If there is no slice, returns 2 to retry without a limit, 3 to retry a few times, else 1.
 create_or_find() {
   local fault now
   if create; then return 0; fi

@@ -9,7 +9,8 @@
 #   bash infra/cloud/worker.sh status                   print whether a run is going on, and the last line of its log
 #   bash infra/cloud/worker.sh stop ID CALL             send SIGTERM to the run, once for each CALL; a second one ends a
 #                                                       save at once. If the run does not end, send SIGKILL after ten
-#                                                       minutes. If ID is not "", end only this run, and after 30 s
+#                                                       minutes. If ID is not "", stop only the run with this ID, and
+#                                                       send SIGKILL after 30 s
 #   bash infra/cloud/worker.sh test ARGUMENTS           run pytest with these arguments
 #   bash infra/cloud/worker.sh results                  print where the run's results are; see tools/results.py
 set -euo pipefail

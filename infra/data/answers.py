@@ -63,13 +63,13 @@ MEASURE = re.compile(
     r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?|dollars?)"
     r"(?:\s+and)?\s+\Z"
 )
-# After a number, these words add to it.
+# After a number, these words add a fraction to it.
 AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-# Punctuation of Chinese and Japanese, followed by a space as in English. Letters of these languages
+# {Chinese or Japanese punctuation mark: the English mark and a space}. Letters of these languages
 # and of Korean are words, and may directly precede or follow a number.
 EAST_ASIAN = {
     ord(mark): f"{ours} " for mark, ours in zip("。，、：；！？（）", ".,,:;!?()", strict=True)

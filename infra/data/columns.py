@@ -109,7 +109,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
 
 
 def text_of(content: Any) -> Any:
-    """The text of a message whose content may be a list of parts, as in OpenAI's form. Raises an
+    """The text of a message whose content may be a list of parts, as in OpenAI's API. Raises an
     error for a part that is not text, such as an image."""
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 

@@ -210,7 +210,7 @@ class ModelFiles:
             )
 
     def check_head(self):
-        """Raise CheckpointError unless the head that a tied model has saved is its embedding."""
+        """Raise CheckpointError unless a tied model's saved head equals its embedding."""
         head, path = self.tensors["lm_head.weight"]
         embedding, _ = self.tensors["model.embed_tokens.weight"]
         same = head.get_shape() == embedding.get_shape()

@@ -35,7 +35,7 @@ LONGEST_WAIT = 600
 APART = 0.5
 SPREAD = 30
 # What to do if the hub answers 401 or 403.
-LOGIN = "accept the licence on its page of the hub, if it has one, and put HF_TOKEN=... into .env"
+LOGIN = "accept its licence on the hub, if it has one, and put HF_TOKEN=... into .env"
 
 
 class HubError(OSError):

@@ -40,7 +40,8 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
         f"REWARDS holds several functions named {', '.join(twice)}, but each metric needs its own "
         "name; set their __name__, or define them with def",
     )
-    # Otherwise, a reward that never works would hide behind SOLVED, or SOLVED behind the reward.
+    # Functions count as working by name: if another function had SOLVED's name, one of the two
+    # could always fail unnoticed.
     same = [f for f, _ in weighted if f is not solved and name_of(f) == name_of(solved)]
     check(
         not same,
@@ -61,7 +62,7 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
         except ValueError:
             # A function written in C may have no signature.
             continue
-        # Further arguments may have defaults.
+        # Further arguments are allowed if they have defaults.
         try:
             signature.bind({}, "")
         except TypeError:

@@ -32,7 +32,7 @@ TINY_MODEL = dict(
 # ---------------------------------------------------------------- generated sums
 def worked_sum(a: int, b: int, carry: bool = True) -> str:
     """Work out a + b digit by digit, units first. a and b have the same number of digits. Without
-    `carry`, the result is mostly wrong.
+    `carry`, the result is usually wrong.
 
     159 + 855 gives '9+5+0=14 5+5+1=11 1+8+1=10 <answer>1014</answer>'.
     """

@@ -117,7 +117,8 @@ class Stream(io.FileIO):
 
     def write(self, data):
         with contextlib.suppress(OSError):
-            # None: another program has set the stream not to wait for its slow reader.
+            # FileIO.write returns None if another program has made this stream non-blocking, and
+            # its reader is slow.
             return super().write(data) or len(data)
         return len(data)
 

@@ -107,7 +107,8 @@ def how_to_find_gpus(driver: str) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             advice = (
-                f"CUDA_VISIBLE_DEVICES is {visible!r}: name GPUs of `nvidia-smi -L`, or {advice}"
+                f"CUDA_VISIBLE_DEVICES is {visible!r}: name GPUs that `nvidia-smi -L` lists, or "
+                f"{advice}"
             )
         return f"the driver, {driver}, is new enough; {advice}, {on_cpu}"
     # On Slurm, CUDA was chosen on the login node, which may not know the other nodes' driver.

@@ -472,10 +472,9 @@ def run_process(main: Callable) -> None:
 
 
 def leave(error: BaseException) -> None:
-    """End this process with the error's exit code. A process that is alone, or that ends
-    with code 0, raises the error again.
-
-    In an orderly exit, JAX would wait for the other processes, which wait for this one.
+    """End this process with the error's exit code. A process that is alone, or that ends with code
+    0, raises the error again. Others call os._exit: in an orderly exit, JAX would wait for the
+    other processes, which wait for this one.
     """
     # Erase the status line, which would stay beside a traceback or the shell's prompt.
     erase_status()

@@ -111,8 +111,8 @@ class Engine:
         prompts: this process's lists of token ids, the same number on each process. Every `group`
         consecutive prompts are equal. Raises ValueError if the prompts do not divide over the
         devices. key: a row's tokens depend on the key and on the row's index among the rows of all
-        processes, and on the layout only by rounding. progress(rows that have ended, tokens) is
-        called after each prefill and stage.
+        processes, and on the layout only through rounding. progress(rows that have ended, tokens)
+        is called after each prefill and stage.
 
         Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after
         the stop token; lengths_B, stop token included; truncated_B, true if no stop token came;
@@ -299,8 +299,8 @@ def totals(answers: dict) -> tuple[int, int]:
 def prompts_at_once(n_prompts: int, width: int, layout: Layout) -> int:
     """How many prompts one call of `prefill` runs for each part of the rows. n_prompts: all prompts
     of a part. width: tokens of a padded prompt."""
-    # All calls run the same number of prompts, so that one compiled program serves them all. Each
-    # device that shares key/value heads computes the prompts of all devices that share them.
+    # All calls run the same number of prompts, so that one compiled program serves them all.
+    # Devices with the same key/value heads compute each other's prompts, too.
     most = max(1, PREFILL_TOKENS // (width * layout.sharing))
     calls = -(-n_prompts // most)
     return -(-n_prompts // calls)

@@ -47,7 +47,7 @@ def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout
 def causal_attention(q_BNTH, k_BKTH, v_BKTH) -> jax.Array:
     """Attention of each token to itself and the tokens before it. Returns float32 [B, N, T, H].
 
-    Computes QUERIES_AT_ONCE queries at a time: all scores would take T * T floats a head.
+    Computes at most QUERIES_AT_ONCE queries at a time: all scores would take T * T floats per head.
     """
     B, N, T, H = q_BNTH.shape
     blocks = -(-T // QUERIES_AT_ONCE)

@@ -199,7 +199,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     device = mesh.devices.flat[0]
     if not chips.chip(device).link:
         kind = device.device_kind
-        return fitting[0], f"the weights are split least; the speed of {kind} links is unknown"
+        return fitting[0], f"splits the weights least, as the speed of {kind} links is unknown"
     ms = {}
     for layout in fitting:
         ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, size)

@@ -1,7 +1,7 @@
 """Sampling: draw a token from logits, with its logprob under the distribution it was drawn from.
 
 All functions run inside a shard_map, where the vocabulary may be split over some of the mesh's
-axes. The split does not affect which tokens are drawn, except by rounding.
+axes. The split does not affect which tokens are drawn, except through rounding.
 
 Array names end in their shapes: B rows, V this device's part of the vocabulary, X columns of Y
 logits each, Z devices along the vocabulary's axes, K the k most likely tokens.

@@ -272,7 +272,7 @@ class Saver:
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()} | (about or {})
         self.processes_here = processes_of_this_machine()
-        self.newest = newest  # for a process that exits alone, the newest that it has written
+        self.newest = newest  # like `complete`, but at an exit the newest that this process wrote
         self.complete = newest  # the newest that all processes have written
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.remembered = None  # (step, state, skipped) to save if the run ends now

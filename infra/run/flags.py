@@ -220,8 +220,8 @@ def check_lora(cfg) -> None:
         return
     check(
         not cfg.adapter,
-        f"adapter = {cfg.adapter} needs --lora with its rank; without the flag, r and lora_alpha "
-        "in its adapter_config.json set it, if they are integers",
+        f"adapter = {cfg.adapter} needs --lora with its rank; leave out --lora only if r and "
+        "lora_alpha in its adapter_config.json are integers",
     )
     check(
         cfg.lora_alpha == 32,

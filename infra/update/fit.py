@@ -126,8 +126,8 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
     )
     most = arguments_and_results + memory.temp_size_in_bytes
     if mesh.devices.flat[0].platform == "tpu":
-        # Not all of these arrays are live at once. With --offload, the peak counts arrays in the
-        # host's memory as well.
+        # The peak may be smaller, because not all of these arrays are live at once. With --offload,
+        # it may be larger, because it counts arrays in the host's memory, too.
         most = min(most, memory.peak_memory_in_bytes)
     return most / GIB, True
 
