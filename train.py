@@ -861,7 +861,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
 
 
 # ---------------------------------------------------------------- metrics
-def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg, setup) -> dict:
+def rollout_metrics(reward_B, prompts, out, texts, scores, n_faults, cfg, setup) -> dict:
     """Metrics over the answers of all hosts. Also prints which reward functions failed.
 
     scores: [answers, 1 + reward functions]; column 0 is SOLVED's.
@@ -890,7 +890,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg, setup) -
         "reward/std": float(reward_GQ.std()),
         "len/answer_max": float(column["len/answer"].max()),
         "group/zero_variance": float(are_equal(reward_GQ).mean()),
-        "reward/faults": int(all_gather_processes(setup.reward_pool.report(faults)).sum()),
+        "reward/faults": int(all_gather_processes(n_faults).sum()),
     }
 
 
@@ -1089,6 +1089,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ rewards, and advantages in each group
         scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
+        n_faults = setup.reward_pool.report(faults)
         reward_B = rewards_of(scores)
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
         t_reward = time.time()
@@ -1104,7 +1105,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
         metrics = {"step": step}
-        metrics |= rollout_metrics(reward_B, prompts, out, texts, scores, faults, cfg, setup)
+        metrics |= rollout_metrics(reward_B, prompts, out, texts, scores, n_faults, cfg, setup)
         metrics |= update_metrics(parts, norms, counts, cfg, setup)
         metrics |= step_metrics(step, counts, t_start, t_reward, t_end, cfg, run)
         tokens = metrics["len/answer"] * len(rows) * jax.process_count()

@@ -372,9 +372,14 @@ def run(*command, code=0, cwd=ROOT, **env):
     return text
 
 
+# Starts train.py, which is the next argument.
+IMPATIENT = sys.executable, ROOT / "tests/impatient.py"
+
+
 def run_train(*flags, devices=1, code=0, **env):
-    """Returns the output of `python train.py FLAGS` on `devices` CPU devices."""
-    command = [sys.executable, ROOT / "train.py", *arguments(flags)]
+    """Returns the output of `python train.py FLAGS` on `devices` CPU devices. Of arith's questions,
+    train.py encodes few."""
+    command = [*IMPATIENT, ROOT / "train.py", *arguments(flags)]
     return run(*command, code=code, JAX_NUM_CPU_DEVICES=str(devices), **env)
 
 
@@ -497,7 +502,7 @@ def running(out, flags, processes=1, devices=4, batch=4, log=None, more=()):
         "JAX_NUM_CPU_DEVICES": str(devices // processes),
         "PYTHONUNBUFFERED": "1",
     }
-    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    command = [*IMPATIENT, str(ROOT / "train.py"), *flags]
     command += arguments(["--out", out, "--batch", batch // processes])
     if processes > 1:
         command += [f"--coordinator=127.0.0.1:{port}", f"--processes={processes}"]

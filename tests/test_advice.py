@@ -37,8 +37,7 @@ STEP = {
 def test_the_likeliest_cause_is_said_with_its_number(metrics, wanted):
     steps = [STEP | metrics] * advice.STEPS
     assert wanted in advice.why_nothing_is_learned(steps)
-    # There is no advice before advice.STEPS steps have run, nor while groups have a variance.
-    assert advice.why_nothing_is_learned(steps[1:]) == ""
+    # There is no advice while groups have a variance.
     learning = STEP | metrics | {"group/zero_variance": 0.5}
     assert advice.why_nothing_is_learned([learning] * advice.STEPS) == ""
 
@@ -61,6 +60,14 @@ def test_advice_is_given_again_after_fifty_steps(capsys):
         show.advise(STEP | {"step": step})
         said = capsys.readouterr().out
         assert ("nothing is learned" in said) == (step in (5, 55, 105)), (step, said)
+
+
+def test_a_short_run_gets_advice_at_its_end(capsys):
+    show = log.Terminal(4, 7, 0)
+    for step in (5, 6, 7):
+        show.advise(STEP | {"step": step})
+        is_said = "in 100% of the groups of the last 3 steps" in capsys.readouterr().out
+        assert is_said == (step == 7), step
 
 
 def test_a_number_that_is_not_defined_is_a_dash():

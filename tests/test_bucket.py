@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import ROOT, arguments, read_jsonl, run, without_times
+from conftest import IMPATIENT, ROOT, arguments, read_jsonl, run, without_times
 from safetensors.numpy import load_file
 
 from infra.run import bucket as buckets
@@ -40,7 +40,7 @@ def machine(tmp_path, monkeypatch):
 
     def train(*more, code=0):
         flags = arguments([FLAGS, "--out gs://bucket/run", *more])
-        program = (sys.executable, ROOT / "tests/impatient.py", ROOT / "train.py")
+        program = (*IMPATIENT, ROOT / "train.py")
         return run(*program, *flags, cwd=home, code=code)
 
     return home / "out/gs/bucket/run", stub / "gs/bucket/run", train

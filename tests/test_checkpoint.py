@@ -575,6 +575,7 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_
         printed = rows_of(output.read_text())
         metrics = [row for row in printed if "question" not in row]
         assert metrics, "no line was lost"
+        assert said(f"metrics.jsonl lacks {len(metrics)} lines") == 1
         written = read_jsonl(out / "metrics.jsonl")
         assert in_order(written + metrics) == in_order(read_jsonl(calm / "metrics.jsonl"))
         # Only an evaluation's answers name their set.

@@ -134,7 +134,7 @@ def step_text(**values):
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return np.random.default_rng(0)
 
 
 def test_bytes_of_a_step_count_each_layer_of_the_weights_once():

@@ -6,12 +6,11 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, arguments, read_jsonl, refused, run_train, taught
+from conftest import IMPATIENT, ROOT, arguments, read_jsonl, refused, run_train, taught
 
 import train
 from infra.data.evaluation import eval_metrics, named_sets, pass_at_k, questions_at_once
@@ -172,7 +171,7 @@ def test_a_run_killed_in_an_evaluation_of_two_sets_resumes_bit_for_bit(tmp_path,
     flags += arguments([more])
     run_train(*flags, "--out", tmp_path / "calm")
     out = tmp_path / "killed"
-    command = [sys.executable, ROOT / "train.py", *flags, "--out", out]
+    command = [*IMPATIENT, ROOT / "train.py", *flags, "--out", out]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     for step in (1, 2):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)

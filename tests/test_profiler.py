@@ -2,15 +2,15 @@
 
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
-import sys
 from unittest import mock
 
 import jax
 import pytest
-from conftest import ROOT, arguments, made_once, read_jsonl, run_train, same_run
+from conftest import IMPATIENT, ROOT, arguments, made_once, read_jsonl, run_train, same_run
 
 from infra.run.profiler import Profiler
 
@@ -138,10 +138,11 @@ def test_of_several_processes_one_writes_a_trace(tmp_path):
     for i in range(2):
         home = tmp_path / f"home{i}"
         home.mkdir()
-        command = [sys.executable, str(ROOT / "train.py"), *flags, f"--process_id={i}"]
+        command = [*IMPATIENT, ROOT / "train.py", *flags, f"--process_id={i}"]
         command.append("--coordinator=127.0.0.1:29517")
+        env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
         with open(home / "log", "w") as log:
-            runs.append(subprocess.Popen(command, cwd=home, stdout=log, stderr=log))
+            runs.append(subprocess.Popen(command, cwd=home, env=env, stdout=log, stderr=log))
     try:
         codes = [process.wait(600) for process in runs]
     finally:

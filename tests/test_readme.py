@@ -56,7 +56,7 @@ KINDS = {
     r"python tools/(compare_trl|ablations|word_problems)\.py": "hours",
     r"python train\.py --model out/(words|smollm2)": "hours",
     r"bash launch\.sh test": "tests",
-    r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh (cpu|report)": "run",
+    r"(JAX_NUM_CPU_DEVICES=8 )?bash launch\.sh (cpu|report|help)": "run",
     r"bash launch\.sh (gpu|slurm|plan|v6e-16)": "dry run",
     r"python (train|test_kernel|tools/plot|tools/samples|tools/sums)\.py": "run",
     r".*python tools/bench_\w+\.py .*--aot ": "flags",  # tests/test_aot*.py compile them

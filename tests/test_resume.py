@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import (
+    ROOT,
     TINY_FLAGS,
     arguments,
     calm_run,
@@ -30,6 +32,7 @@ from conftest import (
     load,
     read_jsonl,
     restored_signals,
+    run,
     run_to_end,
     run_train,
     running,
@@ -557,7 +560,8 @@ def test_the_embedded_default_learns(tmp_path, record_property):
     # nine would, and evaluations change no weights. Two threads serve one device better than the
     # 32 of other tests.
     flags = "--eval_every 80 --out"
-    text = run_train(flags, tmp_path / "run", XLA_FLAGS="", NPROC="2")
+    command = [sys.executable, ROOT / "train.py", *arguments([flags, tmp_path / "run"])]
+    text = run(*command, JAX_NUM_CPU_DEVICES="1", XLA_FLAGS="", NPROC="2")
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     scores = [row["eval/solved"] for row in rows if "eval/solved" in row]
     assert scores[0] <= 0.45 and scores[-1] >= 0.90, scores

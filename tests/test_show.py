@@ -95,7 +95,7 @@ def metrics_of(rng, step, sft_steps):
 
 def play(sft_steps, total_steps, done=0):
     """Show all that a run would show, with steps that take no time."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     show = log.Terminal(sft_steps, total_steps, done)
     for step in range(done + 1, total_steps + 1):
         if step > sft_steps:
@@ -127,7 +127,7 @@ def test_supervised_steps_print_every_tenth(capsys):
 
 
 def test_a_status_is_replaced_and_fits_the_terminal(monkeypatch):
-    columns = int(np.random.default_rng().integers(52, 70))
+    columns = int(np.random.default_rng(0).integers(52, 70))
     monkeypatch.setenv("COLUMNS", str(columns))
     with terminal(columns) as (file, written):
         monkeypatch.setattr(sys, "stdout", file)
@@ -206,7 +206,7 @@ class Clock:
 def test_time_left_is_by_the_pace_since_the_first_step(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(log, "time", clock)
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     show = log.Terminal(4, 4 + 100, 0)
     for kind, steps, end in (("sft", range(1, 5), 4), ("step", range(5, 30), 104)):
         clock.now += 1000  # the first step compiles
@@ -238,7 +238,7 @@ def test_a_status_has_the_rate_of_its_own_phase(monkeypatch):
     show.decoded(256, 1000)
     show.begin("update", 1)
     show.end_step(
-        metrics_of(np.random.default_rng(), 1, 0) | {"valid_tokens": 60, "time/update_s": 2}
+        metrics_of(np.random.default_rng(0), 1, 0) | {"valid_tokens": 60, "time/update_s": 2}
     )
     show.begin("rollout", 2)
     show.begin("update", 2)
@@ -314,7 +314,7 @@ def test_an_evaluation_of_one_run_has_error_bars(tmp_path):
 
 
 def test_a_curve_is_the_mean_and_range_of_the_runs_that_came_so_far(tmp_path):
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     runs = [write_run(tmp_path / f"{n}", rng, steps=n) for n in (12, 9, 10)]
     series = plot.Series("three", runs)
     curve = plot.curve_of(series, "entropy", "step")
@@ -356,7 +356,7 @@ def texts_in(svg):
 def test_a_picture_has_a_panel_of_each_metric_and_a_line_of_each_run(tmp_path):
     from matplotlib.figure import Figure
 
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     rows = {name: write_run(tmp_path / name, rng) for name in ("first", "second")}
     to = tmp_path / "curves.svg"
     words = [str(tmp_path / name) for name in rows] + ["--to", str(to)]
@@ -381,7 +381,7 @@ def test_a_picture_has_a_panel_of_each_metric_and_a_line_of_each_run(tmp_path):
 
 @needs_matplotlib
 def test_copied_metrics_are_small_and_draw_the_same(tmp_path):
-    rows = write_run(tmp_path / "run", np.random.default_rng())
+    rows = write_run(tmp_path / "run", np.random.default_rng(0))
     to = tmp_path / "all.svg"
     words = ["--panels", "solved,kl"]
     plot.main([str(tmp_path / "run"), *words, "--to", str(to), "--copy", str(tmp_path / "few")])
@@ -407,7 +407,7 @@ def test_copied_metrics_keep_the_error_bars_of_every_set(tmp_path):
 
 def test_plots_refuse_in_one_line(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    write_run(run, np.random.default_rng())
+    write_run(run, np.random.default_rng(0))
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "it has no metrics.jsonl" in refusal(capsys, plot, empty)
@@ -424,7 +424,7 @@ def test_plots_refuse_in_one_line(tmp_path, capsys, monkeypatch):
 
 @needs_matplotlib
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path, capsys):
-    write_run(tmp_path / "run", np.random.default_rng())
+    write_run(tmp_path / "run", np.random.default_rng(0))
     to = tmp_path / "absent/a.svg"
     assert "cannot be written" in refusal(capsys, plot, tmp_path / "run", "--to", to)
 
@@ -518,7 +518,7 @@ def test_samples_refuse_in_one_line(tmp_path, capsys):
     assert "it has no answers in evals.jsonl or samples" in refusal(capsys, samples, tmp_path)
     text = refusal(capsys, samples, tmp_path / "run", "--steps", "3")
     assert "steps = 3" in text and "[0, 5, 10]" in text
-    write_run(tmp_path / "other", np.random.default_rng())
+    write_run(tmp_path / "other", np.random.default_rng(0))
     assert "it has no answers" in refusal(capsys, samples, tmp_path / "other")
 
 

@@ -167,7 +167,22 @@ def test_a_job_is_requeued_when_its_time_limit_ends_training(site):
         if requeued:
             assert (site / "requeued").read_text() == "requeue 7\n"
             assert "launch.sh: the time limit is near: requeueing job 7, which will resume" in text
+            assert "could not be requeued" not in text
         assert ("raise --time" in text) == (wanted == 138), text
+
+
+def test_a_requeue_that_fails_is_tried_again(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(slurm_job, "PAUSES", (0.1, 0.1))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    for failures in (1, 3):
+        stand_in(tmp_path, "scontrol", f'echo >>tries; [ "$(wc -l <tries)" -gt {failures} ]')
+        slurm_job.requeue("7")
+        assert len((tmp_path / "tries").read_text()) == min(failures + 1, 3)
+        said = capfd.readouterr().err
+        assert said.count("trying again in 0.1 seconds") == min(failures, 2), said
+        assert ("give the same command again" in said) == (failures == 3)
+        (tmp_path / "tries").unlink()
 
 
 def test_a_warning_while_the_tasks_start_reaches_them(site, monkeypatch):

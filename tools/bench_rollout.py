@@ -86,7 +86,8 @@ def random_weights(cfg: ModelConfig, layout: Layout, dtype, quantised: bool) -> 
 
     def values(name, shape):
         # Weights of norms are close to 1, all other weights close to 0.
-        return 0.02 * jax.random.normal(key, shape) + ("norm" in name)
+        center = 1 if "norm" in name else 0
+        return center + 0.02 * jax.random.normal(key, shape)
 
     params = {}
     for name, shape in model.shapes(cfg).items():

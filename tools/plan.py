@@ -224,7 +224,8 @@ def print_sweep(device_type: str, settings: list[dict], rows: list[dict]) -> Non
     lines = [[row[column] for column in columns] for row in rows]
     for cells in [columns, *lines]:
         say("".join(f"{cell!s:>14.14}" for cell in cells))
-    with open(f"plan-{device_type}.jsonl", "a", encoding="utf-8") as f:
+    path = f"plan-{device_type}.jsonl"
+    with exit_on(OSError, f"{path} cannot be written"), open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 

@@ -2,8 +2,8 @@
 
 import json
 import os
-from pathlib import Path
 
+from infra.host import files
 from infra.host.console import say
 
 
@@ -12,6 +12,7 @@ def write_sets(directory: str, **sets: list[dict]) -> None:
     os.makedirs(directory, exist_ok=True)
     for name, rows in sets.items():
         lines = [json.dumps(row) + "\n" for row in rows]
-        path = Path(directory, f"{name}.jsonl")
-        path.write_text("".join(lines))
+        path = f"{directory}/{name}.jsonl"
+        with files.atomic_file(path) as f:
+            f.write("".join(lines).encode())
         say(f"{path}: {len(rows)} questions")

@@ -108,7 +108,7 @@ def passes(cfg) -> float:
     """Returns how many times a step runs forward and backward over its sequences."""
     # A step with several updates first scores the answers, and a step with a KL also scores them
     # with the reference. A forward pass costs a third of a forward and backward pass.
-    scorings = (cfg.ppo_epochs * cfg.minibatches > 1) + (cfg.beta > 0)
+    scorings = sum([cfg.ppo_epochs * cfg.minibatches > 1, cfg.beta > 0])
     return cfg.ppo_epochs + scorings / 3
 
 

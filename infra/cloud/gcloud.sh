@@ -187,10 +187,13 @@ need_slice() {
 refuse_other_type() {
   local found
   [ -z "$dry_run" ] || return 0
-  found="$(vm describe --format='value(acceleratorType)')" || return 0 # a queued request may have no VM yet
+  found="$(patiently type_now)" || exit 1
   found="${found##*/}"
   [ "${found:-$type}" = "$type" ] || die "$name is a $found, not a $type; give --name a name that no other VM has"
 }
+
+# Print the type of the VM in $zone. A queued request may have no VM yet.
+type_now() { vm describe --format='value(acceleratorType)' || is_missing; }
 
 create() {
   say "creating $name, $hosts hosts with $devices devices, in $zone"
@@ -527,7 +530,7 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     [ "$code" = 75 ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(follow_again)" 1
     case "$now" in
-      READY | REPAIRING | RESTARTING | REIMAGING) say "$name is $now; following it again" ;;
+      READY | REPAIRING | RESTARTING | REIMAGING | CREATING | STARTING | UNKNOWN) say "$name is $now; following it again" ;;
       # A preempted VM stays PREEMPTED until it is deleted, so another command has deleted this one.
       '' | DELETING) die "$name was deleted, and its run ended with it. $RESUMES" 1 ;;
       *)
@@ -671,8 +674,7 @@ cmd_tpu_test() {
 cmd_tpu_down() {
   local now found='' unknown=''
   for zone in ${zones//,/ }; do
-    if ! now="$(state_now queued)"; then
-      why "$(fault)"
+    if ! now="$(patiently state_now queued)"; then
       unknown="$unknown $zone"
     elif [ -n "$now$dry_run" ]; then
       say "$name in $zone is ${now:-there}"

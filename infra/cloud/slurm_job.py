@@ -12,10 +12,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 # Exit codes of train.py after SIGUSR1: a new step is saved, or no new step is saved.
 SAVED = 128 + signal.SIGTERM
 NO_STEP = 128 + signal.SIGUSR1
+# Seconds between tries to requeue the job. Slurm ends this script at the time limit.
+PAUSES = 1, 2, 5, 10, 20, 30
 
 
 def say(text: str) -> None:
@@ -56,12 +59,24 @@ def run_tasks(command: list[str]) -> tuple[int, bool]:
     return int(failed[0]) if failed else code, bool(warnings)
 
 
+def requeue(job: str) -> None:
+    """Requeue the job. If Slurm's controller is busy, try again."""
+    requeueing = ["scontrol", "requeue", job]
+    for pause in (*PAUSES, None):
+        if subprocess.run(requeueing, check=False).returncode == 0:
+            return
+        if pause:
+            say(f"job {job} could not be requeued; trying again in {pause} seconds")
+            time.sleep(pause)
+    say(f"job {job} could not be requeued; give the same command again to resume")
+
+
 def main(command: list[str]) -> int:
     job = os.environ["SLURM_JOB_ID"]
     code, is_warned = run_tasks(command)
     if is_warned and code == SAVED:
         say(f"the time limit is near: requeueing job {job}, which will resume")
-        subprocess.run(["scontrol", "requeue", job], check=False)
+        requeue(job)
     if is_warned and code == NO_STEP:
         say("no new step was saved before the time limit: raise --time, or see why a save failed")
     # If a signal ended srun, the code is the negative signal number.

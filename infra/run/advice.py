@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The advice looks at the last STEPS steps, since a single step may be bad luck.
+# The advice looks at the last STEPS steps, since a single step may be bad luck. A shorter run gets
+# advice at its end.
 STEPS = 5
 # After one piece of advice, the next one waits this many steps.
 STEPS_BETWEEN = 50
@@ -17,19 +18,17 @@ OF_ALL_FUNCTIONS = {"reward/mean", "reward/std", "reward/faults"}
 
 
 def why_nothing_is_learned(steps: Sequence[dict]) -> str:
-    """Returns one line of advice, or "" if rewards vary within groups or there are too few steps.
+    """Returns one line of advice, or "" if rewards vary within groups.
 
-    steps: the metrics of the last GRPO steps, at most STEPS, the newest last. A group whose
-    rewards are all equal has no advantage, and so no gradient.
+    steps: the metrics of the last GRPO steps, the newest last. A group whose rewards are all equal
+    has no advantage, and so no gradient.
     """
-    if len(steps) < STEPS:
-        return ""
     known = [name for name in CAUSES if name in steps[-1]]
     mean = {name: np.mean([step[name] for step in steps]) for name in known}
     equal = mean["group/zero_variance"]
     if equal <= 1 - FEW:
         return ""
-    fact = f"in {equal:.0%} of the groups of the last {STEPS} steps, all rewards are equal"
+    fact = f"in {equal:.0%} of the groups of the last {len(steps)} steps, all rewards are equal"
     return f"nothing is learned: {fact}; {likeliest_cause(steps, mean)}"
 
 
@@ -76,6 +75,6 @@ def constant_function(steps: Sequence[dict]) -> str:
     for name in steps[-1]:
         values = [step.get(name) for step in steps]
         if is_function(name) and min(values) == max(values):
-            what = f"{name} is {values[0]:.2f} on average in each of the last {STEPS} steps"
+            what = f"{name} is {values[0]:.2f} on average in each of the last {len(steps)} steps"
             return f"{what}: look at that reward function"
     return ""

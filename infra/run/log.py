@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from infra.data import hf
+from infra.host import files
 from infra.host.chips import GIB
 from infra.host.console import exit_on, first_line, readable, say, show_status, warn
 from infra.run import advice
@@ -141,6 +142,9 @@ class Terminal:
     def advise(self, metrics: dict) -> None:
         """If nothing is learned, print the likeliest reason, unless one was printed recently."""
         self.recent = (self.recent + [metrics])[-advice.STEPS :]
+        enough = min(advice.STEPS, self.total_steps - self.sft_steps)
+        if len(self.recent) < enough:
+            return
         line = advice.why_nothing_is_learned(self.recent)
         if line and metrics["step"] >= self.advised + advice.STEPS_BETWEEN:
             self.advised = metrics["step"]
@@ -275,8 +279,8 @@ def start_wandb(project: str, out: str, flags: dict, resumes: bool):
         # wandb's own steps only go forward, but a resumed run may repeat an evaluation.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(run_id)
+    with files.atomic_file(path) as f:
+        f.write(run_id.encode())
     return run
 
 
@@ -349,8 +353,9 @@ def print_summary(out: str, sft_steps: int, steps: int, seconds: float) -> None:
         for name in last:
             if name.endswith("/solved"):
                 which = name.removeprefix("eval/").removesuffix("solved").removesuffix("/")
+                of = f" of {which}" if which else ""
                 texts = " -> ".join(with_interval(row, name) for row in shown)
-                say(f"held-out questions{' of ' * bool(which)}{which} solved: {texts}")
+                say(f"held-out questions{of} solved: {texts}")
     model = f"model: {out}/final (Hugging Face format); " if sft_steps + steps else ""
     say(f"{model}metrics: {out}/metrics.jsonl")
 

@@ -202,6 +202,9 @@ class Run:
             final = self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about
             hf.write_final(*final, cfg.lora_scale, partial(self.write_adapter, params, setup))
         log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
+        for file in (self.metrics, self.samples, self.evals):
+            if file.lost:
+                warn(f"{file.path} lacks {file.lost} lines; they are in this run's output")
         run_dir.send_results(self.out)
 
     def write_adapter(self, params, setup, directory: str) -> None:
@@ -237,11 +240,13 @@ class Run:
             warn(f"{first_line(e)}: fix that first\n{saver.save_before_exit()}")
             raise SystemExit(1) from None
         except jax.errors.JaxRuntimeError as e:
-            if "RESOURCE_EXHAUSTED" not in str(e):
-                raise
             phase = self.terminal.phase or "starting"
             # An evaluation follows the last complete step; other phases belong to the next one.
             step = self.step if phase == "evaluating" else self.step + 1
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                saved = f"step {saver.newest} is saved" if saver.newest else "no step is saved"
+                warn(f"a device or another process failed in step {step} ({phase}); {saved}")
+                raise
             smaller = f"--micro_batch {micro_batch // 2} or " if micro_batch > 1 else ""
             advice = rollout_advice(self.cfg)
             if phase == "update":
