@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import kernel
 import model
 from infra.data import hf, rewards
-from infra.data.answers import final_number
+from infra.data.answers import final_number, without_thoughts
 from infra.data.chat import load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
@@ -183,13 +183,14 @@ def eval_sets(cfg: Config) -> dict[str, str]:
 def correct(row: dict, answer: str) -> float:
     """1 if the answer's final number equals the final number of row["answer"]; otherwise 0."""
     number = final_number(answer)
-    return float(number is not None and number == final_number(row["answer"]))
+    wanted = final_number(row["answer"], is_reference=True)
+    return float(number is not None and number == wanted)
 
 
 def formatted(row: dict, answer: str) -> float:
     """1 if the answer has a single <answer>, at its end, with a digit in it; otherwise 0."""
     one_tag = r"((?!<answer>).)*<answer>[^<]*\d[^<]*</answer>\s*"
-    return float(bool(re.fullmatch(one_tag, answer, re.S)))
+    return float(bool(re.fullmatch(one_tag, without_thoughts(answer), re.S)))
 
 
 # A reward function takes a row of the data, with all its columns, and the text of an answer. It may

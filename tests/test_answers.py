@@ -180,6 +180,21 @@ EQUAL = [
     ("18", "#### Step 1\n9 + 9\n#### Step 2\nSo the answer is 18."),
     ("18", "#### 2. Add both\nThe answer is 18."),
     ("18", "#### Final Answer:\n18"),
+    # thoughts do not count if anything follows them
+    ("34", "so \\boxed{35}? no.</think>\n\nThe final answer is **34**."),
+    ("34", "<think>\nThey want <answer>number</answer>.\n</think>\n\nThe answer is 34."),
+    # words and units that are not variables; other forms of LaTeX
+    ("5", "<answer>5 T-shirts</answer>"),
+    ("12", "12 CDs"),
+    ("60", "60 km / h"),
+    ("60", r"60 \mathrm{~km} / \mathrm{h}"),
+    ("20", "20 $cm^{2}$"),
+    ("6", r"\boxed 6"),
+    ("6", r"\fbox{6}"),
+    ("1/2", r"\boxed{{\frac12}}"),
+    ("6", r"\boldsymbol{6}"),
+    ("11111111100", r"11,\! 111,\! 111,\! 100"),
+    ("34", "Thus, $p+q = 25 + 9 = 34$."),
 ]
 OTHER_NUMBERS = [
     ("#### 72", "<answer>73</answer> 72"),
@@ -229,6 +244,10 @@ FORMULAS = [
     ("x > 5", "5"),
     (r"x \le 5", "5"),
     ("x^2+y^2=25", "25"),
+    ("x+2y-z=0", "0"),
+    ("5x-y+2=0", r"\boxed{2x-y-3=0}"),
+    ("x = 3; y = 5", "5"),
+    ("2; 3", "3"),
     ("5/0", "5"),
     ("1011_2", "1011"),
     (r"0.\overline{3}", "3"),
@@ -297,6 +316,23 @@ def test_pairs_of_answers_are_equal_or_not(equal):
         # The comparison is symmetric: references may be marked in the same ways as answers.
         assert train.correct({"answer": answer}, reference) == equal, (answer[:60], reference[:60])
     assert len(EQUAL) + len(DIFFERENT) >= 150
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["a - 1", "4 a ^ { 2 } - 3 a - 10", "$5$;$10$", "236 adult, 342 child", "2 cm and 3 cm",
+     "$45 / 98$ meters, $30 / 49$ seconds", "$12 m^{2} n$"],
+)  # fmt: skip
+def test_a_reference_of_one_line_is_nothing_but_the_answer(reference):
+    for answer in ("1", "10", "342", "3", "30/49", "12", reference):
+        assert train.correct({"answer": reference}, answer) == 0, answer
+
+
+def test_thoughts_count_only_if_nothing_follows():
+    assert train.correct({"answer": "34"}, "It is 34.\n</think>\n") == 1
+    quoted = "They want <answer>number</answer>. 3+31=34.</think>\n\n<answer>34</answer>"
+    assert train.formatted({}, quoted) == 1
+    assert train.formatted({}, "<answer>1</answer></think><answer>3</answer> <answer>4") == 0
 
 
 def test_a_marked_answer_is_read_like_one_that_stands_alone():

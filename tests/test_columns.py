@@ -88,6 +88,52 @@ def test_messages_may_come_in_parts_and_beside_empty_columns(tmp_path):
     assert row["answer"] == "2"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"Question": ASK, " answer": "2"},
+        {"instruction": ASK, "input": "", "output": "2"},
+        {"problem": ASK, "final_answer": ["2"]},
+        {"problem": ASK, "reward_model": {"ground_truth": '["2"]'}},
+        {"prompt": [{"role": "user", "content": ASK}],
+         "completion": [{"role": "assistant", "content": "2"}]},
+        {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": "2"}]},
+        {"problem": ASK, "expected_answer": 2, "solution": "1 + 1"},
+    ],
+)  # fmt: skip
+def test_other_usual_forms_are_read(row, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    (found,) = load_rows(str(path), False)
+    assert (found["question"], found["answer"]) == (ASK, "2")
+
+
+def test_rows_without_an_answer_are_skipped_in_a_set_that_users_cannot_mend(tmp_path, capsys):
+    rows = [{"question": ASK, "answer": answer} for answer in ("2", "", None, "3")]
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set/train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_rows(str(tmp_path / "set"), False)
+    assert [row["answer"] for row in found] == ["2", "3"]
+    assert "2 rows have no question or no answer, such as row 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        load_rows(str(path), False)
+    assert "train.jsonl line 2 needs" in capsys.readouterr().err
+    path.write_text(json.dumps({"ask": ASK, "reply": "2"}))
+    with pytest.raises(SystemExit):
+        load_rows(str(tmp_path / "set"), False)
+    assert "no answer; the columns are ask, reply; give --columns" in capsys.readouterr().err
+
+
+def test_a_column_of_32_bit_numbers_keeps_its_digits(tmp_path):
+    kinds = {"question": datasets.Value("string"), "answer": datasets.Value("float32")}
+    rows = {"question": [ASK] * 2, "answer": [0.1, 2.5]}
+    table = datasets.Dataset.from_dict(rows, datasets.Features(kinds))
+    table.to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(f"{tmp_path}/rows.parquet", False)
+    assert [row["answer"] for row in rows] == ["0.1", "2.5"]
+
+
 def test_a_question_may_look_like_json(tmp_path):
     question = '[{"role": 1}] has how many?'
     path = tmp_path / "rows.jsonl"

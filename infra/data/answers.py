@@ -5,6 +5,7 @@ before it, but no other mathematics: no part of 2\pi, x^2 + 1 or (1, 2) counts a
 """
 
 import fractions
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ TOKEN = re.compile(
         )
     )
     | (?P<command>\\[A-Za-z]+|\\.)
-    | (?P<word>[^\W\d_]+(?:['\u2019/-][^\W\d_]+)*)
+    # A hyphen joins words, but x-y is a difference of two variables.
+    | (?P<word>(?![^\W\d_]-[^\W\d_](?![^\W\d_]))[^\W\d_]+(?:['\u2019/-][^\W\d_]+)*|[^\W\d_])
     | (?P<line>\n)
     | (?P<symbol>[^\s])
     """,
@@ -50,7 +52,7 @@ OPERATIONS = set("root half third quarter twice double triple reciprocal".split(
 UNITS = set(
     "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
     "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
-    "pts usd USD EUR GBP RMB yr yrs kgs kJ nm tsp tbsp".split()
+    "pts usd USD EUR GBP RMB yr yrs kgs kJ nm tsp tbsp dm wk wks ppl kmph rpm".split()
 )
 SHORT_WORDS = set("of is at on as an if we he it so am be my are was has had her his".split())
 LETTERS_AS_UNITS = set("mgshlL")
@@ -67,7 +69,7 @@ MEASURE = re.compile(
 AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
-BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
+BOXED = re.compile(r"\\f?box(?:ed)?\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # {Chinese or Japanese punctuation mark: the English mark and a space}. Letters of these languages
 # and of Korean are words, and may directly precede or follow a number.
@@ -79,16 +81,28 @@ BESIDE = "[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]"
 EAST_ASIAN_SCALES = "百千万萬亿億半"
 
 
-def final_number(text: str) -> fractions.Fraction | None:
+def without_thoughts(text: str) -> str:
+    """The text after the last </think>, or the whole text if nothing follows."""
+    after = text.rpartition("</think>")[2]
+    return after if after.strip() else text
+
+
+def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | None:
     r"""Returns the final answer in a text, or None if the answer is not a number.
 
     The answer may be marked by <answer>, even nested or not closed; by \boxed{}; or by #### before
     it on its line. If a text has several kinds of marks, only <answer> counts, or else \boxed{}.
     The last mark that counts and is not empty has the answer; if all are empty, there is no answer.
     Without marks, the answer is the last number of the text, unless it is part of a formula.
+    Thoughts, up to </think>, do not count if anything follows.
+
+    is_reference: the text is the answer of a row. A line of it that does not begin with a word is
+    read as if it were marked: `2 cm and 3 cm` is not a number.
     """
+    text = without_thoughts(text)
     # Move the sign of -\boxed{5} into the box, unless the box is subtracted from something.
     text = re.sub(r"(?<![\w)\]}])(?<![\w)\]}]\s)-\s?\\boxed\s?\{", r"\\boxed{-", text)
+    text = re.sub(r"\\boxed\s(\d)", r"\\boxed{\1}", text)
     marked = (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S | re.I)
         or BOXED.findall(text)
@@ -98,7 +112,10 @@ def final_number(text: str) -> fractions.Fraction | None:
         )
     )
     if not marked:
-        return read_number(text, is_marked=False)
+        line = text.strip()
+        begins_with_word = re.match(r"[^\W\d_]{2}", line)
+        is_alone = is_reference and "\n" not in line and not begins_with_word
+        return read_number(text, is_marked=is_alone)
     # A marked answer may itself contain a \boxed{}.
     last = next((part for part in reversed(marked) if part.strip()), "")
     boxed = BOXED.findall(last)
@@ -130,10 +147,14 @@ def plain(text: str) -> str:
     # A dash right before a number is a minus, unless it is between two numbers or words.
     text = re.sub(r"(?<![\w)\]}%])[\u2013\u2014](?=[$\u20ac\u00a3]?\.?\d)", "-", text)
     # Replace LaTeX's spaces and the commands that only affect typesetting.
+    text = re.sub(r",\\!\s*(?=\d{3})", ",", text)
     text = re.sub(r"\\!", "", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3})", "", text)
     text = re.sub(r"\\(?:[,;: ()\[\]]|(?:q?quad|left|right|displaystyle)(?![A-Za-z]))|~", " ", text)
-    text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}", r" \1", text)
+    typefaces = r"\\(?:text|math)?(?:text|bf|rm|it|sf|mbox|bm|boldsymbol)"
+    text = re.sub(typefaces + r"\s?\{([^{}]*)\}", r" \1", text)
+    # Drop braces around all of the text.
+    text = re.sub(r"\A\s*\{([^{}]*)\}\s*\Z", r"\1", text)
     text = re.sub(r"\\([%$])", r"\1", text)
     text = re.sub(r"\^?\{?(?:\\circ|\\degree)(?![A-Za-z])\s?\}?", "\u00b0", text)
     text = re.sub(r"\u00b0\s?[CF]\b", "\u00b0", text)
@@ -149,7 +170,9 @@ def plain(text: str) -> str:
     # An x between two numbers is a sign of multiplication.
     text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
     # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
-    text = re.sub(r"((?<=\d)\s*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
+    text = re.sub(r"((?<=\d)[\s$]*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
+    # km / h is one unit.
+    text = re.sub(r"\b(km|mi|ft|m|cm)\s*/\s*(hr|h|sec|s|min)\b", r"\1/\2", text)
     # A price per unit, as in $15/hour, is a number with a unit.
     text = re.sub(
         r"(?<=\d)\s?/\s?(?=(?:lb|kg|km|hr)\b|(?=[A-Za-z]{3})[A-Za-z]*[aeiou])", " per ", text
@@ -281,6 +304,9 @@ def word_scale(word: str, is_attached: bool) -> int | None:
     parts = re.split("[/-]", word)
     if is_attached and parts[0] not in UNITS:
         return None
+    # Abbreviations such as CDs, and words such as T-shirts, are words.
+    if re.fullmatch("[A-Z]{2,}s|[A-Z]-[a-z]{3,}", word):
+        return 1
     for part in parts:
         is_known = part in UNITS | SHORT_WORDS | LETTERS_AS_UNITS | LETTERS_AS_WORDS
         # Any other string is a word only if it has at least three letters, one of them a vowel or
@@ -293,6 +319,11 @@ def word_scale(word: str, is_attached: bool) -> int | None:
 
 def is_end_of_sentence(token: re.Match) -> bool:
     return token[0] in ".?!;" and token.string[token.end() : token.end() + 1] in ("", " ", "\n")
+
+
+def is_semicolon_in_list(token: re.Match) -> bool:
+    """Whether a semicolon follows a number, as in 2; 3."""
+    return token[0] == ";" and bool(re.search(r"\d\s?\Z", token.string[: token.start()]))
 
 
 def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bool:
@@ -323,7 +354,7 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
     for place in reversed(range(len(before))):
         token = before[place]
         earlier = before[place - 1] if place else None
-        if token["line"] or is_end_of_sentence(token):
+        if token["line"] or (is_end_of_sentence(token) and not is_semicolon_in_list(token)):
             return True
         if token["number"] or is_maths(token) or is_call(before[: place + 1], number):
             return False
@@ -355,7 +386,7 @@ def follows_equation(before: list[re.Match], left: list[re.Match], is_marked: bo
     if len(earlier) < 2:
         return False
     joint, value = earlier[-1], earlier[-2]
-    return bool(joint[0].lower() in JOINING | {","} and value["number"])
+    return bool(joint[0].lower() in JOINING | {",", ";"} and value["number"])
 
 
 def is_variable(token: re.Match) -> bool:
@@ -382,7 +413,11 @@ def formula_at_end(tokens: list[re.Match]) -> Iterator[re.Match]:
 def is_left_side(tokens: list[re.Match]) -> bool:
     """Whether an equation with this left side states a number, as x = 5 and 2 + 3 = 5 do."""
     letters = [token for token in tokens if token["word"]]
-    if letters:
-        return len(tokens) == 1
+    if len(tokens) == 1 and letters:
+        return True
     signs = set("+-*/()%=\u2248.:,\u00f7^{}") | {"\\sqrt"}
-    return all(token["number"] or token[0] in signs for token in tokens)
+    # In p + q = 25 + 9 = 34, the last left side is a calculation. The tokens are in reverse order.
+    last = list(itertools.takewhile(lambda token: token[0] not in EQUALS, tokens))
+    is_calculation = letters and len(last) > 1 and not any(token[0] in ",:" for token in last)
+    sides = last if is_calculation else tokens
+    return all(token["number"] or token[0] in signs for token in sides)

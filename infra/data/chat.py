@@ -58,9 +58,13 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text."""
-        # The template has already written the special tokens that a prompt needs.
-        encoded = self.bpe.encode_batch(texts, add_special_tokens=False)
-        return [text.ids for text in encoded]
+        ids = []
+        # While they exist, the results take 20 times the memory of the ids, so take few at a time.
+        for start in range(0, len(texts), 1000):
+            # The template has already written the special tokens that a prompt needs.
+            encoded = self.bpe.encode_batch(texts[start : start + 1000], add_special_tokens=False)
+            ids += [text.ids for text in encoded]
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -128,7 +132,12 @@ def load_tokenizer(directory: str) -> Tokenizer:
     special = sorted((t.content for t in added if t.special), key=len, reverse=True)
     # (?!) matches nothing.
     pattern = "|".join(map(re.escape, special)) or "(?!)"
-    source = template_of(directory) or CHAT_TEMPLATE
+    source = template_of(directory)
+    if source is None:
+        source = CHAT_TEMPLATE
+        unknown = {"<|im_start|>", "<|im_end|>"} - {token.content for token in added}
+        why = f", though {' and '.join(sorted(unknown))} are not tokens of it" if unknown else ""
+        say(f"{directory} has no chat template: prompts are written in ChatML{why}")
     with exit_on(Exception, f"the chat template of {directory} cannot be read"):
         template = compile_template(source)
     tokenizer = Tokenizer(directory, bpe, pattern, named, template)

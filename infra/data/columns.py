@@ -1,5 +1,7 @@
 """Find the question and answer columns of a data set, and read prompts given as messages."""
 
+import contextlib
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +10,13 @@ from typing import Any
 # set with both `answer` and `solution` has the derivation in `solution`. `outer.inner` is the key
 # `inner` of the dicts in a column `outer`.
 NAMES = {
-    "question": ("question", "problem", "prompt", "query", "input", "messages"),
+    "question": (
+        *("question", "problem", "prompt", "query", "instruction", "input", "messages"),
+        "conversations",
+    ),
     "answer": (
-        *("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "solution"),
-        "response",
+        *("answer", "final_answer", "expected_answer", "ground_truth", "target"),
+        *("reward_model.ground_truth", "solution", "response", "completion", "output"),
     ),
 }
 
@@ -37,14 +42,28 @@ def choose_columns(rows: Sequence, columns: str, is_other_set: bool = False) -> 
             raise ValueError(f"there is no column {theirs}; the columns are {', '.join(rows[0])}")
     # If --columns does not set the question or the answer, look among the usual names.
     for ours, names in NAMES.items():
-        found = (name for name in names if has_value(rows, name))
+        found = (spelled(rows, name) for name in names)
+        found = (name for name in found if has_value(rows, name))
         chosen.setdefault(ours, next(found, ours))
     return chosen
 
 
+def spelled(rows: Sequence, name: str) -> str:
+    """A usual name as the columns spell it: in a spreadsheet, it may be `Question` or ` answer`."""
+    there = rows[0] if isinstance(rows[0], dict) else {}
+    alike = (column for column in there if str(column).strip().lower() == name)
+    return name if name in there else next(alike, name)
+
+
 def has_value(rows: Sequence, name: str) -> bool:
     """Whether any of the rows has a value in the column `name`."""
-    return any(value_of(row, name) is not None for row in rows)
+    return any(value_of(row, name) not in (None, "") for row in rows)
+
+
+def is_empty(row: dict) -> bool:
+    """Whether a row, after `rename`, lacks its question or its answer."""
+    values = row.get("question"), row.get("answer")
+    return any(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
 def is_clear(rows: Sequence, chosen: dict[str, str]) -> bool:
@@ -82,18 +101,14 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
             row.pop(ours, None)
             if value is not None:
                 row[ours] = value
-    asked = row["question"]
+    if "answer" in row:
+        row["answer"] = alone(row["answer"])
+    asked = row.get("question")
     if isinstance(asked, str) and re.fullmatch(r"\s*\[\s*\{.*\brole\b.*\}\s*\]\s*", asked, re.S):
         raise ValueError("the question is a list of messages in a string; store it as a list")
     if not isinstance(asked, list) or not asked:
         return row
-    # Other fields of a message, such as names or tool calls, are not part of the prompt.
-    # OpenAI's newer models call the system message the developer's.
-    role_of = {"developer": "system"}
-    turns = [
-        {"role": role_of.get(turn["role"], turn["role"]), "content": text_of(turn["content"])}
-        for turn in asked
-    ]
+    turns = [turn_of(message) for message in asked]
     if turns[-1]["role"] == "assistant":
         last = turns.pop()
         # A table may have a null where the row has no answer of its own.
@@ -106,6 +121,30 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     if roles[-1:] != ["user"]:
         raise ValueError(f"messages with roles {roles} do not end with a user's message")
     return row | {"question": turns[-1]["content"], "prompt_messages": turns}
+
+
+def turn_of(message: dict) -> dict:
+    """The role and the text of a message in OpenAI's form, or in ShareGPT's, with `from` and
+    `value`. Other fields, such as names or tool calls, are not part of the prompt."""
+    # OpenAI's newer models call the system message the developer's.
+    role_of = {"developer": "system", "human": "user", "gpt": "assistant"}
+    role = message["from"] if "from" in message else message["role"]
+    content = message["value"] if "from" in message else message["content"]
+    return {"role": role_of.get(role, role), "content": text_of(content)}
+
+
+def alone(answer: Any) -> Any:
+    """The text in a list of one text, which may be written as JSON, or of one message; any other
+    answer as it is."""
+    found = answer
+    if isinstance(answer, str) and re.fullmatch(r'\s*\[\s*".*"\s*\]\s*', answer, re.S):
+        with contextlib.suppress(ValueError):
+            found = json.loads(answer)
+    if not isinstance(found, list) or len(found) != 1:
+        return answer
+    (found,) = found
+    text = text_of(found["content"]) if isinstance(found, dict) and "content" in found else found
+    return text if isinstance(text, str) else answer
 
 
 def text_of(content: Any) -> Any:

@@ -70,10 +70,24 @@ def load_rows(
     first = [row for _, row in numbered[:1000]]
     with exit_on(ValueError, f"{name}: --columns cannot be used"):
         chosen = columns.choose_columns(first, named, is_other_set=held_out)
-    rows = []
+    rows, empty = [], []
     for number, row in numbered:
         with exit_on_bad_row(name, number, row):
-            rows.append(check_row(columns.rename(row, chosen), refused))
+            row = columns.rename(row, chosen)
+            # Users can mend a file of theirs, but not a set on the hub.
+            if columns.is_empty(row) and not os.path.isfile(name):
+                empty.append(number)
+            else:
+                rows.append(check_row(row, refused))
+    if empty:
+        lack = "no question or no answer"
+        found = ", ".join(map(str, first[0]))
+        check(
+            rows,
+            f"{name} row {empty[0]} and all others have {lack}; the columns are {found}; give "
+            "--columns question=...,answer=...",
+        )
+        say(f"{name}: {len(empty)} rows have {lack}, such as row {empty[0]}; they are skipped")
     if not columns.is_clear(first, chosen):
         say(f"{name}: " + ", ".join(f"{ours} = {theirs}" for ours, theirs in chosen.items()))
     return rows
@@ -213,10 +227,10 @@ def check_row(row: dict, refused: str = HALF_CHARACTER) -> dict:
     contents = [(column, row[column]) for column in texts]
     contents += [("messages", turn["content"]) for turn in row.get("prompt_messages", [])]
     for column, text in contents:
-        if not isinstance(text, str) or not text.strip() or re.search(refused, text):
-            raise ValueError(
-                f"{column} = {text!a:.50} is empty, not a string, or has a special token"
-            )
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{column} = {text!a:.50} is empty, or not a string")
+        if found := re.search(refused, text):
+            raise ValueError(f"{column} = {text!a:.50} has a special token: {found[0]!a}")
     return row
 
 
@@ -224,7 +238,9 @@ def number_text(number: int | float) -> str:
     """Write a number in digits, without an exponent: 0.00001 for 1e-05."""
     if isinstance(number, int):
         return str(number)
-    return np.format_float_positional(number, trim="0")
+    # A column of 32-bit numbers holds 0.1 as 0.10000000149011612.
+    short = np.float32(number)
+    return np.format_float_positional(short if short == number else number, trim="0")
 
 
 # ---------------------------------------------------------------- questions with their prompts
@@ -276,7 +292,8 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     skipped = len(rows) - len(questions)
     if skipped:
         summary += f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
-    without_number = sum(final_number(row["answer"]) is None for row in questions)
+    numbers = [final_number(row["answer"], is_reference=True) for row in questions]
+    without_number = numbers.count(None)
     if without_number:
         summary += (
             f"; the answers of {without_number} questions are not numbers, so `correct` scores 0: "
