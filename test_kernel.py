@@ -38,6 +38,12 @@ import kernel
 
 
 # ---------------------------------------------------------------- what all tests use
+def pytest_report_header():
+    kernels = "compiled" if jax.default_backend() == "tpu" else "interpreted"
+    devices = f"{jax.device_count()} {jax.default_backend()} devices"
+    return f"jax {jax.__version__} on {devices}, Pallas kernels {kernels}"
+
+
 def pytest_terminal_summary(terminalreporter):
     """Print the values that tests recorded, mostly the largest error of a comparison."""
     lines = []

@@ -398,12 +398,15 @@ def rows_of_step(rows: list[dict], number: int, per_host: int, cfg: Config) -> l
     return [rows[i] for i in order for _ in range(repeats)]
 
 
-def sample_answers(rows, group, key, sampling, setup, run):
+def sample_answers(rows, group, key, sampling, setup, run, place=0):
     """Sample an answer to each of this host's rows; a question has `group` consecutive rows.
-    Returns (the output of Engine.generate, the answers' texts)."""
+    Returns (the output of Engine.generate, the answers' texts).
+
+    place: of the first row of all hosts, if there were earlier rows with the same key.
+    """
     # Prompts are token ids: they were encoded when the data was loaded.
     prompts = [row["prompt_ids"] for row in rows]
-    out = setup.engine.generate(prompts, key, sampling, group, run.between_stages)
+    out = setup.engine.generate(prompts, key, sampling, group, run.between_stages, place)
     return out, setup.engine.texts(out)
 
 
@@ -832,9 +835,9 @@ def evaluate(params, step, cfg, setup, run) -> None:
         first = start + jax.process_index() * per_host
         places = range(first, first + per_host)
         rows = [asked[i % len(asked)][1] for i in places for _ in range(samples)]
-        key = jax.random.fold_in(eval_key, start)
         run.show("evaluating", step, start, len(asked), samples)
-        out, texts = sample_answers(rows, samples, key, sampling, setup, run)
+        place = start * samples
+        out, texts = sample_answers(rows, samples, eval_key, sampling, setup, run, place)
         scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
         # Report only the faults of SOLVED: functions of REWARDS may need columns that only the
         # training data has.

@@ -31,7 +31,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Import test_kernel before JAX, as it sets JAX's environment: eight CPU devices, float32 products,
 # little optimisation.
-from test_kernel import mesh, pytest_terminal_summary, relative  # noqa: F401, I001
+from test_kernel import (  # noqa: F401, I001
+    mesh,
+    pytest_report_header,
+    pytest_terminal_summary,
+    relative,
+)
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +62,6 @@ console.PROGRAM = "train.py"
 
 
 # ---------------------------------------------------------------- pytest
-def pytest_report_header():
-    kernels = "compiled" if jax.default_backend() == "tpu" else "interpreted"
-    devices = f"{jax.device_count()} {jax.default_backend()} devices"
-    return f"jax {jax.__version__} on {devices}, Pallas kernels {kernels}"
-
-
 LONGEST = {
     "test_the_embedded_default_learns",
     "test_commands_of_this_machine_work_one_after_another",

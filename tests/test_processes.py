@@ -1,10 +1,12 @@
 """A run has the same numbers on any number of processes and any mesh, and ends if a host falls
 silent."""
 
+import math
 import shutil
 import signal
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import (
@@ -19,7 +21,10 @@ from conftest import (
     taught,
     until,
 )
+from jax.experimental import multihost_utils
 from safetensors.numpy import load_file
+
+from infra.host.processes import all_gather_processes
 
 # (processes, devices of all processes, mesh)
 # fmt: off
@@ -32,6 +37,17 @@ OTHER_MESHES = [
 # fmt: on
 
 METRICS = "loss reward/mean reward/std solved grad_norm len/answer truncated entropy"
+
+
+def test_processes_gather_64_bit_numbers_exactly(monkeypatch):
+    def gather(value):
+        # JAX makes an array of 32-bit numbers.
+        return np.stack([np.asarray(jnp.asarray(value))] * 2)
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    for value in (1.1, 2**40 + 1, [[0.1, math.pi]], True, np.float32(0.1), [1, 2**31]):
+        found = all_gather_processes(value)
+        assert found.shape == (2, *np.shape(value)) and (found == np.asarray(value)).all(), value
 
 
 def losses(out):

@@ -107,9 +107,10 @@ def clock_of_update(clocks: dict, micro_batch: int) -> UpdateClock | None:
 def passes(cfg) -> float:
     """Returns how many times a step runs forward and backward over its sequences."""
     # A step with several updates first scores the answers, and a step with a KL also scores them
-    # with the reference. A forward pass costs a third of a forward and backward pass.
+    # with the reference. A forward pass costs a third of a forward and backward pass, or half of it
+    # if the weights are frozen.
     scorings = sum([cfg.ppo_epochs * cfg.minibatches > 1, cfg.beta > 0])
-    return cfg.ppo_epochs + scorings / 3
+    return cfg.ppo_epochs + scorings / (2 if cfg.lora else 3)
 
 
 def time_of_step(

@@ -54,14 +54,17 @@ def how_to_start_all() -> str:
 # ---------------------------------------------------------------- values of all processes
 def all_gather_processes(value) -> np.ndarray:
     """Stack the values of all processes: [processes, ...]. Every process must call this."""
-    gathered = multihost_utils.process_allgather(np.asarray(value))
-    return np.asarray(gathered).reshape(-1, *np.shape(value))
+    value = np.asarray(value)
+    # JAX would round 64-bit numbers to 32 bits, so gather their bits.
+    is_wide = value.dtype.itemsize == 8
+    bits = value.ravel().view(np.int32) if is_wide else value
+    gathered = np.ascontiguousarray(multihost_utils.process_allgather(bits))
+    return (gathered.view(value.dtype) if is_wide else gathered).reshape(-1, *value.shape)
 
 
 def processes_of_this_machine() -> int:
     """How many of the run's processes share this machine. Every process must call this."""
-    # JAX gathers signed 32-bit integers. The shift drops one bit, so that the hash fits.
-    machines = all_gather_processes(zlib.crc32(socket.gethostname().encode()) >> 1)
+    machines = all_gather_processes(zlib.crc32(socket.gethostname().encode()))
     return int((machines == machines[jax.process_index()]).sum())
 
 

@@ -105,14 +105,15 @@ class Engine:
         sampling: Sampling,
         group: int = 1,
         progress: Callable = lambda done, tokens: None,
+        place: int = 0,
     ) -> dict:
         """Sample an answer to each prompt, until a stop token or for max_answer tokens.
 
         prompts: this process's lists of token ids, the same number on each process. Every `group`
         consecutive prompts are equal. Raises ValueError if the prompts do not divide over the
         devices. key: a row's tokens depend on the key and on the row's index among the rows of all
-        processes, and on the layout only through rounding. progress(rows that have ended, tokens)
-        is called after each prefill and stage.
+        processes, counted from `place`, and on the layout only through rounding. progress(rows that
+        have ended, tokens) is called after each prefill and stage.
 
         Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after
         the stop token; lengths_B, stop token included; truncated_B, true if no stop token came;
@@ -144,7 +145,7 @@ class Engine:
                     # Grow the cache, and drop rows that have ended.
                     slots = slots_for(until, self.max_answer)
                     wave = resize_wave(wave, slots, self.model_cfg, self.layout, quantised)
-                rows = rows_of(wave, prompt_length_B, self.layout)
+                rows = rows_of(wave, prompt_length_B, place, self.layout)
                 static = dict(steps=steps, sampling=sampling, **shared)
                 state, new = decode(self.weights, wave.state, rows, key, t, until, **static)
                 new = jax.device_get(new)

@@ -16,7 +16,7 @@ class Rows(NamedTuple):
     """What decode needs to know about each row."""
 
     prompt_length_B: jax.Array  # tokens of the row's prompt
-    id_B: jax.Array  # index among the rows of all waves and processes; -1 if there is no row
+    id_B: jax.Array  # index among the rows of all waves and processes, counted from `place`
     live_B: jax.Array  # whether there is a row that has no stop token yet
 
 
@@ -31,8 +31,9 @@ class Wave:
     state: DecodeState
 
 
-def rows_of(wave: Wave, prompt_length_B: np.ndarray, layout: Layout) -> Rows:
-    """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout."""
+def rows_of(wave: Wave, prompt_length_B: np.ndarray, place: int, layout: Layout) -> Rows:
+    """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout. place:
+    what the rows' ids count from, in draws."""
     # The last wave may have places without a row. Their id is -1, which picks the length of the
     # last row; their results are not used.
     id_B = wave.row_ids.ravel()
@@ -40,7 +41,7 @@ def rows_of(wave: Wave, prompt_length_B: np.ndarray, layout: Layout) -> Rows:
     # Split these arrays like the rows: each device has the entries of its own rows.
     return Rows(
         layouts.shard_rows(prompt_length_B[id_B], layout),
-        layouts.shard_rows(id_B, layout),
+        layouts.shard_rows(place + id_B, layout),
         layouts.shard_rows(live_B, layout),
     )
 

@@ -1,0 +1,178 @@
+"""One GRPO step: what the loop passes on, and several updates against a plain implementation."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import SMALL, place, random_weights, textbook_hidden
+from numpy.testing import assert_allclose, assert_array_equal
+
+import model
+import train
+from infra.update import state as states
+from test_kernel import mesh
+
+N, NPQ = 16, 4  # answers of a step, and of a group
+MAX_ANSWER = 9
+
+
+# ---------------------------------------------------------------- the loop
+def test_the_loop_passes_on_what_a_step_sampled(monkeypatch):
+    """Each step has its own key and its own questions. Advantages, sampled logprobs and truncation
+    belong to the answers that they are packed with."""
+    cfg = train.Config(steps=2, sft_steps=0, batch=2, npq=2, seed=3, advantage="drgrpo")
+    questions = [{"question": str(i), "prompt_ids": [i]} for i in range(8)]
+    scores = [np.array([[0, 0.25 * i, 1.0] for i in range(4 * n, 4 * n + 4)]) for n in range(2)]
+    outs = [
+        {
+            "tokens_BT": np.arange(4)[:, None] + 10 * n,
+            "lengths_B": np.ones(4, int),
+            "logprobs_BT": -np.arange(4)[:, None] - n,
+            "truncated_B": np.arange(4) == n,
+        }
+        for n in range(2)
+    ]
+    sampled = [(out, ["text"] * 4) for out in outs]
+    pool = mock.Mock(score_answers=mock.Mock(side_effect=[(score, {}) for score in scores]))
+    pool.report.return_value, pool.by_name.return_value = 0, {}
+    setup = SimpleNamespace(questions=questions, engine=mock.Mock(), reward_pool=pool)
+    run = mock.Mock(step=0, total_steps=2)
+    state = {"params": {"w": 0}}
+    names = ("sample_answers", "make_batches", "update_policy", "end_step")
+    replaced = {name: mock.Mock() for name in names}
+    replaced["sample_answers"].side_effect = sampled
+    replaced["make_batches"].side_effect = lambda *_: ([], {"valid": 1, "flops": 1})
+    replaced["update_policy"].side_effect = lambda state, *_: (state, [], [])
+    for name, function in replaced.items():
+        monkeypatch.setattr(train, name, function)
+    monkeypatch.setattr(train, "first_state", lambda *_: state)
+    monkeypatch.setattr(train, "rollout_metrics", lambda *_: {"len/answer": 1.0})
+    for name in ("update_metrics", "step_metrics"):
+        monkeypatch.setattr(train, name, lambda *_: {})
+    train.train(cfg, setup, run)
+
+    asked = []
+    for n in range(2):
+        rows, group, key, sampling = replaced["sample_answers"].call_args_list[n].args[:4]
+        wanted = jax.random.fold_in(jax.random.key(3), n + 1)
+        assert (jax.random.key_data(key) == jax.random.key_data(wanted)).all()
+        assert group == 2 and sampling.temperature == cfg.temperature
+        assert rows[0] == rows[1] != rows[2] == rows[3]
+        asked += [row["question"] for row in rows[::2]]
+        prompts, answers, advantages, _, _, logprobs, truncated = (
+            replaced["make_batches"].call_args_list[n].args
+        )
+        assert prompts == [row["prompt_ids"] for row in rows]
+        assert_array_equal(answers, outs[n]["tokens_BT"])
+        # The weights of REWARDS are 1 and 0.1, and column 0 does not count.
+        reward = (scores[n][:, 1] + 0.1 * scores[n][:, 2]).reshape(2, 2)
+        assert_allclose(advantages, (reward - reward.mean(1, keepdims=True)).ravel(), atol=1e-12)
+        assert_array_equal(logprobs, outs[n]["logprobs_BT"])
+        assert_array_equal(truncated, outs[n]["truncated_B"])
+        assert replaced["update_policy"].call_args_list[n].args[2] == n + 1
+    assert len(set(asked)) == 4
+
+
+# ---------------------------------------------------------------- several updates
+def random_step():
+    """Returns the prompts, answers, advantages, sampler logprobs and truncation of N answers."""
+    rng = np.random.default_rng(3)
+    prompts, answers = (
+        [rng.integers(0, SMALL.V, n).tolist() for n in rng.integers(*lengths, N)]
+        for lengths in ((2, 7), (1, 9))
+    )
+    advantages = train.group_advantages(rng.choice([0, 0.1, 1.1], N), NPQ, "grpo")
+    return prompts, answers, advantages, -3 * rng.random((N, MAX_ANSWER)), rng.random(N) < 0.25
+
+
+def plain_updates(cfg, weights, reference, step, lr):
+    """The weights after the updates of a step, computed one sequence per row, with autodiff and
+    optax. Every second answer belongs to the first minibatch."""
+    prompts, answers, advantages, sampled, truncated = step
+    T = 16
+    tokens, targets, segments = np.zeros((3, N, T), int)
+    mask, sampler = np.zeros((2, N, T))
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        own = slice(len(prompt) - 1, end - 1)
+        tokens[i, :end] = prompt + answer
+        segments[i, :end] = 1
+        targets[i, own], mask[i, own] = answer, 1
+        sampler[i, own] = sampled[i, : len(answer)]
+    positions = np.tile(np.arange(T), (N, 1))
+
+    def logprobs_and_entropy(flat):
+        params = model.nest(flat)
+        hidden = textbook_hidden(params, SMALL, tokens, positions, segments)
+        logp = jax.nn.log_softmax(hidden @ model.head(params).T / cfg.temperature)
+        own = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+        return own, -(jnp.exp(logp) * logp).sum(-1)
+
+    old = logprobs_and_entropy(weights)[0]
+    ref = logprobs_and_entropy(reference)[0]
+    importance = jnp.minimum(jnp.exp(old - sampler), cfg.is_cap)
+
+    def loss(flat, minibatch):
+        logp, entropy = logprobs_and_entropy(flat)
+        ratio = jnp.exp(logp - old)
+        clipped = jnp.clip(ratio, 1 - cfg.clip_low, 1 + cfg.clip_high)
+        a = advantages[:, None]
+        policy = importance * jnp.minimum(ratio * a, clipped * a)
+        kl = jnp.exp(ref - logp) - (ref - logp) - 1
+        of_token = cfg.beta * kl - policy - cfg.entropy_bonus * entropy
+        counts = mask * ((jnp.arange(N) % 2 == minibatch) & ~truncated)[:, None]
+        return (of_token * counts).sum() / counts.sum()
+
+    decayed = {name: not states.is_vector(name) for name in weights}
+    adamw = optax.adamw(lr, b2=cfg.b2, weight_decay=cfg.weight_decay, mask=decayed)
+    chain = optax.chain(optax.clip_by_global_norm(cfg.grad_clip), adamw)
+    opt = chain.init(weights)
+    gradient = jax.jit(jax.grad(loss))
+    for _ in range(cfg.ppo_epochs):
+        for minibatch in range(2):
+            updates, opt = chain.update(gradient(weights, minibatch), opt, weights)
+            weights = optax.apply_updates(weights, updates)
+    return weights
+
+
+@pytest.mark.slow
+def test_several_updates_equal_a_plain_implementation(record_property):
+    """Two minibatches of several micro-batches, twice: the logprobs of the first pass stay the old
+    ones, the sum of the micro-batches is clipped, and the step's learning rate counts."""
+    # fmt: off
+    cfg = train.Config(
+        dtype="float32", attention="blockwise", loss_impl="jax", max_answer=MAX_ANSWER, batch=4,
+        npq=NPQ, minibatches=2, ppo_epochs=2, beta=0.1, entropy_bonus=0.02, is_cap=1.5, lr=0.02,
+        temperature=0.7, grad_clip=0.05, weight_decay=0.1, b2=0.9, steps=10, sft_steps=0, warmup=3,
+        decay="linear", truncated="mask",
+    )
+    # fmt: on
+    on = mesh()
+    step = prompts, answers, advantages, sampled, truncated = random_step()
+    assert 0 < truncated.sum() < N
+    weights = random_weights(SMALL)
+    reference = {name: 1.02 * w for name, w in weights.items()}
+    setup = SimpleNamespace(mesh=on, model_cfg=SMALL, row_width=16, micro_batch=1)
+    batches, _ = train.make_batches(prompts, answers, advantages, cfg, setup, sampled, truncated)
+    assert all(len(batch) > 1 for batch in batches)
+    state = {
+        "params": place(weights, on),
+        "opt": {name: train.optimizer(cfg, name).init(w) for name, w in weights.items()},
+        "ref": place(reference, on),
+    }
+    shapes = states.abstract_state(cfg, SMALL, on, train.optimizer)
+    state = jax.tree.map(lambda a, shape: jax.device_put(a, shape.sharding), state, shapes)
+    state, _, norms = train.update_policy(state, batches, 2, cfg, setup)
+    assert min(norms) > cfg.grad_clip
+
+    found = jax.device_get(model.flatten(state["params"]))
+    # Step 2 of 3 warm-up steps.
+    wanted = plain_updates(cfg, weights, reference, step, lr=cfg.lr * 2 / 3)
+    moved = max(abs(wanted[name] - weights[name]).max() for name in weights)
+    error = max(abs(found[name] - wanted[name]).max() for name in weights)
+    record_property("largest error of a weight", f"{error:.1e} of {moved:.1e} moved")
+    assert error <= 2e-5 < 1e-2 < moved
