@@ -33,9 +33,9 @@ def write_config(directory, size, **changes):
     return directory
 
 
-def compile_elsewhere(*command, compiler="libtpu", **options):
+def compile_elsewhere(*command, compiler="libtpu", home=None, **options):
     """Run a Python program that compiles for absent devices, and return its output. Each compiler
-    needs a process of its own."""
+    needs a process of its own. home: a directory whose plans are remembered."""
     pytest.importorskip(compiler)
     # Undo the settings that make other tests cheap. Matrix products get the precision that users
     # have: splash attention refuses higher ones in bfloat16. JAX cannot read programs for absent
@@ -44,5 +44,6 @@ def compile_elsewhere(*command, compiler="libtpu", **options):
         XLA_FLAGS="", JAX_DEFAULT_MATMUL_PRECISION="default", JAX_ENABLE_COMPILATION_CACHE="false"
     )
     # An empty HOME hides the results of earlier plans in the user's cache.
-    with tempfile.TemporaryDirectory() as home:
-        return run(sys.executable, *arguments(command), HOME=home, **environment, **options)
+    with tempfile.TemporaryDirectory() as empty:
+        environment["HOME"] = str(home or empty)
+        return run(sys.executable, *arguments(command), **environment, **options)

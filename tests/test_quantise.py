@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import cache
 from unittest import mock
 
 import jax
@@ -63,6 +64,7 @@ def seed_of(way):
     return list(WAYS).index(way)
 
 
+@cache
 def quantised(way):
     """Returns (float32 weights in NumPy, their int8 rollout weights, the layout, the model)."""
     name, dims, kind = WAYS[way]

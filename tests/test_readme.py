@@ -178,7 +178,7 @@ def type_in(tree, command, *more):
 def short(command):
     """Returns the flags that make a command short."""
     program = Path(re.search(r"(\S+)\.(?:py|sh)", command)[1]).name
-    trains = not re.search(r" --help|launch\.sh report ", command)
+    trains = not re.search(r" --help|launch\.sh (report|help)", command)
     return SHORT.get(program, "") if trains else ""
 
 
