@@ -138,7 +138,7 @@ class Config:
     start_timeout: Natural = 20  # seconds to wait for other processes; launch.sh may wait longer
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after GRPO
-    eval_n: Natural = 0  # held-out questions to evaluate in each set; 0 = all
+    eval_n: Natural = 0  # evaluate the first eval_n held-out questions of each set; 0 = all
     eval_samples: Positive = 1  # answers per held-out question; 2 or more need eval_temperature
     eval_temperature: NonNegative = 0.0  # 0 = greedy
     top_k: Natural = 0  # sampled evaluation: only the k most likely tokens; 0 = all

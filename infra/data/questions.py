@@ -258,9 +258,6 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
         f"{cfg.model}, which would end the system message; leave it out",
     )
     rows = load_rows(name, held_out, cfg.columns, tokenizer.refused)
-    if held_out and cfg.eval_n:
-        rows = rows[: cfg.eval_n]
-
     prompts = [tokenizer.render(columns.messages_of(row, cfg.system)) for row in rows]
     with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
         encoded = tokenizer.encode(prompts)
@@ -288,8 +285,10 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
 
     # Print how many questions are skipped, or have an answer that is not a number, since a mistake
     # may be the cause.
-    summary = f"{what}: {len(questions)} questions"
     skipped = len(rows) - len(questions)
+    if held_out and cfg.eval_n:
+        questions = questions[: cfg.eval_n]
+    summary = f"{what}: {len(questions)} questions"
     if skipped:
         summary += f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
     numbers = [final_number(row["answer"], is_reference=True) for row in questions]
