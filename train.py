@@ -866,7 +866,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
 
 # ---------------------------------------------------------------- metrics
 def rollout_metrics(reward_B, prompts, out, texts, scores, n_faults, cfg, setup) -> dict:
-    """Metrics over the answers of all hosts. Also prints which reward functions failed.
+    """Metrics over the answers of all hosts.
 
     scores: [answers, 1 + reward functions]; column 0 is SOLVED's.
     """

@@ -190,7 +190,10 @@ EQUAL = [
     ("60", r"60 \mathrm{~km} / \mathrm{h}"),
     ("20", "20 $cm^{2}$"),
     ("6", r"\boxed 6"),
-    ("6", r"\fbox{6}"),
+    ("-12.5", r"\boxed -12.5"),
+    ("-5", r"-\boxed 5"),
+    ("-6", r"-\fbox{6}"),
+    ("12", r"\fbox{Step 1} so \boxed{12}"),
     ("1/2", r"\boxed{{\frac12}}"),
     ("6", r"\boldsymbol{6}"),
     ("11111111100", r"11,\! 111,\! 111,\! 100"),
@@ -247,6 +250,8 @@ FORMULAS = [
     ("x+2y-z=0", "0"),
     ("5x-y+2=0", r"\boxed{2x-y-3=0}"),
     ("x = 3; y = 5", "5"),
+    ("x = 6, y = 2 + 3 = 5", "5"),
+    ("x < y = 2 + 3 = 5", "5"),
     ("2; 3", "3"),
     ("5/0", "5"),
     ("1011_2", "1011"),
@@ -328,8 +333,25 @@ def test_a_reference_of_one_line_is_nothing_but_the_answer(reference):
         assert train.correct({"answer": reference}, answer) == 0, answer
 
 
+@pytest.mark.parametrize(
+    "reference, number",
+    [
+        ("A box has 4 rows of 6 eggs, so there are 24 eggs.", "24"),
+        ("3 * 4 = 12. The answer is 12.", "12"),
+        ("**Solution.** There are 3 cats and 4 dogs, so the answer is 7.", "7"),
+        ("I need 2 pans. The answer is 7.", "7"),
+        ("the distance in the x-y plane is 5", "5"),
+        ("4 + 3 = 7", "7"),
+        ("B. 5", "5"),
+    ],
+)
+def test_a_reference_may_be_a_worked_solution(reference, number):
+    assert train.correct({"answer": reference}, number) == 1
+
+
 def test_thoughts_count_only_if_nothing_follows():
     assert train.correct({"answer": "34"}, "It is 34.\n</think>\n") == 1
+    assert train.correct({"answer": "7"}, "So it is 7</think>") == 1
     quoted = "They want <answer>number</answer>. 3+31=34.</think>\n\n<answer>34</answer>"
     assert train.formatted({}, quoted) == 1
     assert train.formatted({}, "<answer>1</answer></think><answer>3</answer> <answer>4") == 0

@@ -99,6 +99,8 @@ def test_messages_may_come_in_parts_and_beside_empty_columns(tmp_path):
          "completion": [{"role": "assistant", "content": "2"}]},
         {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": "2"}]},
         {"problem": ASK, "expected_answer": 2, "solution": "1 + 1"},
+        {"messages": [{"role": "user", "content": ASK, "from": None}], "answer": "2"},
+        {"input": ASK, "instruction": "Solve it.", "answer": 2},
     ],
 )  # fmt: skip
 def test_other_usual_forms_are_read(row, tmp_path):
@@ -109,7 +111,7 @@ def test_other_usual_forms_are_read(row, tmp_path):
 
 
 def test_rows_without_an_answer_are_skipped_in_a_set_that_users_cannot_mend(tmp_path, capsys):
-    rows = [{"question": ASK, "answer": answer} for answer in ("2", "", None, "3")]
+    rows = [{"question": ASK, "answer": answer} for answer in ("2", " ", None, "3")]
     (tmp_path / "set").mkdir()
     path = tmp_path / "set/train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -146,10 +148,11 @@ def test_answers_of_a_csv_file_stay_as_they_are_written(tmp_path):
     """pandas would make numbers of all, and take NA for a missing value."""
     texts = ["9007199254740993", "0.5", "18446744073709551616", "NA", "007"]
     lines = "".join(f"{ASK},{text},3\n" for text in texts)
-    (tmp_path / "rows.csv").write_text(f"problem,result,words\n{lines},,\n")
-    rows = load_rows(f"{tmp_path}/rows.csv", False, "answer=result")
-    assert [row["answer"] for row in rows] == texts
-    assert {row["words"] for row in rows} == {3}
+    for header, named in (("problem,result", "answer=result"), ("Problem,Answer", "")):
+        (tmp_path / "rows.csv").write_text(f"{header},words\n{lines},,\n")
+        rows = load_rows(f"{tmp_path}/rows.csv", False, named)
+        assert [row["answer"] for row in rows] == texts
+        assert {row["words"] for row in rows} == {3}
 
 
 def test_a_set_of_several_configs_asks_for_one(tmp_path, capsys, monkeypatch):

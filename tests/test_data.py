@@ -164,7 +164,7 @@ def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
 
 
 def test_a_number_as_answer_is_read_as_that_number():
-    for number in (7, -0.5, 1e-05, 2e20):
+    for number in (7, -0.5, 1e-05, 2e20, 1234567.89, 123456792.0, 2.0**-12, 0.1 + 0.2, 1e300):
         row = check_row({"question": "How much?", "answer": number})
         assert answers.final_number(row["answer"]) == fractions.Fraction(str(number)), row
 

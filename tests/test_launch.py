@@ -426,13 +426,18 @@ def test_an_end_while_a_vm_is_waited_for_tells_what_may_be_there(cloud):
     ), text
 
 
-def test_down_deletes_in_all_zones_however_it_was_made(cloud):
+def make_in_two_zones(cloud):
+    """Make a VM in us-east5-b, and a queued request of the same name in us-east1-d."""
     (cloud.stub / "queue").write_text("WAITING_FOR_RESOURCES")
     cloud.launch("v6e-8 up --name both")
     cloud.gcloud(
         *"compute tpus queued-resources create both --zone=us-east1-d --node-id=both".split(),
         *["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"],
     )
+
+
+def test_down_deletes_in_all_zones_however_it_was_made(cloud):
+    make_in_two_zones(cloud)
     cloud.fail(" delete ", UNAVAILABLE)
     text = cloud.launch("v6e-8 down --name both --yes")
     assert "trying again in 5 seconds" in text, text
@@ -446,6 +451,16 @@ def test_down_deletes_in_all_zones_however_it_was_made(cloud):
     cloud.fail("queued-resources delete", "ERROR: (gcloud.x) PERMISSION_DENIED: no")
     text = cloud.launch("v6e-8 down --name both --yes", code=1)
     assert "may still exist" in text and not (cloud.stub / "both").exists(), text
+
+
+def test_down_deletes_first_where_gcloud_answers(cloud):
+    """A zone where gcloud fails is asked again once the slices of other zones are deleted."""
+    make_in_two_zones(cloud)
+    cloud.fail("tpu-vm describe both.*us-east5-b", UNAVAILABLE)
+    text = cloud.launch("v6e-8 down --name both --yes")
+    assert text.index("deleting both in us-east1-d") < text.index("deleting both in us-east5-b")
+    assert not list((cloud.stub / "queued").iterdir()) and not (cloud.stub / "both").exists()
+    assert "may be in" not in text, text
 
 
 def test_a_queued_request_that_failed_says_why(cloud):

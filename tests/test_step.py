@@ -21,13 +21,9 @@ MAX_ANSWER = 9
 
 
 # ---------------------------------------------------------------- the loop
-def test_the_loop_passes_on_what_a_step_sampled(monkeypatch):
-    """Each step has its own key and its own questions. Advantages, sampled logprobs and truncation
-    belong to the answers that they are packed with."""
-    cfg = train.Config(steps=2, sft_steps=0, batch=2, npq=2, seed=3, advantage="drgrpo")
-    questions = [{"question": str(i), "prompt_ids": [i]} for i in range(8)]
-    scores = [np.array([[0, 0.25 * i, 1.0] for i in range(4 * n, 4 * n + 4)]) for n in range(2)]
-    outs = [
+def outs_of_two_steps():
+    """What `Engine.generate` may return in two steps with four answers each."""
+    return [
         {
             "tokens_BT": np.arange(4)[:, None] + 10 * n,
             "lengths_B": np.ones(4, int),
@@ -36,44 +32,66 @@ def test_the_loop_passes_on_what_a_step_sampled(monkeypatch):
         }
         for n in range(2)
     ]
-    sampled = [(out, ["text"] * 4) for out in outs]
-    pool = mock.Mock(score_answers=mock.Mock(side_effect=[(score, {}) for score in scores]))
-    pool.report.return_value, pool.by_name.return_value = 0, {}
-    setup = SimpleNamespace(questions=questions, engine=mock.Mock(), reward_pool=pool)
-    run = mock.Mock(step=0, total_steps=2)
-    state = {"params": {"w": 0}}
-    names = ("sample_answers", "make_batches", "update_policy", "end_step")
-    replaced = {name: mock.Mock() for name in names}
-    replaced["sample_answers"].side_effect = sampled
-    replaced["make_batches"].side_effect = lambda *_: ([], {"valid": 1, "flops": 1})
-    replaced["update_policy"].side_effect = lambda state, *_: (state, [], [])
-    for name, function in replaced.items():
-        monkeypatch.setattr(train, name, function)
-    monkeypatch.setattr(train, "first_state", lambda *_: state)
-    monkeypatch.setattr(train, "rollout_metrics", lambda *_: {"len/answer": 1.0})
-    for name in ("update_metrics", "step_metrics"):
-        monkeypatch.setattr(train, name, lambda *_: {})
-    train.train(cfg, setup, run)
 
+
+def two_steps(cfg, outs, scores, monkeypatch):
+    """Run `train` with stand-ins for what takes time. Returns the stand-ins by name."""
+    pool = mock.Mock()
+    pool.score_answers.side_effect = [(score, {}) for score in scores]
+    pool.report.return_value = 0
+    pool.by_name.return_value = {}
+
+    def update(state, _, step, *__):
+        # A function that fails on all answers must end the run before the update.
+        assert pool.report.call_count == step
+        return state, [], []
+
+    doubles = {
+        "first_state": mock.Mock(return_value={"params": {}}),
+        "sample_answers": mock.Mock(side_effect=[(out, ["text"] * 4) for out in outs]),
+        "make_batches": mock.Mock(return_value=([], {"valid": 1, "flops": 1})),
+        "update_policy": mock.Mock(side_effect=update),
+        "rollout_metrics": mock.Mock(return_value={"len/answer": 1.0}),
+        "update_metrics": mock.Mock(return_value={}),
+        "step_metrics": mock.Mock(return_value={}),
+        "end_step": mock.Mock(),
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(train, name, double)
+    questions = [{"question": str(i), "prompt_ids": [i]} for i in range(8)]
+    setup = SimpleNamespace(questions=questions, engine=mock.Mock(), reward_pool=pool)
+    train.train(cfg, setup, mock.Mock(step=0, total_steps=2))
+    return doubles
+
+
+def test_the_loop_passes_on_what_a_step_sampled(monkeypatch):
+    """Each step has its own key and its own questions. Advantages, sampled logprobs and truncation
+    belong to the answers that they are packed with."""
+    cfg = train.Config(steps=2, sft_steps=0, batch=2, npq=2, seed=3, advantage="drgrpo")
+    outs = outs_of_two_steps()
+    # Column 0 is SOLVED's, and does not count.
+    scores = np.zeros((2, 4, 3))
+    scores[..., 1] = 0.25 * np.arange(8).reshape(2, 4)
+    scores[..., 2] = 1
+    doubles = two_steps(cfg, outs, scores, monkeypatch)
     asked = []
-    for n in range(2):
-        rows, group, key, sampling = replaced["sample_answers"].call_args_list[n].args[:4]
-        wanted = jax.random.fold_in(jax.random.key(3), n + 1)
-        assert (jax.random.key_data(key) == jax.random.key_data(wanted)).all()
-        assert group == 2 and sampling.temperature == cfg.temperature
+    for n, out in enumerate(outs):
+        rows, group, key, sampling = doubles["sample_answers"].call_args_list[n].args[:4]
+        assert key == jax.random.fold_in(jax.random.key(3), n + 1)
+        assert group == 2
+        assert sampling.temperature == cfg.temperature
         assert rows[0] == rows[1] != rows[2] == rows[3]
         asked += [row["question"] for row in rows[::2]]
-        prompts, answers, advantages, _, _, logprobs, truncated = (
-            replaced["make_batches"].call_args_list[n].args
-        )
+        packed = doubles["make_batches"].call_args_list[n].args
+        prompts, answers, advantages, _, _, logprobs, truncated = packed
         assert prompts == [row["prompt_ids"] for row in rows]
-        assert_array_equal(answers, outs[n]["tokens_BT"])
-        # The weights of REWARDS are 1 and 0.1, and column 0 does not count.
-        reward = (scores[n][:, 1] + 0.1 * scores[n][:, 2]).reshape(2, 2)
-        assert_allclose(advantages, (reward - reward.mean(1, keepdims=True)).ravel(), atol=1e-12)
-        assert_array_equal(logprobs, outs[n]["logprobs_BT"])
-        assert_array_equal(truncated, outs[n]["truncated_B"])
-        assert replaced["update_policy"].call_args_list[n].args[2] == n + 1
+        assert_array_equal(answers, out["tokens_BT"])
+        # The weights of REWARDS are 1 and 0.1.
+        reward = scores[n] @ [0, 1, 0.1]
+        mean = reward.reshape(2, 2).mean(1).repeat(2)
+        assert_allclose(advantages, reward - mean, atol=1e-12)
+        assert_array_equal(logprobs, out["logprobs_BT"])
+        assert_array_equal(truncated, out["truncated_B"])
     assert len(set(asked)) == 4
 
 
@@ -81,12 +99,18 @@ def test_the_loop_passes_on_what_a_step_sampled(monkeypatch):
 def random_step():
     """Returns the prompts, answers, advantages, sampler logprobs and truncation of N answers."""
     rng = np.random.default_rng(3)
-    prompts, answers = (
-        [rng.integers(0, SMALL.V, n).tolist() for n in rng.integers(*lengths, N)]
-        for lengths in ((2, 7), (1, 9))
-    )
-    advantages = train.group_advantages(rng.choice([0, 0.1, 1.1], N), NPQ, "grpo")
-    return prompts, answers, advantages, -3 * rng.random((N, MAX_ANSWER)), rng.random(N) < 0.25
+
+    def sequences(shortest, longest):
+        lengths = rng.integers(shortest, longest + 1, N)
+        return [rng.integers(0, SMALL.V, n).tolist() for n in lengths]
+
+    prompts = sequences(2, 6)
+    answers = sequences(1, 8)
+    rewards = rng.choice([0, 0.1, 1.1], N)
+    advantages = train.group_advantages(rewards, NPQ, "grpo")
+    sampled = -3 * rng.random((N, MAX_ANSWER))
+    truncated = rng.random(N) < 0.25
+    return prompts, answers, advantages, sampled, truncated
 
 
 def plain_updates(cfg, weights, reference, step, lr):
@@ -101,7 +125,8 @@ def plain_updates(cfg, weights, reference, step, lr):
         own = slice(len(prompt) - 1, end - 1)
         tokens[i, :end] = prompt + answer
         segments[i, :end] = 1
-        targets[i, own], mask[i, own] = answer, 1
+        targets[i, own] = answer
+        mask[i, own] = 1
         sampler[i, own] = sampled[i, : len(answer)]
     positions = np.tile(np.arange(T), (N, 1))
 
@@ -109,8 +134,9 @@ def plain_updates(cfg, weights, reference, step, lr):
         params = model.nest(flat)
         hidden = textbook_hidden(params, SMALL, tokens, positions, segments)
         logp = jax.nn.log_softmax(hidden @ model.head(params).T / cfg.temperature)
-        own = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
-        return own, -(jnp.exp(logp) * logp).sum(-1)
+        own = jnp.take_along_axis(logp, targets[..., None], -1)
+        entropy = -(jnp.exp(logp) * logp).sum(-1)
+        return own[..., 0], entropy
 
     old = logprobs_and_entropy(weights)[0]
     ref = logprobs_and_entropy(reference)[0]
@@ -124,7 +150,8 @@ def plain_updates(cfg, weights, reference, step, lr):
         policy = importance * jnp.minimum(ratio * a, clipped * a)
         kl = jnp.exp(ref - logp) - (ref - logp) - 1
         of_token = cfg.beta * kl - policy - cfg.entropy_bonus * entropy
-        counts = mask * ((jnp.arange(N) % 2 == minibatch) & ~truncated)[:, None]
+        is_in = (jnp.arange(N) % 2 == minibatch) & ~truncated
+        counts = mask * is_in[:, None]
         return (of_token * counts).sum() / counts.sum()
 
     decayed = {name: not states.is_vector(name) for name in weights}

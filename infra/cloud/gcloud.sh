@@ -670,24 +670,34 @@ cmd_tpu_test() {
   pass_on 0 "bash infra/cloud/worker.sh test $(printf '%q ' "$@")"
 }
 
-# Delete the VMs and queued requests with this name, in all zones.
-cmd_tpu_down() {
-  local now found='' unknown=''
-  for zone in ${zones//,/ }; do
-    if ! now="$(patiently state_now queued)"; then
+# Delete the VMs and queued requests with this name in some zones. Set $unknown to the zones where gcloud could not
+# look, and add the others that had one to $found.
+delete_in() { # ZONES LOOK..., the command that prints a state
+  local now there='' zones_here="$1"
+  shift
+  unknown=''
+  for zone in $zones_here; do
+    if ! now="$("$@" queued)"; then
       unknown="$unknown $zone"
     elif [ -n "$now$dry_run" ]; then
       say "$name in $zone is ${now:-there}"
-      found="$found $zone"
+      there="$there $zone"
     fi
   done
-  if [ -n "$found" ]; then
-    [ -n "$yes$dry_run" ] || read -r -p "delete it? [y/N] " yes || :
-    [[ "$yes" = [yY]* ]] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes deletes without asking'
-    maybe_paid="$found"
-    for zone in $found; do delete || :; done
-    [ -z "$maybe_paid" ] || exit 1
-  fi
+  [ -n "$there" ] || return 0
+  [ -n "$yes$dry_run" ] || read -r -p "delete it? [y/N] " yes || :
+  [[ "$yes" = [yY]* ]] || [ -n "$dry_run" ] || die 'nothing is deleted; --yes deletes without asking'
+  found="$found$there" maybe_paid="$maybe_paid$there"
+  for zone in $there; do delete || :; done
+}
+
+# Delete the VMs and queued requests with this name, in all zones.
+cmd_tpu_down() {
+  local found='' unknown=''
+  # While one zone does not answer, a VM in another one costs money: look once in all zones, and patiently only then.
+  delete_in "${zones//,/ }" state_now
+  [ -z "$unknown" ] || delete_in "$unknown" patiently state_now
+  [ -z "$maybe_paid" ] || exit 1
   [ -z "$unknown" ] || die "$name may be in$unknown, where gcloud could not look" 1
   [ -n "$found" ] || die "there is no $name in $zones"
 }

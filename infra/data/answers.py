@@ -28,8 +28,11 @@ TOKEN = re.compile(
         )
     )
     | (?P<command>\\[A-Za-z]+|\\.)
-    # A hyphen joins words, but x-y is a difference of two variables.
-    | (?P<word>(?![^\W\d_]-[^\W\d_](?![^\W\d_]))[^\W\d_]+(?:['\u2019/-][^\W\d_]+)*|[^\W\d_])
+    # A hyphen joins words, but x-y is a difference of two variables, except in "the x-y plane".
+    | (?P<word>
+        (?![^\W\d_]-[^\W\d_](?![^\W\d_]|\s[a-z]{2}))[^\W\d_]+(?:['\u2019/-][^\W\d_]+)*
+        | [^\W\d_]
+    )
     | (?P<line>\n)
     | (?P<symbol>[^\s])
     """,
@@ -69,7 +72,10 @@ MEASURE = re.compile(
 AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
-BOXED = re.compile(r"\\f?box(?:ed)?\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
+BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
+# What a reference has if it is more than an answer: several lines, a word or the letter of a choice
+# at its beginning, or the end of a sentence before another one.
+SENTENCE = r"\n|\A\W*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)|[.!?]\**\s+\w{2}"
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # {Chinese or Japanese punctuation mark: the English mark and a space}. Letters of these languages
 # and of Korean are words, and may directly precede or follow a number.
@@ -82,9 +88,9 @@ EAST_ASIAN_SCALES = "百千万萬亿億半"
 
 
 def without_thoughts(text: str) -> str:
-    """The text after the last </think>, or the whole text if nothing follows."""
-    after = text.rpartition("</think>")[2]
-    return after if after.strip() else text
+    """The text after the last </think>, or the text before it if nothing follows."""
+    before, _, after = text.rpartition("</think>")
+    return after if after.strip() else before
 
 
 def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | None:
@@ -96,13 +102,16 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
     Without marks, the answer is the last number of the text, unless it is part of a formula.
     Thoughts, up to </think>, do not count if anything follows.
 
-    is_reference: the text is the answer of a row. A line of it that does not begin with a word is
-    read as if it were marked: `2 cm and 3 cm` is not a number.
+    is_reference: the text is the answer of a row. A single line that has no sentence is read as if
+    it were marked: `2 cm and 3 cm` is not a number.
     """
     text = without_thoughts(text)
+    # Write \fbox{5} and \boxed 5 as \boxed{5}.
+    if "\\boxed" not in text:
+        text = re.sub(r"\\fbox\s?\{", r"\\boxed{", text)
+    text = re.sub(r"\\boxed\s(-?[\d.,/]*\d)", r"\\boxed{\1}", text)
     # Move the sign of -\boxed{5} into the box, unless the box is subtracted from something.
     text = re.sub(r"(?<![\w)\]}])(?<![\w)\]}]\s)-\s?\\boxed\s?\{", r"\\boxed{-", text)
-    text = re.sub(r"\\boxed\s(\d)", r"\\boxed{\1}", text)
     marked = (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S | re.I)
         or BOXED.findall(text)
@@ -112,10 +121,8 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
         )
     )
     if not marked:
-        line = text.strip()
-        begins_with_word = re.match(r"[^\W\d_]{2}", line)
-        is_alone = is_reference and "\n" not in line and not begins_with_word
-        return read_number(text, is_marked=is_alone)
+        has_sentence = re.search(SENTENCE, text.strip())
+        return read_number(text, is_marked=is_reference and not has_sentence)
     # A marked answer may itself contain a \boxed{}.
     last = next((part for part in reversed(marked) if part.strip()), "")
     boxed = BOXED.findall(last)
@@ -172,7 +179,7 @@ def plain(text: str) -> str:
     # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
     text = re.sub(r"((?<=\d)[\s$]*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
     # km / h is one unit.
-    text = re.sub(r"\b(km|mi|ft|m|cm)\s*/\s*(hr|h|sec|s|min)\b", r"\1/\2", text)
+    text = re.sub(r"(?<=\d)(\s*)(km|mi|ft|m|cm)\s*/\s*(hr|h|sec|s|min)\b", r"\1\2/\3", text)
     # A price per unit, as in $15/hour, is a number with a unit.
     text = re.sub(
         r"(?<=\d)\s?/\s?(?=(?:lb|kg|km|hr)\b|(?=[A-Za-z]{3})[A-Za-z]*[aeiou])", " per ", text
@@ -418,6 +425,7 @@ def is_left_side(tokens: list[re.Match]) -> bool:
     signs = set("+-*/()%=\u2248.:,\u00f7^{}") | {"\\sqrt"}
     # In p + q = 25 + 9 = 34, the last left side is a calculation. The tokens are in reverse order.
     last = list(itertools.takewhile(lambda token: token[0] not in EQUALS, tokens))
-    is_calculation = letters and len(last) > 1 and not any(token[0] in ",:" for token in last)
+    other_signs = set(",:;<>")
+    is_calculation = letters and len(last) > 1 and not any(t[0] in other_signs for t in tokens)
     sides = last if is_calculation else tokens
     return all(token["number"] or token[0] in signs for token in sides)

@@ -133,7 +133,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
     # (?!) matches nothing.
     pattern = "|".join(map(re.escape, special)) or "(?!)"
     source = template_of(directory)
-    if source is None:
+    if not source:
         source = CHAT_TEMPLATE
         unknown = {"<|im_start|>", "<|im_end|>"} - {token.content for token in added}
         why = f", though {' and '.join(sorted(unknown))} are not tokens of it" if unknown else ""

@@ -11,7 +11,7 @@ from typing import Any
 # `inner` of the dicts in a column `outer`.
 NAMES = {
     "question": (
-        *("question", "problem", "prompt", "query", "instruction", "input", "messages"),
+        *("question", "problem", "prompt", "query", "input", "instruction", "messages"),
         "conversations",
     ),
     "answer": (
@@ -50,7 +50,8 @@ def choose_columns(rows: Sequence, columns: str, is_other_set: bool = False) -> 
 
 def spelled(rows: Sequence, name: str) -> str:
     """A usual name as the columns spell it: in a spreadsheet, it may be `Question` or ` answer`."""
-    there = rows[0] if isinstance(rows[0], dict) else {}
+    # A dict keeps the order of the columns.
+    there = dict.fromkeys(column for row in rows if isinstance(row, dict) for column in row)
     alike = (column for column in there if str(column).strip().lower() == name)
     return name if name in there else next(alike, name)
 
@@ -63,7 +64,7 @@ def has_value(rows: Sequence, name: str) -> bool:
 def is_empty(row: dict) -> bool:
     """Whether a row, after `rename`, lacks its question or its answer."""
     values = row.get("question"), row.get("answer")
-    return any(value is None or (isinstance(value, str) and not value.strip()) for value in values)
+    return any(value in (None, []) or str(value).isspace() or value == "" for value in values)
 
 
 def is_clear(rows: Sequence, chosen: dict[str, str]) -> bool:
@@ -104,7 +105,9 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
     if "answer" in row:
         row["answer"] = alone(row["answer"])
     asked = row.get("question")
-    if isinstance(asked, str) and re.fullmatch(r"\s*\[\s*\{.*\brole\b.*\}\s*\]\s*", asked, re.S):
+    # Some tables hold a list of messages as text.
+    messages = r"\s*\[\s*\{.*\b(role|from)\b.*\}\s*\]\s*"
+    if isinstance(asked, str) and re.fullmatch(messages, asked, re.S):
         raise ValueError("the question is a list of messages in a string; store it as a list")
     if not isinstance(asked, list) or not asked:
         return row
@@ -128,8 +131,9 @@ def turn_of(message: dict) -> dict:
     `value`. Other fields, such as names or tool calls, are not part of the prompt."""
     # OpenAI's newer models call the system message the developer's.
     role_of = {"developer": "system", "human": "user", "gpt": "assistant"}
-    role = message["from"] if "from" in message else message["role"]
-    content = message["value"] if "from" in message else message["content"]
+    is_of_openai = message.get("role") is not None or message.get("from") is None
+    role, content = ("role", "content") if is_of_openai else ("from", "value")
+    role, content = message[role], message[content]
     return {"role": role_of.get(role, role), "content": text_of(content)}
 
 

@@ -53,8 +53,8 @@ def load_rows(
     """The rows of a data set: arith, gsm8k, a file, a directory, or a data set of the hub.
 
     named: --columns, for data whose columns have unusual names. refused: a regular expression that
-    no text may match. Exits with code 2 if a row has no question or answer, or if the data cannot
-    be loaded.
+    no text may match. Exits with code 2 if the data cannot be loaded, or if a row has no question
+    or answer. In a directory or a data set of the hub, such rows are skipped.
     """
     if name == "arith":
         return arith(held_out)
@@ -194,7 +194,9 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
 def csv_options(named: str) -> dict:
     """Options for pandas: answers stay as written, and only empty fields count as missing."""
     names = [*columns.NAMES["answer"], *re.findall(r"answer=([^,]+)", named)]
-    as_written = {name.strip(): str for name in names}
+    # A header may have capital letters.
+    spell = str.strip, str.capitalize, str.upper
+    as_written = {how(name.strip()): str for name in names for how in spell}
     return dict(converters=as_written, keep_default_na=False, na_values=[""])
 
 
@@ -238,9 +240,11 @@ def number_text(number: int | float) -> str:
     """Write a number in digits, without an exponent: 0.00001 for 1e-05."""
     if isinstance(number, int):
         return str(number)
-    # A column of 32-bit numbers holds 0.1 as 0.10000000149011612.
-    short = np.float32(number)
-    return np.format_float_positional(short if short == number else number, trim="0")
+    # A column of 32-bit numbers holds 0.1 as 0.10000000149011612. Nobody writes so many digits.
+    with np.errstate(over="ignore"):
+        short = np.float32(number)
+    is_short = float(short) == number and len(repr(number)) > 16
+    return np.format_float_positional(short if is_short else number, trim="0")
 
 
 # ---------------------------------------------------------------- questions with their prompts

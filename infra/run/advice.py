@@ -71,7 +71,9 @@ def is_function(name: str) -> bool:
 
 def constant_function(steps: Sequence[dict]) -> str:
     """Names a reward function whose mean is the same in all steps, or returns "". The metrics have
-    no scores of individual answers, but a constant mean suggests a constant score."""
+    no scores of individual answers, but a mean that stays constant suggests a constant score."""
+    if len(steps) < 3:
+        return ""
     for name in steps[-1]:
         values = [step.get(name) for step in steps]
         if is_function(name) and min(values) == max(values):

@@ -204,7 +204,7 @@ class Run:
         log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
         for file in (self.metrics, self.samples, self.evals):
             if file.lost:
-                warn(f"{file.path} lacks {file.lost} lines; they are in this run's output")
+                warn(f"{file.path} lacks {file.lost} lines, which could not be written; see above")
         run_dir.send_results(self.out)
 
     def write_adapter(self, params, setup, directory: str) -> None:
@@ -245,7 +245,7 @@ class Run:
             step = self.step if phase == "evaluating" else self.step + 1
             if "RESOURCE_EXHAUSTED" not in str(e):
                 saved = f"step {saver.newest} is saved" if saver.newest else "no step is saved"
-                warn(f"a device or another process failed in step {step} ({phase}); {saved}")
+                warn(f"step {step} ({phase}) failed on a device or in another process; {saved}")
                 raise
             smaller = f"--micro_batch {micro_batch // 2} or " if micro_batch > 1 else ""
             advice = rollout_advice(self.cfg)
