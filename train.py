@@ -836,8 +836,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
         places = range(first, first + per_host)
         rows = [asked[i % len(asked)][1] for i in places for _ in range(samples)]
         run.show("evaluating", step, start, len(asked), samples)
-        place = start * samples
-        out, texts = sample_answers(rows, samples, eval_key, sampling, setup, run, place)
+        out, texts = sample_answers(rows, samples, eval_key, sampling, setup, run, start * samples)
         scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
         # Report only the faults of SOLVED: functions of REWARDS may need columns that only the
         # training data has.

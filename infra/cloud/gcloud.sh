@@ -530,7 +530,9 @@ live_and_finish() { # up|start|follow LINE FLAGS...
     [ "$code" = 75 ] || break
     now="$(patiently state_now)" || die "$WATCH_ENDS: $(follow_again)" 1
     case "$now" in
-      READY | REPAIRING | RESTARTING | REIMAGING | CREATING | STARTING | UNKNOWN) say "$name is $now; following it again" ;;
+      READY | REPAIRING | RESTARTING | REIMAGING | CREATING | STARTING | UNKNOWN)
+        say "$name is $now; following it again"
+        ;;
       # A preempted VM stays PREEMPTED until it is deleted, so another command has deleted this one.
       '' | DELETING) die "$name was deleted, and its run ended with it. $RESUMES" 1 ;;
       *)

@@ -64,7 +64,7 @@ def has_value(rows: Sequence, name: str) -> bool:
 def is_empty(row: dict) -> bool:
     """Whether a row, after `rename`, lacks its question or its answer."""
     values = row.get("question"), row.get("answer")
-    return any(value in (None, []) or str(value).isspace() or value == "" for value in values)
+    return any(value in (None, []) or not str(value).strip() for value in values)
 
 
 def is_clear(rows: Sequence, chosen: dict[str, str]) -> bool:
@@ -132,8 +132,8 @@ def turn_of(message: dict) -> dict:
     # OpenAI's newer models call the system message the developer's.
     role_of = {"developer": "system", "human": "user", "gpt": "assistant"}
     is_of_openai = message.get("role") is not None or message.get("from") is None
-    role, content = ("role", "content") if is_of_openai else ("from", "value")
-    role, content = message[role], message[content]
+    role = message["role" if is_of_openai else "from"]
+    content = message["content" if is_of_openai else "value"]
     return {"role": role_of.get(role, role), "content": text_of(content)}
 
 
