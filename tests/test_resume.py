@@ -320,13 +320,13 @@ def main_stopped_in_evaluation(number, flags):
     real_generate = engine.Engine.generate
     evaluations_begun = 0
 
-    def generate_or_stop(self, prompts, key, sampling, group, progress):
+    def generate_or_stop(self, prompts, key, sampling, group, *others):
         nonlocal evaluations_begun
         # Only an evaluation samples one answer per question.
         evaluations_begun += group == 1
         if evaluations_begun == number:
             signal.raise_signal([signal.SIGTERM, signal.SIGUSR1][number - 1])
-        return real_generate(self, prompts, key, sampling, group, progress)
+        return real_generate(self, prompts, key, sampling, group, *others)
 
     patched = mock.patch.object(engine.Engine, "generate", generate_or_stop)
     with patched, pytest.raises(SystemExit) as end:
