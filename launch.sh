@@ -31,7 +31,7 @@
 # Set CUDA=12 or CUDA=13 where nvidia-smi finds no GPU, as on Slurm's login nodes.
 # Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # launch.sh stays in the caller's directory
+here="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # launch.sh stays in the caller's directory
 venv="$here/.venv"
 dry_run=''
 exec 3>&1 # dry runs print here, even where the output of a command is captured
@@ -40,8 +40,8 @@ gpus=cuda,cpu
 # Default flags of gpu, slurm and TPU slices. The user's flags follow them: if a flag is repeated, the last one counts.
 job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --max_prompt 1024 --max_answer 1024)
 
-say() { printf 'launch.sh: %s\n' "$1" >&2; }
-die() { say "$1" && exit "${2:-2}"; }
+say() { printf 'launch.sh: %s\n' "$1" >&2 || :; } # go on even if nobody can read it
+die() { say "$1"; exit "${2:-2}"; }
 # Run a line of shell, or print it under --dry-run.
 shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n' "$1" >&3; fi; }
 # Run a command, or print it under --dry-run, quoted for a shell.
@@ -228,7 +228,7 @@ cmd_test() {
   cd "$here" # pytest reads pyproject.toml there
   # Use two processes: most of a test's time is compilation, which uses one core.
   run env "JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}" "$venv/bin/python" -m pytest -n 2 --dist worksteal \
-    --durations 15 "$@"
+    --durations 15 -rs "$@"
 }
 
 # Split a text into words, which may be quoted as for a shell, and assign them to `words`.
@@ -262,7 +262,7 @@ cmd_help() { sed -n '3,/^set /{/^set /!s/^# \{0,1\}//p;}' "$here/launch.sh"; }
 # ---------------------------------------------------------------- Slurm
 # Submit a job and print its log. sbatch --wait exits with the job's code, but late: it asks Slurm less and less often.
 cmd_slurm() {
-  local id out sbatch lines now before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
+  local id out sbatch lines now i before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   check_words "$@"
   [ "$platforms" = cpu ] || extra="$(cuda)"
   [ "$platforms" = "$gpus" ] || say "the job will have JAX_PLATFORMS=$platforms, as here"
@@ -308,7 +308,11 @@ cmd_slurm() {
   done
   wait "$sbatch" || code=$?
   # When the job is cancelled, sbatch exits at once, possibly with code 0, although the job's tasks are still saving.
-  while [[ "$(squeue --noheader --jobs="$id" --format=%T 2>/dev/null)" = *COMPLETING* ]]; do sleep 1; done
+  # A node that does not answer may keep the job COMPLETING for hours.
+  for ((i = 0; i < 600; i++)); do
+    [[ "$(squeue --noheader --jobs="$id" --format=%T 2>/dev/null)" = *COMPLETING* ]] || break
+    sleep 1
+  done
   case "$code$(scontrol show job "$id" 2>/dev/null)" in 0*JobState=CANCELLED*) code=143 ;; esac
   sleep 2 # until tail has printed the last lines
   kill "$lines" 2>/dev/null || :

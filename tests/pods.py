@@ -93,13 +93,14 @@ class Cloud:
         return sum(all(word in " ".join(argv) for word in words) for argv in self.calls())
 
     def keeps_secrets(self, text):
-        """Whether the text, all files of workers and calls.log are free of the values in .env."""
-        secrets = re.findall("[0-9a-f]{16}", (self.clone / ".env").read_text())
-        assert len(secrets) == 2
-        for path in self.stub.rglob("*"):
-            if path.is_file() and path.name != ".env":
-                text += path.read_text(errors="replace")
-        return not any(secret in text for secret in secrets)
+        """Whether the text, the launcher's logs, calls.log and all files of workers are free of the
+        values in .env."""
+        secrets = re.findall(b"[0-9a-f]{16}", (self.clone / ".env").read_bytes())
+        logs = [*(self.clone / "out/launch").iterdir()]
+        assert len(secrets) == 2 and logs
+        paths = [path for path in self.stub.rglob("*") if path.is_file() and path.name != ".env"]
+        contents = [text.encode(), *(path.read_bytes() for path in logs + paths)]
+        return not any(secret in content for secret in secrets for content in contents)
 
 
 def clone_of_this_tree(clone):

@@ -190,7 +190,8 @@ def test_all_processes_end_alike_where_process_0_cannot_send(process, tmp_path, 
     fail(tmp_path / "gs/bucket/run", "storage", times=99)
     # This process is one of two, and only process 0 has a fault.
     monkeypatch.setattr(run_dir.jax, "process_index", lambda: process)
-    monkeypatch.setattr(run_dir, "all_gather_processes", lambda value: np.array([True, False]))
+    gathered = lambda value: np.array([True if process else value, False])  # noqa: E731
+    monkeypatch.setattr(run_dir, "all_gather_processes", gathered)
     with pytest.raises(SystemExit) as end:
         run_dir.send_results(RUN)
     assert end.value.code == 1 and len(waits) == (0 if process else len(buckets.PATIENCE))

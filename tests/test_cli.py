@@ -12,7 +12,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import ROOT, arguments, refused, restored_signals, run, run_to_end, run_train
+from conftest import (
+    IMPATIENT,
+    ROOT,
+    arguments,
+    refused,
+    restored_signals,
+    run,
+    run_to_end,
+    run_train,
+)
 
 import train
 from infra.host import processes
@@ -287,7 +296,8 @@ def test_a_run_goes_on_where_nobody_reads_what_it_says(closed, tmp_path):
     of its log is full."""
     out = tmp_path / "run"
     flags = f"{SHORT_FLAGS} --out {out}"
-    command = f"set -o pipefail; {sys.executable} {ROOT / 'train.py'} {flags} {closed}"
+    program = f"{' '.join(map(str, IMPATIENT))} {ROOT / 'train.py'}"
+    command = f"set -o pipefail; {program} {flags} {closed}"
     text = run("bash", "-c", command, JAX_NUM_CPU_DEVICES="1")
     assert "Traceback" not in text and "Exception ignored" not in text, text
     assert (out / "final/model.safetensors").exists()
@@ -444,7 +454,7 @@ def test_hosts_are_added_to_those_that_no_proxy_serves(monkeypatch):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_a_signal_while_programs_compile_ends_the_run_at_once(number, code, tmp_path):
-    command = [sys.executable, "-u", ROOT / "train.py", "--out", tmp_path / "run"]
+    command = [IMPATIENT[0], "-u", IMPATIENT[1], ROOT / "train.py", "--out", tmp_path / "run"]
     # Without a cache, compiling takes seconds, so the signal comes while programs compile.
     env = os.environ | {"HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -130,7 +130,10 @@ def test_dry_run_speaks_to_all_workers(cloud):
         calls = re.findall("^gcloud compute tpus tpu-vm (?:ssh|scp) .*", text, re.M)
         assert sum(" --worker=all " in call for call in calls) == to_all, (action, text)
         assert sum(" --worker=0 " in call for call in calls) == to_one, (action, text)
-    assert " --worker=0 " in cloud.launch("--dry-run v6e-16 test")
+    # Worker 0 of several tests its own devices alone.
+    for name, alone in (("v6e-16", 1), ("v6e-8", 0)):
+        text = cloud.launch("--dry-run", name, "test")
+        assert " --worker=0 " in text and text.count("TPU_PROCESS_BOUNDS") == alone, text
 
 
 def test_flags_reach_a_worker_as_they_were_given(cloud):
@@ -153,7 +156,7 @@ def test_dry_run_prints_commands_of_this_machine_and_slurm(cloud):
     assert "sbatch --wait --parsable" in slurm
     tests = cloud.launch("--dry-run test -k draws")
     assert "-r " + str(cloud.clone / "tests/requirements.txt") in tests, tests
-    assert "-m pytest -n 2 --dist worksteal --durations 15 -k draws" in tests, tests
+    assert "-m pytest -n 2 --dist worksteal --durations 15 -rs -k draws" in tests, tests
     report = cloud.launch("--dry-run report out/a out/b --to c.html")
     assert "tools/report.py out/a out/b --to c.html" in report, report
     assert report.index("install -q --disable-pip-version-check matplotlib") > 0, report
@@ -302,6 +305,26 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         # A mistake that train.py finds comes after the installation.
         text = cloud.launch(call, code=2).removeprefix(installing)
         assert text.count("\n") == 1 and wanted in text, text
+
+
+def test_a_message_that_cannot_be_written_changes_nothing(cloud):
+    command = f"bash {cloud.clone}/launch.sh v9-8 2>/dev/full"
+    run("bash", "-c", command, code=2)
+
+
+def test_the_launcher_finds_itself_whatever_cd_prints(cloud):
+    text = run("bash", "clone/launch.sh", "help", cwd=cloud.clone.parent, CDPATH=".")
+    assert "bash launch.sh cpu" in text, text
+
+
+def test_files_outside_the_tree_are_named(cloud, tmp_path):
+    write(tmp_path / "mine.jsonl", "")
+    inside = cloud.clone / "README.md"
+    for path in (tmp_path / "mine.jsonl", inside):
+        text = cloud.launch("--dry-run v6e-8 --data", [path])
+        assert f"--data {path} must exist on the workers" in text, text
+    for name in ("gsm8k", "/nowhere", "README.md"):
+        assert "must exist" not in cloud.launch("--dry-run v6e-8 --data", name)
 
 
 # ---------------------------------------------------------------- what gcloud refuses
@@ -528,6 +551,19 @@ def test_a_worker_that_cannot_be_reached_is_not_waited_for_for_ever(tmp_path):
     assert "others cannot be reached: bash launch.sh v4-16 status" in text, text
 
 
+def test_a_run_that_exits_with_75_has_failed(tmp_path):
+    """In the launcher, 75 means that the slice is not READY. A run may exit with 75, too."""
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    run_id=7.7 hosts=1 scratch=. name=pod type=v4-8 options=() dry_run= spot= delete_when_done=
+    say() {{ echo "$1"; }}
+    workers() {{ echo '[w0] exit 75 1.5 7.7'; }}
+    follow 1
+    """
+    text = run("bash", "-c", script, cwd=tmp_path, code=1)
+    assert "failed first, with exit code 1;" in text, text
+
+
 def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
     """Without --reserved, "insufficient reserved capacity" means that a zone is full, and the zones
     are tried again. With --reserved, the user has to name another zone."""
@@ -540,6 +576,27 @@ def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
     cloud.fail("create", said, times=2)
     text = cloud.launch("v6e-8 up --zone a,us-east5-b --name other --create --reserved", code=1)
     assert "the reservation is elsewhere, or full" in text, text
+
+
+def test_a_wrong_flag_of_gcloud_is_told_at_once(cloud):
+    text = cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal_ip"], code=1)
+    assert "unrecognized arguments: --internal_ip" in text, text
+    assert "look at the flags in --ssh" in text and "trying again" not in text, text
+
+
+def test_workers_whose_command_fails_are_named(cloud):
+    said = "##### Command execution on worker 1 failed with exit status 2. Continuing."
+    cloud.fail("worker.sh unpack", said, code=2)
+    text = cloud.launch("v4-16 setup --name vm", code=1)
+    assert "launch.sh: w1 the command failed; its output is above -> see its state" in text, text
+
+
+def test_a_git_repository_in_the_tree_is_sent_like_any_directory(cloud):
+    run("git", "init", "-q", cloud.clone / "inner")
+    for text in ("old", "new"):
+        write(cloud.clone / "inner/words.txt", text)
+        cloud.launch("v6e-1 setup --name vm")
+        assert (cloud.stub / "vm/w0/podgrpo/inner/words.txt").read_text() == text
 
 
 def test_keys_of_a_fresh_vm_are_waited_for(cloud):
@@ -693,6 +750,22 @@ def test_a_vm_that_was_deleted_is_not_made_again(cloud):
     assert cloud.count("tpu-vm create") == 1, text
 
 
+def test_a_preempted_vm_is_made_again_without_rights_on_queued_requests(cloud):
+    cloud.launch("v6e-1 up --name vm")
+    cloud.gcloud("preempt", "vm")
+    cloud.fail("queued-resources", "ERROR: (gcloud.x) PERMISSION_DENIED: no", times=99)
+    text = cloud.launch("v6e-1 up --name vm")
+    assert "vm in us-east5-b is READY" in text and cloud.count("tpu-vm create") == 2, text
+
+
+def test_a_vm_that_is_stopped_can_be_started(cloud):
+    cloud.launch("v6e-1 up --name vm")
+    write(cloud.stub / "vm/state", "STOPPED")
+    text = cloud.launch("v6e-1 up --name vm", code=2)
+    wanted = "start it: gcloud compute tpus tpu-vm start vm --zone=us-east5-b; or delete"
+    assert wanted in text, text
+
+
 def test_a_vm_of_another_type_is_refused(cloud):
     """Its number of workers differs, so the launcher would wait for workers that do not exist."""
     cloud.launch("v6e-1 up --name pod")
@@ -719,6 +792,8 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     cloud.fail("follow", "", code=255, preempt="spot")
     text = cloud.launch("v6e-1 logs --spot --name spot", code=2)
     assert "recreating spot" in text and cloud.count("tpu-vm create") == 2, text
+    (cloud.stub / "ssh-key").unlink()  # as on another machine
+    cloud.launch("v6e-1 logs --name spot", code=2)
     flags = (cloud.stub / "spot/w0/podgrpo/run.flags").read_text().split("\0")
     assert flags[-5:] == ["--lr", "none", "--system", "it's $HOME", ""], flags
     cloud.fail("follow", "", code=255, preempt="spot")
@@ -730,6 +805,7 @@ def test_logs_of_a_spot_run_resume_it(cloud):
 
 def test_logs_without_a_run_and_logs_that_cannot_be_read_differ(cloud):
     cloud.launch("v6e-1 up --name fresh")
+    # This is the first ssh from this machine, so ssh-keygen speaks, too.
     text = cloud.launch("v6e-1 logs --name fresh", code=1)
     assert "no run was started there: bash launch.sh v6e-1 run --name=fresh" in text, text
     denied = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) PERMISSION_DENIED: no"

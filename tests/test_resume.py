@@ -239,7 +239,7 @@ def check_kills(directory, flags_of_steps, kills, in_saves, processes, record_pr
     At least `in_saves` kills are in the first save, and as many in later saves. Returns the run's
     directory.
     """
-    flags = flags_of_steps(6 * (kills + 4))  # enough for as many lives
+    flags = flags_of_steps(4 * (kills + 4))  # enough for as many lives
     calm = directory / "calm"
     out = directory / "killed"
     run_to_end(calm, flags, processes)

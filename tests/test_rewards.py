@@ -238,8 +238,9 @@ def test_an_async_reward_scores_many_answers_at_once(tmp_path):
         scores, faults = score(pool, ["5", "bad", "6", "bad"])
     assert_array_equal(scores[:, 0], [1, 0, 1, 0])
     assert len({*scores[:, 1]}) == 1
-    assert scores[:, 2].sum() <= 2
     assert faults["awaits_too_long"] == {1: TOO_SLOW, 3: TOO_SLOW}
+    lost = np.flatnonzero(scores[:, 2] == 0).tolist()
+    assert sorted(faults["blocks"]) == lost and {1, 3} <= {*lost}
     assert faults["blocks"][1] == TOO_SLOW
 
 
@@ -459,7 +460,7 @@ def test_solved_is_one_named_function(monkeypatch, tmp_path):
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     solved = [row["eval/solved"] for row in rows if "eval/solved" in row]
     # A truncated answer is not solved. In each evaluation some answers end.
-    assert len(solved) == 2 and 0 < max(solved) <= 0.5, rows
+    assert len(solved) == 2 and 0 < min(solved) <= max(solved) <= 0.5, rows
     assert sum("solved" in row for row in rows) == 1, rows
     for row in rows:
         if "solved" in row:

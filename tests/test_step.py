@@ -47,17 +47,19 @@ def two_steps(cfg, outs, scores, monkeypatch):
         return state, [], []
 
     doubles = {
-        "first_state": mock.Mock(return_value={"params": {}}),
-        "sample_answers": mock.Mock(side_effect=[(out, ["text"] * 4) for out in outs]),
-        "make_batches": mock.Mock(return_value=([], {"valid": 1, "flops": 1})),
-        "update_policy": mock.Mock(side_effect=update),
-        "rollout_metrics": mock.Mock(return_value={"len/answer": 1.0}),
-        "update_metrics": mock.Mock(return_value={}),
-        "step_metrics": mock.Mock(return_value={}),
-        "end_step": mock.Mock(),
+        "first_state": dict(return_value={"params": {}}),
+        "sample_answers": dict(side_effect=[(out, ["text"] * 4) for out in outs]),
+        "make_batches": dict(return_value=([], {"valid": 1, "flops": 1})),
+        "update_policy": dict(side_effect=update),
+        "rollout_metrics": dict(return_value={"len/answer": 1.0}),
+        "update_metrics": dict(return_value={}),
+        "step_metrics": dict(return_value={}),
+        "end_step": {},
     }
-    for name, double in doubles.items():
-        monkeypatch.setattr(train, name, double)
+    for name, results in doubles.items():
+        # A stand-in takes the arguments of the real function, and no others.
+        doubles[name] = mock.create_autospec(getattr(train, name), **results)
+        monkeypatch.setattr(train, name, doubles[name])
     questions = [{"question": str(i), "prompt_ids": [i]} for i in range(8)]
     setup = SimpleNamespace(questions=questions, engine=mock.Mock(), reward_pool=pool)
     train.train(cfg, setup, mock.Mock(step=0, total_steps=2))

@@ -27,10 +27,13 @@ def link_results(out: Path) -> str:
     shutil.rmtree(LINKS, ignore_errors=True)
     links = LINKS / out.name
     links.mkdir(parents=True)
-    # scp --recurse follows the links.
+    # scp --recurse follows links to files, but before OpenSSH 9.5 it refuses links to directories.
     for pattern in KEPT:
         for path in out.glob(pattern):
-            (links / path.name).symlink_to(path)
+            if path.is_dir():
+                shutil.copytree(path, links / path.name, copy_function=os.symlink)
+            else:
+                (links / path.name).symlink_to(path)
     return str(links)
 
 

@@ -67,6 +67,7 @@ queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zo
 faults() {
   cat <<END
 network; Max retries exceeded; is this machine online?
+usage; unrecognized arguments|expected one argument|Invalid choice; look at the flags in --ssh and --create
 login; not currently have an active account|auth login|invalid_grant|UNAUTHENTICATED; log in: gcloud auth login
 project; \[project\]|resource project; choose a project: gcloud config set project PROJECT
 billing; BILLING_DISABLED|billing to be enabled|billing account; link a billing account: \
@@ -106,13 +107,13 @@ fault() { # [TEXT]
   printf '%s %s\n' "$word" "$(short_form "$text")"
 }
 # Shorten gcloud's output to its ERROR, or else to its last lines. If ssh failed, the ERROR does not say why, so
-# prepend the workers that failed and ssh's own last line.
+# prepend the workers that failed and ssh's own last line. If a command failed, gcloud names only the workers.
 short_form() { # TEXT
   local text="$1" noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
+  failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' <<<"$text" | sort -u | tr '\n' ' ')"
   case "$text" in
     *'exited with return code'*)
       line="$(grep -vE "$noise|^ERROR" <<<"$text" | tail -n 1 | cut -c 1-200)"
-      failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' <<<"$text" | sort -u | tr '\n' ' ')"
       [ -z "$line$failed" ] || ssh="$failed${line%.}: "
       ;;
   esac
@@ -121,7 +122,8 @@ short_form() { # TEXT
     *) text="$(grep -vE "$noise" <<<"$text" | tail -n 5)" ;;
   esac
   text="$(tr -s '\n ' ' ' <<<"$text" | cut -c 1-300)"
-  printf '%s%s\n' "$ssh" "${text% }"
+  text="${text% }"
+  printf '%s%s\n' "$ssh" "${text:-${failed}the command failed; its output is above}"
 }
 # Print a fault and the advice for it.
 why() { say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"; }
@@ -228,7 +230,10 @@ delete() {
   maybe_paid="${maybe_paid// $zone/}"
 }
 delete_vm() { vm delete >&2 || is_missing; }
-delete_queued_resource() { queued_resource delete --force >&2 || is_missing; }
+# A user who may not see queued requests has made none. Only `down`, which sets $all, may be about other users' requests.
+delete_queued_resource() {
+  queued_resource delete --force >&2 || is_missing || { [ -z "$queued${all:-}" ] && [[ "$(fault)" = permission* ]]; }
+}
 
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
 # 1. If its queued request has FAILED, delete what is left, and return 2. Exit with a reason if waiting cannot help.
@@ -265,7 +270,10 @@ wait_until_ready() {
         esac
         return 1
         ;;
-      STOP*) die "$name is stopped; delete it: $(again down)" ;;
+      STOP*)
+        die "$name is stopped; start it: gcloud compute tpus tpu-vm start $name --zone=$zone; or delete it with \
+its disk: $(again down)"
+        ;;
       ACCEPTED | PROVISIONING | WAITING*) polls=0 ;; # wait in these states without a limit
     esac
     polls=$((polls + 1))
@@ -372,7 +380,8 @@ pack() {
     'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
     die "$here is not a git checkout, so git cannot list the files to send"
   shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")" || exit
-  run env COPYFILE_DISABLE=1 tar -C "$here" --null -T "$to_send/run.sent" -czf "$packed.unfinished" ||
+  # On a Mac, leave out its attributes of files, about which each worker's tar would print a line per file.
+  run env COPYFILE_DISABLE=1 tar -C "$here" --no-xattrs --null -T "$to_send/run.sent" -czf "$packed.unfinished" ||
     die 'this tree could not be packed, and nothing was sent; see the output of tar' 1
   run mv "$packed.unfinished" "$packed" || exit
   [ -z "$dry_run" ] || return 0
@@ -393,8 +402,11 @@ check_sent() { # FLAGS...
     IFS=, read -r -a paths <<<"$word" # --eval_data takes several sets, as name=path
     for path in ${paths[@]+"${paths[@]}"}; do
       path="${path#*=}"
-      case "$path" in /* | ..* | '') continue ;; esac
-      if [ ! -e "$here/$path" ]; then continue; fi # a hub id, for example
+      # A path outside the tree may exist on the workers, and a name that is not in the tree may be a hub id.
+      if [ -z "$path" ] || [[ "$path" = /* ]] || [[ "$path" = ..* ]] || [ ! -e "$here/$path" ]; then
+        [ ! -e "$path" ] || say "$flag $path must exist on the workers: only paths relative to $here are sent"
+        continue
+      fi
       [ -n "$(git -C "$here" ls-files -co --exclude-standard -- "$path")" ] ||
         die "$flag $path is not sent to the workers, because git ignores it; move it where git does not"
     done
@@ -408,7 +420,10 @@ print_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'
 send() { # FLAGS..., which may need more packages
   local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
   print_busy >"$scratch/busy" || return
-  [ ! -s "$scratch/busy" ] || die "$name already has a run; follow it: $(again logs); or end it: $(again stop)"
+  # The first ssh from a machine also prints what ssh-keygen says.
+  if grep -qx busy "$scratch/busy"; then
+    die "$name already has a run; follow it: $(again logs); or end it: $(again stop)"
+  fi
   pack
   if [ -f "$here/.env" ]; then files+=("$here/.env") secrets=keep; else say 'there is no .env to send'; fi
   say "sending this tree to $hosts workers"
@@ -455,7 +470,8 @@ follow() { # LINE of worker 0's log to begin with
   [ "$now" = READY ] || return 75
   read -r worker code <<<"$(sort -k 4 "$ended" | awk '$3 != 0 { print $1, $3; exit }')" # [wN] exit CODE TIME ID
   [ -n "$worker" ] || return 0
-  case "$code" in '' | *[!0-9]*) code=1 ;; esac # do not trust text from a VM
+  # Do not trust text from a VM. 75 has another meaning here.
+  case "$code" in '' | 75 | *[!0-9]*) code=1 ;; esac
   # When a spot VM is preempted, its run fails before the VM is gone, usually from SIGTERM.
   if [ -n "$spot" ] && [ "$code" != 2 ]; then
     sleep 60
@@ -490,26 +506,27 @@ stop_rest() {
 
 # Copy the run's results from worker 0 to a folder in out/$name, and make its report.html, unless a bucket has them.
 fetch() {
-  local out from to="out/$name" new="out/$name/fetching"
+  local out from to="out/$name" copied="out/$name/fetching" new
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
   out="$(tail -n 1 "$scratch/results")"
   case "$out" in
     gs://*) say "the results of the run are in $out" && return ;;
-    .fetch/*) from="$out" out="${out#.fetch/}" ;;
-    *) from="results/$out" ;; # an older commit is on the workers
+    # Copy the directory that has NAME: with older versions of scp, the path on the worker must have no spaces.
+    .fetch/*) from=.fetch out="${out#.fetch/}" new="$copied/.fetch/$out" ;;
+    *) from="results/$out" new="$copied/$out" ;; # an older commit is on the workers
   esac
   case "$out" in
     */* | .*) die "worker 0 names its results $out, which is not the name of a directory" 1 ;;
   esac
   say "fetching ${out:-the results} to $to"
-  run rm -rf "$new" && run mkdir -p "$new"
-  persistently reach scp --recurse "$name:podgrpo/$from" "$new" --worker=0 >&2 || return
+  run rm -rf "$copied" && run mkdir -p "$copied"
+  persistently reach scp --recurse "$name:podgrpo/$from" "$copied" --worker=0 >&2 || return
   [ -z "$dry_run" ] || return 0
   # Keep the results of another run with the same name. If this run was fetched before, bring its results up to date.
-  if [ -e "$to/$out" ] && ! cmp -s "$new/$out/config.json" "$to/$out/config.json"; then
+  if [ -e "$to/$out" ] && ! cmp -s "$new/config.json" "$to/$out/config.json"; then
     mv "$to/$out" "$to/$out.old-$(date +%Y%m%d-%H%M%S)" || return
   fi
-  mkdir -p "$to/$out" && cp -R "$new/$out/." "$to/$out" && rm -rf "$new" || return
+  mkdir -p "$to/$out" && cp -R "$new/." "$to/$out" && rm -rf "$copied" || return
   say "the results of the run are in $to/$out"
   # The results are here even if their page cannot be made, or if this machine has no .venv yet.
   if [ -f "$to/$out/metrics.jsonl" ] && { [ ! -f "$venv/installed" ] || ! (cmd_report "$to/$out" >&2); }; then
@@ -559,7 +576,7 @@ one_life() { # up|again|start|follow LINE FLAGS...
   if [ "$life" = again ]; then
     # The run may have survived a repair.
     print_busy >"$scratch/busy" || return
-    if [ -s "$scratch/busy" ]; then life=follow; else life=up; fi
+    if grep -qx busy "$scratch/busy"; then life=follow; else life=up; fi
   fi
   if [ "$life" = up ]; then
     send "$@" || return
@@ -629,9 +646,11 @@ cmd_tpu_logs() {
     [ $? != 75 ] || say "the run may have ended with it. $RESUMES"
     exit 1
   }
-  [ -s "$there" ] || [ -n "$dry_run" ] || die "no run was started there: $(again run)" 1
   [ -n "$dry_run" ] || {
-    read -r lines && read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
+    # The first ssh from a machine also prints what ssh-keygen says: skip these lines.
+    while read -r lines && [[ ! "$lines" =~ ^[0-9]+$ ]]; do :; done
+    [ -n "$lines" ] || die "no run was started there: $(again run)" 1
+    read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
   } <"$there"
   case "$lines$run_id" in *[!0-9.]*) die "run.log or run.id on worker 0 cannot be read" 1 ;; esac
   [ ${#flags[@]} -gt 0 ] || [ -n "$dry_run" ] || die "run.flags on worker 0 has no flags" 1
@@ -666,10 +685,15 @@ cmd_tpu_stop() { need_slice; persistently workers all "bash infra/cloud/worker.s
 cmd_tpu_fetch() { need_slice; fetch || exit 1; }
 
 cmd_tpu_test() {
+  local alone=''
   up
   send || exit 1
   [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py tests/test_sampling.py
-  pass_on 0 "bash infra/cloud/worker.sh test $(printf '%q ' "$@")"
+  # Without these variables, worker 0 of several waits for the others. Each of several workers has four devices.
+  if [ "$hosts" -gt 1 ]; then
+    alone='TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=2,2,1 TPU_VISIBLE_DEVICES=0,1,2,3 '
+  fi
+  pass_on 0 "${alone}bash infra/cloud/worker.sh test $(printf '%q ' "$@")"
 }
 
 # Delete the VMs and queued requests with this name in some zones. Set $unknown to the zones where gcloud could not
@@ -695,7 +719,7 @@ delete_in() { # ZONES LOOK..., the command that prints a state
 
 # Delete the VMs and queued requests with this name, in all zones.
 cmd_tpu_down() {
-  local found='' unknown=''
+  local found='' unknown='' all=1
   # While one zone does not answer, a VM in another one costs money: look once in all zones, and patiently only then.
   delete_in "${zones//,/ }" state_now
   [ -z "$unknown" ] || delete_in "$unknown" patiently state_now

@@ -23,7 +23,8 @@ is_free() { flock -n -s run.lock true; }
 unpack() {
   if [ "$1" = keep ]; then chmod 600 .env; else rm -f .env; fi
   # Remove the files that were sent before, as the new tree may not have them.
-  if [ -f .sent ]; then xargs -0 rm -f <.sent; fi
+  # A git repository inside the tree was sent as one directory.
+  if [ -f .sent ]; then xargs -0 rm -rf -- <.sent; fi
   tar -xzf tree.tgz
   cp run.sent .sent
   bash launch.sh setup tpu "${@:2}"
