@@ -425,6 +425,18 @@ def restored_signals():
             signal.signal(number, handler)
 
 
+@pytest.fixture
+def train_here(tmp_path, monkeypatch):
+    """Returns train.main, to run in this process and an empty directory. Its signal handlers are
+    undone at the end."""
+    monkeypatch.chdir(tmp_path)
+    # One device and few questions save time.
+    monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
+    monkeypatch.setattr(questions, "arith", few_questions)
+    with restored_signals():
+        yield lambda *flags: train.main(arguments(flags))
+
+
 def step_rows(rows):
     """The rows of metrics.jsonl that belong to steps, not to evaluations."""
     return [row for row in rows if "eval/solved" not in row]

@@ -12,16 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import (
-    IMPATIENT,
-    ROOT,
-    arguments,
-    refused,
-    restored_signals,
-    run,
-    run_to_end,
-    run_train,
-)
+from conftest import IMPATIENT, ROOT, arguments, refused, run, run_to_end, run_train
 
 import train
 from infra.host import processes
@@ -317,15 +308,14 @@ def test_a_wandb_login_that_fails_is_refused(tmp_path, monkeypatch, one_question
     assert os.listdir(tmp_path / "run") == ["tiny-seed1.0"], "this is in the way of the next run"
 
 
-def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_question):
+def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_question, train_here):
     wandb = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     # The smallest run with a supervised step and a GRPO step, of one update each.
     flags = "--sft_steps 1 --steps 1 --batch 1 --npq 8 --minibatches 1 --max_answer 8"
     flags = [flags, "--optimizer sgd --wandb project --out", tmp_path / "run", *one_question]
     # Do not evaluate, which would compile another rollout.
-    with restored_signals():
-        train.main(arguments([*flags, "--eval_data none"]))
+    train_here(*flags, "--eval_data none")
     calls = wandb.init.return_value.log.call_args_list
     logged = {call.args[0]["step"]: call.args[0] for call in calls}
     assert list(logged) == [1, 2]

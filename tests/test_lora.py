@@ -23,7 +23,6 @@ from conftest import (
     place,
     read_jsonl,
     refused,
-    restored_signals,
     textbook_hidden,
 )
 from numpy.testing import assert_allclose, assert_array_equal
@@ -634,13 +633,14 @@ def files_of(directory):
     return {path.name: load_file(path) for path in directory.rglob("*.safetensors")}
 
 
-def test_a_run_leaves_merged_weights_and_adapters_and_resumes(tmp_path, record_property):
+def test_a_run_leaves_merged_weights_and_adapters_and_resumes(
+    tmp_path, train_here, record_property
+):
     """A run saves only adapters in checkpoints, and ends with the merged model and the adapters. It
     resumes to the same weights, bit for bit, but not with another base."""
     out = tmp_path / "run"
     flags = arguments([RUN_FLAGS, "--out", out])
-    with restored_signals():
-        train.main(flags)
+    train_here(*flags)
     gaps = [row["logprob_gap/max"] for row in read_jsonl(out / "metrics.jsonl")]
     assert 0 < max(gaps) < 1e-4, "sampler and trainer disagree"
     record_property("logprob gap", f"{max(gaps):.1e}")
@@ -678,8 +678,7 @@ def test_a_run_leaves_merged_weights_and_adapters_and_resumes(tmp_path, record_p
     assert "cannot resume: the adapters belong to tiny, whose model.safetensors" in message
     shutil.rmtree(out / "tiny-seed1.0")
     (tmp_path / "kept").rename(out / "tiny-seed1.0")
-    with restored_signals():
-        train.main(flags)
+    train_here(*flags)
     jax.tree.map(assert_array_equal, files_of(out / "final"), wanted)
 
 

@@ -18,11 +18,10 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL, arguments, few_questions, read_jsonl, restored_signals
+from conftest import SMALL, arguments, read_jsonl
 from numpy.testing import assert_allclose
 
 import train
-from infra.data import questions
 from infra.host import chips, memory
 from infra.rollout import layouts
 from infra.rollout.engine import Engine
@@ -450,18 +449,6 @@ def test_mistakes_in_a_plan_are_refused_before_it_compiles(tmp_path, monkeypatch
 RUN_FLAGS = (
     "--batch 4 --npq 4 --sft_steps 2 --steps 5 --minibatches 2 --save_every 1 --eval_data none"
 )
-
-
-@pytest.fixture
-def train_here(tmp_path, monkeypatch):
-    """Returns train.main, to run in this process and an empty directory. Its signal handlers are
-    undone at the end."""
-    monkeypatch.chdir(tmp_path)
-    # One device and few questions save time.
-    monkeypatch.setattr(train, "make_mesh", lambda *_: mesh())
-    monkeypatch.setattr(questions, "arith", few_questions)
-    with restored_signals():
-        yield lambda *flags: train.main(arguments(flags))
 
 
 def test_run_that_ends_when_memory_does_saves_its_last_step(train_here, monkeypatch, capsys):

@@ -13,14 +13,12 @@ from conftest import (
     TIED,
     TINY_FLAGS,
     UNTIED,
-    arguments,
     check_errors,
     evaluations,
     logits,
     place,
     random_prompts,
     random_weights,
-    restored_signals,
 )
 from jax.sharding import NamedSharding
 from numpy.testing import assert_array_equal
@@ -251,13 +249,11 @@ def test_flags_say_what_is_quantised():
         assert quantise.dtypes(cfg) == (rest, is_int8), (dtype, rollout_dtype)
 
 
-def test_a_run_samples_in_int8_and_evaluates_its_model(tmp_path, monkeypatch):
+def test_a_run_samples_in_int8_and_evaluates_its_model(tmp_path, monkeypatch, train_here):
     to_rollout = mock.Mock(wraps=layouts.to_rollout)
     monkeypatch.setattr(layouts, "to_rollout", to_rollout)
     # With an entropy bonus all answers are computed, whatever their advantage.
-    flags = [TINY_FLAGS, "--rollout_dtype int8 --entropy_bonus 1e-6 --out", tmp_path / "run"]
-    with restored_signals():
-        train.main(arguments(flags))
+    train_here(TINY_FLAGS, "--rollout_dtype int8 --entropy_bonus 1e-6 --out run")
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     # There are rollouts in steps 2 and 3, and evaluations after steps 1, 2 and 3.
     used = [call.args[2:] for call in to_rollout.call_args_list]

@@ -126,15 +126,14 @@ def test_a_run_from_start_to_end_and_its_resume(tmp_path):
     jax.tree.map(assert_array_equal, load_file(out / "final/model.safetensors"), final)
 
 
-def test_grpo_starts_at_its_reference_and_its_epochs_count_alike(tmp_path, monkeypatch):
+def test_grpo_starts_at_its_reference_and_its_epochs_count_alike(tmp_path, monkeypatch, train_here):
     """GRPO starts at its reference, and all epochs see the same policy: with a learning rate of 0,
     all ratios are 1 and the KL is 0."""
     update = mock.Mock(wraps=train.update)
     monkeypatch.setattr(train, "update", update)
     flags = "--sft_steps 1 --steps 1 --lr 0 --beta 1 --ppo_epochs 2 --minibatches 2"
     flags += " --batch 2 --npq 8 --eval_data none --save_every 0"
-    with restored_signals():
-        train.main(arguments([flags, "--out", tmp_path / "run"]))
+    train_here(flags, "--out run")
     assert update.call_count == 8
     _, grpo = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert abs(grpo["ratio/mean"] - 1) < 1e-5

@@ -18,7 +18,7 @@ from unittest import mock
 import hostile
 import numpy as np
 import pytest
-from conftest import ROOT, arguments, read_jsonl, refused, restored_signals, until
+from conftest import ROOT, read_jsonl, refused, until
 from numpy.testing import assert_allclose, assert_array_equal
 
 import train
@@ -448,15 +448,14 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
     assert "SOLVED and another function, in REWARDS, are both named partial" in text
 
 
-def test_solved_is_one_named_function(monkeypatch, tmp_path):
+def test_solved_is_one_named_function(monkeypatch, tmp_path, train_here):
     """The metric `solved` and evaluations use SOLVED, whatever REWARDS contains."""
     monkeypatch.setattr(train, "REWARDS", [(hostile.fine, 1.0)])
     monkeypatch.setattr(train, "SOLVED", hostile.half)
     flags = "--steps 1 --sft_steps 8 --batch 2 --npq 4 --minibatches 1 --eval_n 64"
     # Greedy answers of such a weak model never end, so evaluate with temperature 1.
     flags += " --eval_temperature 1"
-    with restored_signals():
-        train.main(arguments([flags, "--out", tmp_path / "run"]))
+    train_here(flags, "--out run")
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     solved = [row["eval/solved"] for row in rows if "eval/solved" in row]
     # A truncated answer is not solved. In each evaluation some answers end.
