@@ -40,7 +40,7 @@ gpus=cuda,cpu
 # Default flags of gpu, slurm and TPU slices. The user's flags follow them: if a flag is repeated, the last one counts.
 job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --max_prompt 1024 --max_answer 1024)
 
-say() { printf 'launch.sh: %s\n' "$1" >&2 || :; } # go on even if nobody can read it
+say() { printf 'launch.sh: %s\n' "$1" >&2 || :; } # go on if it cannot be written
 die() { say "$1"; exit "${2:-2}"; }
 # Run a line of shell, or print it under --dry-run.
 shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n' "$1" >&3; fi; }

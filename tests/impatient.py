@@ -19,7 +19,7 @@ claim.SECONDS_TO_ARBITRATE = 0.1
 # 2,000 sums are held out, so 1,000 are left for training.
 pairs = tiny.pairs_to_add()[:3000]
 tiny.pairs_to_add = lambda: pairs
-# In JAX, only process 0 writes to the cache. The other processes' programs have keys of their own.
+# In JAX, only process 0 writes to the cache. On CPUs, other processes' programs have other keys.
 real_write = getattr(compiler, "_cache_write", None)
 
 

@@ -79,8 +79,8 @@ def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_pro
 # test_full_loss_holds_all_logits, below, says the same of the loss alone, in less time.
 @pytest.mark.soak
 def test_update_with_the_full_loss_holds_all_logits(tmp_path, record_property):
-    """The full loss takes more memory than all logits. By the test above, that is more than twice
-    what the update takes with the Pallas kernels, which never hold all logits."""
+    """The full loss takes more memory than all logits of its rows. The Pallas kernels, by the test
+    above, take less than half of theirs."""
     gib = update_gib(tmp_path, "full", 8)
     assert gib > logits_gib(8)
     record_property("GiB a device", gib)

@@ -557,6 +557,7 @@ def test_a_run_that_exits_with_75_has_failed(tmp_path):
     . {ROOT}/infra/cloud/gcloud.sh
     run_id=7.7 hosts=1 scratch=. name=pod type=v4-8 options=() dry_run= spot= delete_when_done=
     say() {{ echo "$1"; }}
+    sleep() {{ :; }}
     workers() {{ echo '[w0] exit 75 1.5 7.7'; }}
     follow 1
     """
@@ -582,13 +583,16 @@ def test_a_wrong_flag_of_gcloud_is_told_at_once(cloud):
     text = cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal_ip"], code=1)
     assert "unrecognized arguments: --internal_ip" in text, text
     assert "look at the flags in --ssh" in text and "trying again" not in text, text
+    text = cloud.launch("v6e-1 up --name other", ["--create", "--networks=x"], code=1)
+    assert text.count("look at the flags in --ssh and --create") == 1, text
+    assert "may still exist" not in text, text
 
 
 def test_workers_whose_command_fails_are_named(cloud):
     said = "##### Command execution on worker 1 failed with exit status 2. Continuing."
     cloud.fail("worker.sh unpack", said, code=2)
     text = cloud.launch("v4-16 setup --name vm", code=1)
-    assert "launch.sh: w1 the command failed; its output is above -> see its state" in text, text
+    assert "launch.sh: w1: the command failed; its output is above -> see its state" in text, text
 
 
 def test_a_git_repository_in_the_tree_is_sent_like_any_directory(cloud):
@@ -597,6 +601,7 @@ def test_a_git_repository_in_the_tree_is_sent_like_any_directory(cloud):
         write(cloud.clone / "inner/words.txt", text)
         cloud.launch("v6e-1 setup --name vm")
         assert (cloud.stub / "vm/w0/podgrpo/inner/words.txt").read_text() == text
+    cloud.launch("--dry-run v6e-1 --data inner/words.txt")
 
 
 def test_keys_of_a_fresh_vm_are_waited_for(cloud):

@@ -298,7 +298,6 @@ def test_a_killed_process_brings_all_down_and_they_resume(
     tmp_path, tmp_path_factory, record_property
 ):
     def flags(steps):
-        # After each kill, all processes but process 0 compile again, so keep the programs few.
         return lives(tmp_path_factory, steps, "--sft_steps 0 --minibatches 1 --eval_data none")
 
     check_kills(tmp_path, flags, 2, 1, 2, record_property)

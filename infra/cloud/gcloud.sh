@@ -67,7 +67,8 @@ queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zo
 faults() {
   cat <<END
 network; Max retries exceeded; is this machine online?
-usage; unrecognized arguments|expected one argument|Invalid choice; look at the flags in --ssh and --create
+usage; unrecognized arguments|expected one argument|Invalid choice; look at the flags in --ssh and --create, \
+or update gcloud
 login; not currently have an active account|auth login|invalid_grant|UNAUTHENTICATED; log in: gcloud auth login
 project; \[project\]|resource project; choose a project: gcloud config set project PROJECT
 billing; BILLING_DISABLED|billing to be enabled|billing account; link a billing account: \
@@ -107,7 +108,8 @@ fault() { # [TEXT]
   printf '%s %s\n' "$word" "$(short_form "$text")"
 }
 # Shorten gcloud's output to its ERROR, or else to its last lines. If ssh failed, the ERROR does not say why, so
-# prepend the workers that failed and ssh's own last line. If a command failed, gcloud names only the workers.
+# prepend the workers that failed and ssh's own last line. If the command on the workers failed,
+# gcloud's stderr has no more than their numbers.
 short_form() { # TEXT
   local text="$1" noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
   failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' <<<"$text" | sort -u | tr '\n' ' ')"
@@ -123,7 +125,7 @@ short_form() { # TEXT
   esac
   text="$(tr -s '\n ' ' ' <<<"$text" | cut -c 1-300)"
   text="${text% }"
-  printf '%s%s\n' "$ssh" "${text:-${failed}the command failed; its output is above}"
+  printf '%s%s\n' "$ssh" "${text:-${failed:+${failed% }: }the command failed; its output is above}"
 }
 # Print a fault and the advice for it.
 why() { say "${1#* } -> $(faults | sed -n "s/^${1%% *};[^;]*; //p")"; }
@@ -152,7 +154,7 @@ state_now() {
   if [ -z "$now" ]; then
     # Unless --queued or $1 is given, the user need not have the permission to see requests.
     now="$(queued_resource describe --format='value(state.state)')" || is_missing ||
-      { [ -z "${1:-$queued}" ] && [[ "$(fault)" = permission* ]]; } || return 1
+      { [ -z "${1:-$queued}" ] && is_denied; } || return 1
   fi
   printf '%s\n' "$now"
 }
@@ -168,7 +170,7 @@ find_slice() {
       continue
     fi
     fault="$(fault)"
-    case "${fault%% *}" in login | project | billing | api) exit 1 ;; esac # other zones would fail, too
+    case "${fault%% *}" in usage | login | project | billing | api) exit 1 ;; esac # other zones would fail, too
     # If a VM here were missed, a second one would be created elsewhere, and paid for.
     if may_pass "$fault"; then die "gcloud cannot tell whether $name is in $zone" 1; fi
     say "skipping $zone, where gcloud could not look"
@@ -215,7 +217,12 @@ create_or_find() {
   fault="$(fault)"
   if now="$(patiently state_now)" && [ -z "$now" ]; then
     why "$fault"
-    case "${fault%% *}" in capacity | busy | network) return 2 ;; internal) return 3 ;; *) return 1 ;; esac
+    case "${fault%% *}" in
+      capacity | busy | network) return 2 ;;
+      internal) return 3 ;;
+      usage) maybe_paid="${maybe_paid// $zone/}" && exit 1 ;;
+      *) return 1 ;;
+    esac
   fi
   say "gcloud gave up, but $name may exist; its state: ${now:-unknown}"
 }
@@ -230,9 +237,11 @@ delete() {
   maybe_paid="${maybe_paid// $zone/}"
 }
 delete_vm() { vm delete >&2 || is_missing; }
-# A user who may not see queued requests has made none. Only `down`, which sets $all, may be about other users' requests.
+is_denied() { [[ "$(fault)" = permission* ]]; }
+# A user who may neither delete nor see queued requests has made none. `down`, which sets $all, is about others', too.
 delete_queued_resource() {
-  queued_resource delete --force >&2 || is_missing || { [ -z "$queued${all:-}" ] && [[ "$(fault)" = permission* ]]; }
+  queued_resource delete --force >&2 || is_missing ||
+    { [ -z "$queued$all" ] && is_denied && ! queued_resource describe >&2 && { is_denied || is_missing; }; }
 }
 
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
@@ -393,6 +402,12 @@ pack() {
   fi
 }
 
+# Succeed if a git repository inside this tree, which `pack` sends as one directory, has the path.
+is_in_repository() {
+  git -C "$here" ls-files -co --exclude-standard |
+    path="$1" awk '/\/$/ && index(ENVIRON["path"], $0) == 1 { found = 1 } END { exit !found }'
+}
+
 # Exit if a flag names a file or directory of this tree that `pack` leaves out.
 check_sent() { # FLAGS...
   local word flag='' path paths
@@ -407,7 +422,7 @@ check_sent() { # FLAGS...
         [ ! -e "$path" ] || say "$flag $path must exist on the workers: only paths relative to $here are sent"
         continue
       fi
-      [ -n "$(git -C "$here" ls-files -co --exclude-standard -- "$path")" ] ||
+      [ -n "$(git -C "$here" ls-files -co --exclude-standard -- "$path")" ] || is_in_repository "$path" ||
         die "$flag $path is not sent to the workers, because git ignores it; move it where git does not"
     done
   done
@@ -509,6 +524,7 @@ fetch() {
   local out from to="out/$name" copied="out/$name/fetching" new
   persistently workers 0 'bash infra/cloud/worker.sh results' >"$scratch/results" || return
   out="$(tail -n 1 "$scratch/results")"
+  [ -z "$dry_run" ] || out=.fetch/RUN
   case "$out" in
     gs://*) say "the results of the run are in $out" && return ;;
     # Copy the directory that has NAME: with older versions of scp, the path on the worker must have no spaces.
@@ -589,10 +605,11 @@ one_life() { # up|again|start|follow LINE FLAGS...
 # ---------------------------------------------------------------- Google Cloud: the actions
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
-  # zone: the slice's, once known. unseen: see find_slice. maybe_paid: zones where something may cost money. run_id: the
-  # followed run's ID. to_send: directory of the packed tree. log: log of all calls of gcloud. alpha: `alpha` if ssh needs
-  # `gcloud alpha`. at_end reads them, so they are global: after a failed command, bash drops local variables first.
-  zone='' unseen='' maybe_paid='' run_id='' to_send="$scratch/tree" log='' alpha=''
+  # zone: the slice's, once known. unseen: see find_slice. maybe_paid: zones where something may cost money. all: if not
+  # empty, delete what others made, too. run_id: the followed run's ID. to_send: directory of the packed tree. log: log of
+  # all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`. at_end reads them, so they are global: after a failed
+  # command, bash drops local variables first.
+  zone='' unseen='' maybe_paid='' all='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
   case "$action" in
