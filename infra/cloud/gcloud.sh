@@ -605,10 +605,10 @@ one_life() { # up|again|start|follow LINE FLAGS...
 # ---------------------------------------------------------------- Google Cloud: the actions
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
-  # zone: the slice's, once known. unseen: see find_slice. maybe_paid: zones where something may cost money. all: if not
-  # empty, delete what others made, too. run_id: the followed run's ID. to_send: directory of the packed tree. log: log of
-  # all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`. at_end reads them, so they are global: after a failed
-  # command, bash drops local variables first.
+  # zone: the slice's, once known. unseen: see find_slice. maybe_paid: zones where something may cost money. all: not
+  # empty if what others made is deleted, too. run_id: the followed run's ID. to_send: directory of the packed tree.
+  # log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`. at_end reads them, so they are global:
+  # after a failed command, bash drops local variables first.
   zone='' unseen='' maybe_paid='' all='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
