@@ -108,8 +108,8 @@ fault() { # [TEXT]
   printf '%s %s\n' "$word" "$(short_form "$text")"
 }
 # Shorten gcloud's output to its ERROR, or else to its last lines. If ssh failed, the ERROR does not say why, so
-# prepend the workers that failed and ssh's own last line. If the command on the workers failed,
-# gcloud's stderr has no more than their numbers.
+# prepend the workers that failed and ssh's own last line. If the command on the workers failed, gcloud's stderr has no
+# more than their numbers.
 short_form() { # TEXT
   local text="$1" noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
   failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' <<<"$text" | sort -u | tr '\n' ' ')"
@@ -159,6 +159,7 @@ state_now() {
   printf '%s\n' "$now"
 }
 is_missing() { [[ "$(fault)" = missing* ]]; }
+is_denied() { [[ "$(fault)" = permission* ]]; }
 
 # Set $zone to the zone of the slice, or to '' if there is none. Set $unseen to the zones that this project may not see.
 find_slice() {
@@ -237,11 +238,11 @@ delete() {
   maybe_paid="${maybe_paid// $zone/}"
 }
 delete_vm() { vm delete >&2 || is_missing; }
-is_denied() { [[ "$(fault)" = permission* ]]; }
-# A user who may neither delete nor see queued requests has made none. `down`, which sets $all, is about others', too.
 delete_queued_resource() {
-  queued_resource delete --force >&2 || is_missing ||
-    { [ -z "$queued$all" ] && is_denied && ! queued_resource describe >&2 && { is_denied || is_missing; }; }
+  if queued_resource delete --force >&2 || is_missing; then return 0; fi
+  if [ -n "$queued$all" ] || ! is_denied; then return 1; fi
+  # A user who may neither delete nor see queued requests has made none.
+  ! queued_resource describe >&2 && { is_denied || is_missing; }
 }
 
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
