@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose
 
 import train
 from infra.data.answers import final_number
+from infra.data.columns import choose_columns, rename
 from tools import ablations, compare_trl, question_files, runs, sums, word_problems, worked_answers
 
 TOOLS = [sums, word_problems, worked_answers, compare_trl, ablations]
@@ -82,6 +83,23 @@ def test_sums_are_right_and_none_is_in_both_files(tmp_path):
         assert len(pairs[part]) == len(rows)
     assert len(pairs["train"]) == 3995 and len(pairs["test"]) == 100
     assert not pairs["train"] & pairs["test"]
+
+
+def test_an_example_is_an_earlier_turn_of_each_sum(tmp_path):
+    sums.main([f"{tmp_path}/sums"])
+    sums.main([f"{tmp_path}/examples", "--example"])
+    for part in ("train", "test"):
+        rows = read_jsonl(tmp_path / f"examples/{part}.jsonl")
+        chosen = choose_columns(rows, "")
+        read = [rename(row, chosen) for row in rows]
+        plain = read_jsonl(tmp_path / f"sums/{part}.jsonl")
+        assert [{name: row[name] for name in ("question", "answer")} for row in read] == plain
+        for row, original in zip(read, plain, strict=True):
+            asked, answered, last = row["prompt_messages"]
+            assert (asked["role"], answered["role"], last["role"]) == ("user", "assistant", "user")
+            a, b = re.fullmatch(r"What is (\d\d) \+ (\d\d)\?", asked["content"]).groups()
+            assert answered["content"] == f"{a} + {b} = {int(a) + int(b)}"
+            assert last["content"] == original["question"]
 
 
 # ---------------------------------------------------------------- word problems

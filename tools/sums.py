@@ -1,8 +1,9 @@
 """Make the two-digit sums that SmolLM2 learns in assets/learning.md.
 
-    python tools/sums.py OUT
+    python tools/sums.py OUT [--example]
 
-Writes OUT/train.jsonl with 3,995 questions and OUT/test.jsonl with 100 others.
+Writes OUT/train.jsonl with 3,995 questions and OUT/test.jsonl with 100 others. With --example, each
+question follows a worked example, as earlier turns of the chat.
 """
 
 import itertools
@@ -32,13 +33,24 @@ def sums() -> list[dict]:
     return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
 
 
+def after_example(row: dict) -> dict:
+    """Put a worked example before a question, as a user's and an assistant's message."""
+    example = {"user": "What is 23 + 45?", "assistant": "23 + 45 = 68"}
+    messages = [{"role": role, "content": text} for role, text in example.items()]
+    messages.append({"role": "user", "content": row["question"]})
+    return {"messages": messages, "answer": row["answer"]}
+
+
 @exit_on(OSError, "a file cannot be written; fix that, or choose another OUT")
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("out", metavar="OUT", help="the directory to make")
+    parser.add_argument("--example", action="store_true", help="put an example before each sum")
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"{args.out} exists; choose another, or remove it")
     rows = sums()
+    if args.example:
+        rows = [after_example(row) for row in rows]
     write_sets(args.out, train=rows[HELD_OUT:], test=rows[:HELD_OUT])
 
 
