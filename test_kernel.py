@@ -8,6 +8,7 @@ The Pallas kernels are compiled on a TPU and interpreted elsewhere.
 
 import os
 import sys
+from importlib.metadata import version
 
 # All tests, including those in tests/, run in this environment. Set it before JAX reads it.
 # Split the CPU into eight devices, so that tests run on real meshes.
@@ -16,8 +17,13 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")
 # Compute float32 products in float32 on GPUs and TPUs, too.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-# Turn LLVM's optimisation off: it takes most of the compile time, and tests compute little.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Tests compute little, so compile fast: without LLVM's optimisation and, with jaxlib 0.10, without
+# the emitters of fusions. Later versions of jaxlib refuse the second flag.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+)
 
 import contextlib
 import io
@@ -335,11 +341,11 @@ def is_finite(tree):
 # Chunks and tiles do not divide the numbers of tokens, vocabulary rows and hidden columns.
 # fmt: off
 CASES = [  # tokens, vocabulary, temperature, dtype, entropy bonus, gradient of
-    (296, 203, 0.6, "float32", 0.0, "loss"),
-    (296, 203, 1.3, "float32", 0.05, EVERYTHING),
-    (1, 203, 1.3, "float32", 0.05, EVERYTHING),
+    (296, 107, 0.6, "float32", 0.0, "loss"),
+    (296, 107, 1.3, "float32", 0.05, EVERYTHING),
+    (1, 107, 1.3, "float32", 0.05, EVERYTHING),
     (77, 37, 0.6, "float32", 0.0, "logp"),
-    (296, 203, 1.3, "bfloat16", 0.05, EVERYTHING),
+    (296, 107, 1.3, "bfloat16", 0.05, EVERYTHING),
     (77, 65, 0.6, "bfloat16", 0.05, "loss"),
 ]
 # fmt: on
@@ -368,7 +374,7 @@ def test_loss_equals_numpy(impl, record_property):
 def test_masked_tokens_are_as_if_they_were_not_there(impl):
     """Masked tokens may contain anything. If all tokens are masked, all results are 0."""
     # loss_inputs puts NaN and infinity into masked tokens; replace these by zeros.
-    dirty_inputs = loss_inputs(296, 203, 1.3, 9)
+    dirty_inputs = loss_inputs(136, 107, 1.3, 9)
     hidden, head, targets, vectors, cotangents = dirty_inputs
     live = vectors["weight"] > 0
     clean_hidden = jnp.where(live[:, None], hidden, 0)
@@ -385,7 +391,7 @@ def test_masked_tokens_are_as_if_they_were_not_there(impl):
         assert not a[~live].any()
         assert a[live].any()
 
-    all_masked = loss_inputs(296, 203, 1.3, 10, masked=1)
+    all_masked = loss_inputs(136, 107, 1.3, 10, masked=1)
     nothing = run_loss(impl, all_masked, 1.3, EVERYTHING)
     assert not any(np.asarray(a).any() for a in jax.tree.leaves(nothing))
 
@@ -399,7 +405,7 @@ def test_loss_equals_liger(kind, record_property):
     B = 8
     T = 24
     rng = np.random.default_rng(13)
-    hidden, head, targets, v, cotangents = loss_inputs(B * T, 203, 0.7, 13, masked=0)
+    hidden, head, targets, v, cotangents = loss_inputs(B * T, 107, 0.7, 13, masked=0)
     v["advantage"] = np.repeat(v["advantage"][:B], T)
     lengths = rng.integers(1, T + 1, B)
     mask = np.float32(np.arange(T) < lengths[:, None])
@@ -437,7 +443,8 @@ def test_loss_equals_liger(kind, record_property):
     assert len(cases) == 8
     assert min(cases.values()) > 10
     errors = []
-    for impl in IMPLS:
+    # The loss types differ in the weights alone, so one of them is enough for all implementations.
+    for impl in IMPLS if kind == "grpo" else ["jax"]:
         loss, _, dh, dW = run_loss(impl, inputs, 0.7, entropy_bonus=0.0)
         errors += [relative(loss, want.detach()), relative(dh, h.grad), relative(dW, W.grad)]
     # Unlike max, np.max returns NaN if there is one.

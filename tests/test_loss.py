@@ -91,12 +91,13 @@ def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
     record_property("largest relative error", f"{worst:.1e}")
 
 
-@pytest.mark.parametrize("dims", [(1, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "impl, dims", [*((impl, (1, 1, 1)) for impl in IMPLS), ("jax", (2, 2, 2)), ("full", (2, 2, 2))]
+)
 def test_a_frozen_head_gets_no_gradient(impl, dims):
     """If only h is differentiated, as with --lora, its gradient is the same, and dW is not
     computed: a chunk takes two GEMMs instead of three."""
-    h, W, targets, vectors, cotangents = loss_inputs(136, 203, 1.3, 21)
+    h, W, targets, vectors, cotangents = loss_inputs(136, 107, 1.3, 21)
 
     def objective(h, W):
         how = {"temperature": 1.3, "impl": impl, "blocks": blocks(impl)}
@@ -140,7 +141,7 @@ def test_loss_without_some_vectors(record_property):
 def test_large_logits_neither_overflow_nor_cancel(impl, record_property):
     worst = 0.0
     for dtype in (np.float32, jnp.bfloat16):
-        inputs = loss_inputs(296, 203, 1.3, 11, top=1e4, dtype=dtype)
+        inputs = loss_inputs(136, 107, 1.3, 11, top=1e4, dtype=dtype)
         out = run_loss(impl, inputs, 1.3, EVERYTHING)
         _, wanted, *_ = numpy_loss(*inputs, 1.3)
         assert is_finite(out)

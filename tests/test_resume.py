@@ -333,6 +333,7 @@ def main_stopped_in_evaluation(number, flags):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("train_here")
 def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_factory):
     """A run stopped in an evaluation makes the evaluation on resume, after the step of the
     checkpoint and only once, with the value of the undisturbed run."""
@@ -343,20 +344,17 @@ def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_f
         (tmp_path / name).mkdir()
         return contextlib.chdir(tmp_path / name)
 
-    with restored_signals():
-        with enter("calm"):
+    with enter("calm"):
+        train.main(flags)
+    evaluated = [step for step, _ in evaluations(read_jsonl(tmp_path / "calm/run/metrics.jsonl"))]
+    assert evaluated == [3, 6]
+    for number, step in enumerate(evaluated, 1):
+        with enter(f"stopped in {step}"):
+            main_stopped_in_evaluation(number, flags)
+            last = read_jsonl("run/metrics.jsonl")[-1]
+            assert last["step"] == step and "eval/solved" not in last
             train.main(flags)
-        evaluated = [
-            step for step, _ in evaluations(read_jsonl(tmp_path / "calm/run/metrics.jsonl"))
-        ]
-        assert evaluated == [3, 6]
-        for number, step in enumerate(evaluated, 1):
-            with enter(f"stopped in {step}"):
-                main_stopped_in_evaluation(number, flags)
-                last = read_jsonl("run/metrics.jsonl")[-1]
-                assert last["step"] == step and "eval/solved" not in last
-                train.main(flags)
-            same_run(tmp_path / f"stopped in {step}" / "run", tmp_path / "calm/run")
+        same_run(tmp_path / f"stopped in {step}" / "run", tmp_path / "calm/run")
 
 
 def evaluated(monkeypatch, questions, faults):
@@ -522,7 +520,8 @@ def check_soak(out, steps, growth, record_property):
     nothing is traced after 100 steps."""
     flags = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
     log = Path(f"{out}.log")
-    with running(out, arguments([flags, "--max_answer 16 --steps", steps])) as (process,):
+    flags = arguments([flags, "--max_answer 16 --steps", steps])
+    with running(out, flags, devices=1) as (process,):
         used, traced = watch(process, log)
     assert process.returncode == 0, log.read_text()
     if not used:
