@@ -222,8 +222,9 @@ def check_reads_only_weights_and_cache(loop):
 
 # fmt: off
 @pytest.mark.parametrize("size, chips, most_ms", [
-    ("3B", "v6e-16", 4.0),
-    ("7B", "v4-16",  7.5),
+    # test_decoding_that_reads_more_is_found_out checks the same of 3B on v6e-8.
+    pytest.param("3B", "v6e-16", 4.0, marks=pytest.mark.soak),
+    ("7B", "v4-16", 7.5),
 ])
 # fmt: on
 def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_property):
@@ -240,11 +241,11 @@ def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_prop
 
 
 def test_decoding_compiles_for_every_chip_and_head_size(record_property):
-    """The decode loop compiles for heads of 64 and 128, also with norms of queries and keys, on
-    chips with more and with less VMEM."""
+    """The decode loop compiles for heads of 64, and of 128 with norms of queries and keys, on chips
+    with more and with less VMEM."""
     chips = "v4-8", "v5litepod-8", "v5p-8"
-    loops = decode_loops(f"--model 0.5B,1.5B,Qwen3-0.6B --aot {','.join(chips)}")
-    assert len(loops) == 3 * len(chips)
+    loops = decode_loops(f"--model 0.5B,Qwen3-0.6B --aot {','.join(chips)}")
+    assert len(loops) == 2 * len(chips)
     for loop in loops:
         # In models this small, logits and (on a v5p) activations are a large part of the traffic.
         assert loop["compiled"] <= 1.5 * loop["least"], loop
@@ -275,6 +276,8 @@ def test_decoding_that_reads_more_is_found_out(tmp_path, record_property):
     assert chosen["layout"] == "tp"
     check_reads_only_weights_and_cache(chosen)
     assert chosen["clock_ms"] <= 4.5, chosen
+    # Peak memory is little more than weights and cache, so no weights are held twice.
+    assert chosen["peak"] <= 1.15 * chosen["least"], chosen
     assert complete["clock_ms"] > 1.3 * chosen["clock_ms"], (complete, chosen)
     check_reads_only_weights_and_cache(complete)
     least = complete["least"]
