@@ -24,10 +24,10 @@
 #   bash launch.sh report OUT [OUT ...]         curves, flags and answers of runs, as a page: OUT/report.html
 #   bash launch.sh test [pytest arguments]      the quick tests; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
-# With --dry-run anywhere in the call, the commands are printed, and nothing is run.
+# --dry-run, anywhere in the call, prints the commands and runs nothing.
 # All other flags are train.py's. By default, gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K.
 # --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside launch.sh:
-# bash reads it. PYTHON names the Python for .venv, 3.11 or newer; by default: python3.12, python3.11, python3, or uv's.
+# bash sources it. PYTHON names the Python for .venv, 3.11 or newer; default: python3.12, python3.11, python3, or uv's.
 # Set CUDA=12 or CUDA=13 where nvidia-smi finds no GPU, as on Slurm's login nodes.
 # Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
