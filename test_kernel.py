@@ -18,11 +18,11 @@ os.environ.setdefault("NPROC", "32")
 # Compute float32 products in float32 on GPUs and TPUs, too.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # Tests compute little, so compile fast: without LLVM's optimisation and, with jaxlib 0.10, without
-# the emitters of fusions. Later versions of jaxlib refuse the second flag.
+# the emitters of fusions. jaxlib 0.12 refuses the second flag.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
-    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 
 import contextlib

@@ -222,7 +222,7 @@ def check_reads_only_weights_and_cache(loop):
 
 # fmt: off
 @pytest.mark.parametrize("size, chips, most_ms", [
-    # test_decoding_that_reads_more_is_found_out checks the same of 3B on v6e-8.
+    # test_decoding_that_reads_more_is_found_out checks nearly the same, of 3B on v6e-8.
     pytest.param("3B", "v6e-16", 4.0, marks=pytest.mark.soak),
     ("7B", "v4-16", 7.5),
 ])

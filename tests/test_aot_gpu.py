@@ -32,7 +32,8 @@ def update_facts(*words):
 
 # fmt: off
 @pytest.mark.parametrize("size, attention, device_type", [
-    # The kernels and masks of one GPU are those of each of eight.
+    # One GPU has the kernels and masks of each of eight. Only this case shows that it needs no
+    # collectives.
     pytest.param("0.5B", "cudnn", "h100-1", marks=pytest.mark.soak),
     ("0.5B",       "cudnn",     "h100-8"),
     pytest.param("0.5B", "cudnn", "h100-16", marks=pytest.mark.soak),

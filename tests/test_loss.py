@@ -92,7 +92,13 @@ def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
 
 
 @pytest.mark.parametrize(
-    "impl, dims", [*((impl, (1, 1, 1)) for impl in IMPLS), ("jax", (2, 2, 2)), ("full", (2, 2, 2))]
+    "impl, dims",
+    [
+        *((impl, (1, 1, 1)) for impl in IMPLS),
+        ("jax", (2, 2, 2)),
+        ("full", (2, 2, 2)),
+        pytest.param("pallas", (2, 2, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_a_frozen_head_gets_no_gradient(impl, dims):
     """If only h is differentiated, as with --lora, its gradient is the same, and dW is not

@@ -335,8 +335,8 @@ def main_stopped_in_evaluation(number, flags):
 @pytest.mark.slow
 @pytest.mark.usefixtures("train_here")
 def test_a_run_stopped_in_its_evaluation_makes_it_on_resume(tmp_path, tmp_path_factory):
-    """A run stopped in an evaluation makes the evaluation on resume, after the step of the
-    checkpoint and only once, with the value of the undisturbed run."""
+    """A run on one device, stopped in an evaluation, makes the evaluation on resume, after the step
+    of the checkpoint and only once, with the value of the undisturbed run."""
     # `out` is part of the flags. With the same name, all runs share their compiled programs.
     flags = [*lives(tmp_path_factory, 3), *arguments(["--batch 4 --out run"])]
 
@@ -516,11 +516,11 @@ def watch(process, log):
 
 
 def check_soak(out, steps, growth, record_property):
-    """Check that memory changes by less than `growth` from the second to the last quarter, and that
-    nothing is traced after 100 steps."""
-    flags = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
+    """Check that the memory of a run on one device changes by less than `growth` from the second to
+    the last quarter, and that nothing is traced after 100 steps."""
+    few = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
     log = Path(f"{out}.log")
-    flags = arguments([flags, "--max_answer 16 --steps", steps])
+    flags = arguments([few, "--max_answer 16 --steps", steps])
     with running(out, flags, devices=1) as (process,):
         used, traced = watch(process, log)
     assert process.returncode == 0, log.read_text()
