@@ -165,9 +165,10 @@ def test_two_sets_are_evaluated_and_can_be_scored_again(
     for answer, other in zip(answers, others, strict=True):
         for name in ("step", "set", "question", "reference"):
             assert other[name] == answer[name]
-    # Rounding moves a draw to the neighbouring token now and then.
+    # Rounding moves a draw to the neighbouring token now and then: with six seeds, in one answer or
+    # none. A fault in a question would change all three answers to it.
     parted = sum(a != b for a, b in zip(answers, others, strict=True))
-    assert parted <= 0.01 * len(answers), parted
+    assert parted <= 2
     record_property("answers that part", f"{parted} of {len(answers)}")
 
 

@@ -94,7 +94,9 @@ def test_loss_is_the_same_on_any_mesh(impl, V, dims, cores, record_property):
 @pytest.mark.parametrize(
     "impl, dims",
     [
-        *((impl, (1, 1, 1)) for impl in IMPLS),
+        ("jax", (1, 1, 1)),
+        ("full", (1, 1, 1)),
+        ("pallas", (1, 1, 1)),
         ("jax", (2, 2, 2)),
         ("full", (2, 2, 2)),
         pytest.param("pallas", (2, 2, 2), marks=pytest.mark.slow),

@@ -516,12 +516,11 @@ def watch(process, log):
 
 
 def check_soak(out, steps, growth, record_property):
-    """Check that the memory of a run on one device changes by less than `growth` from the second to
-    the last quarter, and that nothing is traced after 100 steps."""
-    few = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
+    """Check that memory changes by less than `growth` from the second to the last quarter, and that
+    nothing is traced after 100 steps."""
+    flags = "--sft_steps 0 --minibatches 1 --npq 4 --eval_data none --save_every 50"
     log = Path(f"{out}.log")
-    flags = arguments([few, "--max_answer 16 --steps", steps])
-    with running(out, flags, devices=1) as (process,):
+    with running(out, arguments([flags, "--max_answer 16 --steps", steps])) as (process,):
         used, traced = watch(process, log)
     assert process.returncode == 0, log.read_text()
     if not used:
