@@ -8,6 +8,7 @@ import re
 import shutil
 from unittest import mock
 
+import datasets
 import jax
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from safetensors.numpy import load_file
 
 import train
 from infra.data import answers, hf
-from infra.data.chat import load_tokenizer
+from infra.data.chat import Tokenizer, load_tokenizer
 from infra.data.questions import check_row, examples_to_imitate, load_questions, load_rows
 from infra.data.reward_pool import data_columns
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
@@ -115,6 +116,30 @@ def test_a_data_set_with_splits_is_read_by_split(tmp_path):
     for split, n in sizes.items():
         wanted = [{"question": f"{split} {i}?", "answer": str(i)} for i in range(n)]
         assert load_rows(str(tmp_path), split == "test") == wanted
+
+
+def test_equal_rows_of_a_set_are_one_question(tiny_directory, tmp_path, capsys):
+    numbers = 1, 2, 1, 1, 3, 2
+    rows = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in numbers]
+    # Equal questions need not have equal answers.
+    rows[2]["answer"] = "two"
+    path = f"{tmp_path}/rows.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    tokenizer = load_tokenizer(tiny_directory)
+    encoded = mock.Mock(side_effect=tokenizer.encode)
+    cfg = train.Config(system="", sft_steps=1)
+    with mock.patch.object(Tokenizer, "encode", lambda _, texts: encoded(texts)):
+        questions = load_questions(path, False, tokenizer, cfg)
+        examples = examples_to_imitate(questions, tokenizer, cfg)
+    printed = "6 questions, 4 of them different; the answers of 1 questions are not numbers"
+    assert printed in capsys.readouterr().out
+    assert [(row["question"], row["answer"]) for row in questions] == [
+        (row["question"], row["answer"]) for row in rows
+    ]
+    which = [0, 1, 2, 0, 4, 1]
+    assert all(questions[i] is questions[k] for i, k in enumerate(which))
+    assert all(examples[i] is examples[k] for i, k in enumerate(which))
+    assert max(len(call.args[0]) for call in encoded.call_args_list) == 4
 
 
 def test_each_epoch_is_a_permutation_of_its_own():
