@@ -98,7 +98,7 @@ class Config:
     rollout_sharding: Literal["auto", *LAYOUTS] = "auto"  # layout of the weights in the rollout
     rollout_dtype: Literal["auto", "bfloat16", "int8"] = "auto"  # for GRPO rollouts; auto = dtype
     # the rewards
-    reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, from 1 to 8
+    reward_workers: Natural = 0  # processes that score answers; 0 = half the cores, at most 8
     reward_timeout: Positive = 5  # seconds that a reward function may take for one answer
     # the update
     lr: NonNegative = 1e-6  # learning rate of GRPO; with --lora, the default is 10 times as high
@@ -122,7 +122,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype; auto = float32 on CPU
     loss_impl: Literal["auto", "jax", "pallas", "full"] = "auto"  # auto = pallas (bf16 on TPU v4-6)
     attention: Literal["auto", *ATTENTION] = "auto"  # auto in bfloat16 = splash (TPU), cudnn (GPU)
-    remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | least
+    remat: Literal[tuple(REMAT)] = "full"  # backward recomputes all | all but matmuls | very little
     offload: Literal["none", "optimizer", "params"] = "none"  # kept in host memory; params = both
     # adapters
     lora: Natural = 0  # rank of adapters, which are trained instead of the weights; 0 = none

@@ -9,6 +9,7 @@ from conftest import read_jsonl, shared
 
 import train
 from infra.data import answers
+from infra.data.questions import kind_of_reference
 
 # fmt: off
 FINAL_NUMBERS = {  # {number: texts whose final number this is}
@@ -326,10 +327,11 @@ def test_pairs_of_answers_are_equal_or_not(equal):
 @pytest.mark.parametrize(
     "reference",
     ["a - 1", "4 a ^ { 2 } - 3 a - 10", "$5$;$10$", "236 adult, 342 child", "2 cm and 3 cm",
-     "$45 / 98$ meters, $30 / 49$ seconds", "$12 m^{2} n$"],
+     "$45 / 98$ meters, $30 / 49$ seconds", "$12 m^{2} n$", "AB=9, CD=4",
+     r"AB = 9 \text{ and } CD = 4", "width = 5, length = 10"],
 )  # fmt: skip
 def test_a_reference_of_one_line_is_nothing_but_the_answer(reference):
-    for answer in ("1", "10", "342", "3", "30/49", "12", reference):
+    for answer in ("1", "10", "342", "3", "30/49", "12", "4", reference):
         assert train.correct({"answer": reference}, answer) == 0, answer
 
 
@@ -347,6 +349,23 @@ def test_a_reference_of_one_line_is_nothing_but_the_answer(reference):
 )
 def test_a_reference_may_be_a_worked_solution(reference, number):
     assert train.correct({"answer": reference}, number) == 1
+
+
+def test_a_reference_is_a_number_a_text_or_a_formula():
+    for reference, kind in (
+        ("5", "number"),
+        ("x = 5 cm", "number"),
+        ("#### 5", "number"),
+        ("So, it is \\boxed{5}.", "number"),
+        ("<think>So...</think>5", "number"),
+        ("There are 5 of them.", "text"),
+        ("We add 2 and 3.\nThis gives 5.", "text"),
+        ("\\sqrt{5}", "formula"),
+        ("no", "formula"),
+        # The test cases of a program are not read.
+        ("1 2 3\n" * 10_000 + "#### 5", "formula"),
+    ):
+        assert kind_of_reference(reference) == kind, reference[:50]
 
 
 def test_thoughts_count_only_if_nothing_follows():

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import train
 from infra.data import hf
-from infra.data.chat import load_tokenizer
+from infra.data.chat import default_template, load_tokenizer
 from infra.data.questions import examples_to_imitate, load_questions
 from infra.rollout.engine import Engine
 from infra.run.run_dir import claimed_out
@@ -244,6 +244,26 @@ def test_special_tokens_may_be_in_a_file_of_their_own(model_with):
     wanted = theirs.apply_chat_template([USER], tokenize=False)
     assert load_tokenizer(directory).render([USER]) == wanted
     assert wanted.startswith("<s>")
+
+
+def test_the_default_template_begins_as_the_tokenizer_begins_a_text(model_with):
+    transformers = pytest.importorskip("transformers")
+    for name, adds in (("adds", True), ("names", False)):
+        directory = model_with(None, bos="<s>", name=name)
+        path = str(directory / "tokenizer.json")
+        bpe = tokenizers.Tokenizer.from_file(path)
+        bos = "<s>", bpe.token_to_id("<s>")
+        if adds:
+            begin = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+            bpe.post_processor = begin
+            bpe.save(path)
+        prompt = load_tokenizer(directory).render([USER])
+        assert prompt == "<s>" * adds + chatml("", USER["content"])
+        # final/ has this template.
+        (directory / "chat_template.jinja").write_text(default_template(str(directory)))
+        theirs = transformers.AutoTokenizer.from_pretrained(directory)
+        ids = theirs.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+        assert load_tokenizer(directory).encode([prompt]) == [ids]
 
 
 def test_a_template_may_write_the_date_and_says_so(model_with, capsys):

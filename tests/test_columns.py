@@ -213,6 +213,28 @@ def test_columns_of_other_names_are_named(tmp_path, capsys):
     assert (row["question"], row["answer"]) == ("2", ASK)
 
 
+def test_the_story_of_a_question_may_be_in_a_column_of_its_own(tmp_path, capsys):
+    story = "There are 8 pens in 2 boxes."
+    ask = "How many are in each?"
+    both = f"{story} {ask}"
+    for row, question in (  # the forms of SVAMP and ASDiv
+        ({"Body": story, "Question": ask, "Equation": "8 / 2", "Answer": "4.0"}, both),
+        ({"body": story, "question": ask, "answer": "4 (pens)"}, both),
+        ({"body": "", "question": ask, "answer": "4"}, ask),
+        ({"body": None, "question": ask, "answer": "4"}, ask),
+    ):
+        path = tmp_path / "rows.jsonl"
+        # The column `body` counts if any of the rows has text there.
+        full = {name: story for name in row if name.lower() == "body"}
+        path.write_text("\n".join(json.dumps(one) for one in (row, row | full)))
+        found, _ = load_rows(str(path), False)
+        assert found["question"] == question
+        assert "question = " in capsys.readouterr().out
+    path.write_text(json.dumps({"context": story, "question": ask, "answer": 4}))
+    (found,) = load_rows(str(path), False, "question=context+question")
+    assert found["question"] == both
+
+
 def test_a_choice_among_usual_names_is_said(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": ASK, "answer": 2}))

@@ -1,6 +1,7 @@
 """Questions and answers (infra/data/questions.py): data sets, prompts, and the rewards of
 train.py."""
 
+import dataclasses
 import fractions
 import itertools
 import json
@@ -140,6 +141,25 @@ def test_equal_rows_of_a_set_are_one_question(tiny_directory, tmp_path, capsys):
     assert all(questions[i] is questions[k] for i, k in enumerate(which))
     assert all(examples[i] is examples[k] for i, k in enumerate(which))
     assert max(len(call.args[0]) for call in encoded.call_args_list) == 4
+    # Held-out questions are answered once, whatever their other columns are.
+    rows = [row | {"index": i} for i, row in enumerate(rows)]
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    held_out = load_questions(path, True, tokenizer, cfg)
+    assert [row["index"] for row in held_out] == [0, 1, 2, 4]
+    assert "4 questions; 2 repeats left out" in capsys.readouterr().out
+    (only,) = load_questions(path, True, tokenizer, dataclasses.replace(cfg, eval_n=1))
+    assert only["index"] == 0
+
+
+def test_references_that_are_texts_are_counted(tiny_directory, tmp_path, capsys):
+    answers = ["2", "So there are 2 of them.", "1 + 1 = 2\n#### 2", "We get 2.", "\\sqrt2"]
+    rows = [{"question": f"{i} + 1?", "answer": answer} for i, answer in enumerate(answers)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = load_tokenizer(tiny_directory)
+    load_questions(f"{tmp_path}/rows.jsonl", False, tokenizer, train.Config(system=""))
+    printed = capsys.readouterr().out
+    assert "5 questions; the answers of 2 questions are texts without ####, " in printed
+    assert "; the answers of 1 questions are not numbers" in printed
 
 
 def test_each_epoch_is_a_permutation_of_its_own():

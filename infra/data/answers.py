@@ -74,8 +74,11 @@ AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 # What a reference has if it is more than an answer: several lines, a word or the letter of a choice
-# at its beginning, or the end of a sentence before another one.
-SENTENCE = r"\n|\A\W*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)|[.!?]\**\s+\w{2}"
+# at its beginning, or the end of a sentence before another one. The name in AB = 9 is no such word,
+# nor is a command of LaTeX.
+SENTENCE = r"\n|\A[^\w\\]*(?:[^\W\d_]{2}(?!\w*\s?=)|[aAI]\s[a-z]{2}|[A-E][.):]\s)|[.!?]\**\s+\w{2}"
+# A longer reference is no answer, but a program or a table, and takes long to read.
+MOST_CHARACTERS = 20_000
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # {Chinese or Japanese punctuation mark: the English mark and a space}. Letters of these languages
 # and of Korean are words, and may directly precede or follow a number.
@@ -102,17 +105,36 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
     Without marks, the answer is the last number of the text, unless it is part of a formula.
     Thoughts, up to </think>, do not count if anything follows.
 
-    is_reference: the text is the answer of a row. A single line that has no sentence is read as if
-    it were marked: `2 cm and 3 cm` is not a number.
+    is_reference: the text is the answer of a row. Unless it `is_text`, it is read as if it were
+    marked: `2 cm and 3 cm` is not a number.
     """
+    if is_reference and len(text) > MOST_CHARACTERS:
+        return None
     text = without_thoughts(text)
+    marked = marked_parts(text)
+    if not marked:
+        return read_number(text, is_marked=is_reference and not is_text(text))
+    # A marked answer may itself contain a \boxed{}.
+    last = next((part for part in reversed(marked) if part.strip()), "")
+    boxed = BOXED.findall(last)
+    return read_number(boxed[-1] if boxed else last, is_marked=True)
+
+
+def is_text(reference: str) -> bool:
+    """Whether a reference is more than an answer, and has no marks: then its last number counts."""
+    text = without_thoughts(reference)
+    return not marked_parts(text) and bool(re.search(SENTENCE, text.strip()))
+
+
+def marked_parts(text: str) -> list[str]:
+    """The contents of the marks of a text that count (see `final_number`)."""
     # Write \fbox{5} and \boxed 5 as \boxed{5}.
     if "\\boxed" not in text:
         text = re.sub(r"\\fbox\s?\{", r"\\boxed{", text)
     text = re.sub(r"\\boxed\s(-?[\d.,/]*\d)", r"\\boxed{\1}", text)
     # Move the sign of -\boxed{5} into the box, unless the box is subtracted from something.
     text = re.sub(r"(?<![\w)\]}])(?<![\w)\]}]\s)-\s?\\boxed\s?\{", r"\\boxed{-", text)
-    marked = (
+    return (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S | re.I)
         or BOXED.findall(text)
         # A line such as "#### Step 2" or "#### 2. Add both" is a heading of Markdown.
@@ -120,13 +142,6 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
             r"####[^\S\n]*\*{0,2}(?!\d+\.[^\S\n]+\S)(?=[-+\u2212\u2013$€£¥₹\\(.\d])(.*)", text
         )
     )
-    if not marked:
-        has_sentence = re.search(SENTENCE, text.strip())
-        return read_number(text, is_marked=is_reference and not has_sentence)
-    # A marked answer may itself contain a \boxed{}.
-    last = next((part for part in reversed(marked) if part.strip()), "")
-    boxed = BOXED.findall(last)
-    return read_number(boxed[-1] if boxed else last, is_marked=True)
 
 
 def usual(text: str) -> str:

@@ -1,5 +1,6 @@
 """A model's tokenizer and chat template: messages become text, and text becomes token ids."""
 
+import itertools
 import json
 import os
 import re
@@ -16,8 +17,8 @@ import tokenizers
 from infra.host import files
 from infra.host.console import check, exit_on, say
 
-# ChatML, the template of the tiny model and of tokenizers that come without a template. If there is
-# no system message, ChatML writes an empty one; Qwen2.5's template writes a default text.
+# ChatML, the template of the tiny model. If there is no system message, ChatML writes an empty one;
+# Qwen2.5's template writes a default text.
 CHAT_TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -112,9 +113,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
     path = f"{directory}/tokenizer.json"
     text = "What is 2 + 3?"
     check(os.path.isfile(path), f"{path} is missing; get it from the model on the hub")
-    # transformers writes the names of special tokens to either file, or to both.
-    special_tokens = files.read_optional_json(f"{directory}/special_tokens_map.json")
-    named = named_tokens(special_tokens) | named_tokens(read_config(directory))
+    named = named_tokens(directory)
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         bpe = tokenizers.Tokenizer.from_file(path)
         # The file may turn truncation and padding on, for other uses.
@@ -134,7 +133,8 @@ def load_tokenizer(directory: str) -> Tokenizer:
     pattern = "|".join(map(re.escape, special)) or "(?!)"
     source = template_of(directory)
     if not source:
-        source = CHAT_TEMPLATE
+        with exit_on(Exception, f"{path} is not a readable tokenizer"):
+            source = default_template(directory)
         unknown = {"<|im_start|>", "<|im_end|>"} - {token.content for token in added}
         why = f", though {' and '.join(sorted(unknown))} are not tokens of it" if unknown else ""
         say(f"{directory} has no chat template: prompts are written in ChatML{why}")
@@ -159,10 +159,12 @@ def read_config(directory: str) -> dict:
     return files.read_optional_json(f"{directory}/tokenizer_config.json")
 
 
-def named_tokens(config: dict) -> dict[str, str]:
-    """{"eos_token": its text, ...} of a tokenizer_config.json or special_tokens_map.json."""
+def named_tokens(directory: str) -> dict[str, str]:
+    """{"eos_token": its text, ...} of a directory. Raises CheckpointError."""
+    # transformers writes these names to either file, or to both.
+    special_tokens = files.read_optional_json(f"{directory}/special_tokens_map.json")
     named = {}
-    for name in TOKEN_NAMES:
+    for config, name in itertools.product([special_tokens, read_config(directory)], TOKEN_NAMES):
         token = config.get(name)
         # A token is its text, or a dict with its text and its options.
         text = token.get("content") if isinstance(token, dict) else token
@@ -194,6 +196,15 @@ def template_of(directory: str) -> str | None:
             "as chat_template.jinja",
         )
     return found
+
+
+def default_template(directory: str) -> str:
+    """The source of the template of a directory that has none: ChatML, after the bos token if the
+    tokenizer itself begins a text with it, as Llama's does. Raises an error if the tokenizer cannot
+    be read."""
+    bpe = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
+    bos = named_tokens(directory).get("bos_token")
+    return "{{ bos_token }}" * (bpe.encode("1").tokens[:1] == [bos]) + CHAT_TEMPLATE
 
 
 class Generation(jinja2.ext.Extension):

@@ -8,11 +8,12 @@ from typing import Any
 
 # The usual names of columns. If a data set has several of these names, the first one counts: a data
 # set with both `answer` and `solution` has the derivation in `solution`. `outer.inner` is the key
-# `inner` of the dicts in a column `outer`.
+# `inner` of the dicts in a column `outer`. `body+question` is two columns with a space between
+# them: in some sets of word problems, `body` has the story.
 NAMES = {
     "question": (
-        *("question", "problem", "prompt", "query", "input", "instruction", "messages"),
-        "conversations",
+        *("body+question", "question", "problem", "prompt", "query", "input", "instruction"),
+        *("messages", "conversations"),
     ),
     "answer": (
         *("answer", "final_answer", "expected_answer", "ground_truth", "target"),
@@ -52,6 +53,8 @@ def spelled(rows: Sequence, name: str) -> str:
     """A usual name as the columns spell it: in a spreadsheet, it may be `Question` or ` answer`."""
     # A dict keeps the order of the columns.
     there = dict.fromkeys(column for row in rows if isinstance(row, dict) for column in row)
+    if "+" in name:
+        return "+".join(spelled(rows, part) for part in name.split("+"))
     alike = (column for column in there if str(column).strip().lower() == name)
     return name if name in there else next(alike, name)
 
@@ -75,10 +78,15 @@ def is_clear(rows: Sequence, chosen: dict[str, str]) -> bool:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """The value of the column `name`, or of `outer.inner`; None if there is none."""
-    # A column whose own name contains a dot takes precedence.
+    """The value of the column `name`, of `outer.inner`, or of `one+other`, joined; None if there is
+    none."""
+    # A column whose own name contains a dot or a plus takes precedence.
     if isinstance(row, dict) and name in row:
         return row[name]
+    parts = name.split("+")
+    if isinstance(row, dict) and set(parts) <= row.keys():
+        # In some rows, one of the columns may be empty.
+        return " ".join(str(row[part]) for part in parts if row[part])
     for part in name.split("."):
         row = row.get(part) if isinstance(row, dict) else None
     return row

@@ -418,10 +418,10 @@ def write_final(
     its name once it is complete.
 
     OUT/final has the parameters, and the model's *.json, *.txt and *.jinja files. If the model has
-    no chat template, CHAT_TEMPLATE is added. The parameters are in bfloat16 or float16 if the
-    model's config.json names that dtype, and otherwise in float32. `about` goes into podgrpo.json:
-    the step, commit and system prompt of the training. lora_scale: as for `save`. Every process
-    calls write_more(directory) before the directory is complete.
+    no chat template, the default template is added. The parameters are in bfloat16 or float16 if
+    the model's config.json names that dtype, and otherwise in float32. `about` goes into
+    podgrpo.json: the step, commit and system prompt of the training. lora_scale: as for `save`.
+    Every process calls write_more(directory) before the directory is complete.
     """
     final = f"{out}/final"
     unfinished = f"{final}.tmp"
@@ -444,7 +444,7 @@ def write_final(
                 shutil.copy(f"{source_directory}/{name}", unfinished)
         if chat.template_of(source_directory) is None:
             with open(f"{unfinished}/chat_template.jinja", "w", encoding="utf-8") as f:
-                f.write(chat.CHAT_TEMPLATE)
+                f.write(chat.default_template(source_directory))
         files.write_json(f"{unfinished}/podgrpo.json", about)
         # safetensors creates files that other users cannot read. Give them an ordinary file's mode.
         for path in glob.glob("**/*.safetensors", root_dir=unfinished, recursive=True):

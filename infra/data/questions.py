@@ -6,17 +6,20 @@ are strings. Reward functions get the other columns as they are in the data.
 
 import contextlib
 import decimal
+import hashlib
 import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from infra.data import columns, hub
-from infra.data.answers import final_number
+from infra.data.answers import final_number, is_text
 from infra.data.chat import HALF_CHARACTER, Tokenizer
 from infra.data.tiny import arith
 from infra.host.console import check, exit_on, say
@@ -197,10 +200,13 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
 
 
 def share_repeats(rows: Iterable[dict]) -> list[dict]:
-    """Returns the rows, where equal rows are one object. DAPO-Math-17k, for example, has 1.8 million
-    rows, but only 17 thousand questions: as separate objects, its rows would take tens of GB."""
+    """Returns the rows, where equal rows are one object. DAPO-Math-17k, for example, has 1.8
+    million rows, but only 17 thousand questions: as separate objects, its rows would take tens of
+    GB."""
     kept = {}
-    return [kept.setdefault(repr(row), row) for row in rows]
+    # Keep a digest of each row: its text may be much longer.
+    digest = partial(hashlib.blake2b, digest_size=16)
+    return [kept.setdefault(digest(repr(row).encode()).digest(), row) for row in rows]
 
 
 def csv_options(named: str) -> dict:
@@ -301,28 +307,52 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
         f"the shortest has {shortest}; raise --max_prompt",
     )
 
-    # Print how many questions are skipped, or have an answer that is not a number, since a mistake
-    # may be the cause.
     skipped = len(rows) - len(questions)
-    if held_out and cfg.eval_n:
-        questions = questions[: cfg.eval_n]
-    different = without_repeats(questions)
-    summary = f"{what}: {len(questions)} questions"
-    if len(different) < len(questions):
-        summary += f", {len(different)} of them different"
-    if skipped:
-        summary += f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
-    is_formula = {
-        id(row): final_number(row["answer"], is_reference=True) is None for row in different
-    }
-    without_number = sum(is_formula[id(row)] for row in questions)
-    if without_number:
-        summary += (
-            f"; the answers of {without_number} questions are not numbers, so `correct` scores 0: "
-            "compare formulas with math-verify (README, How to fork it)"
-        )
-    say(summary)
+    repeats = 0
+    if held_out:
+        # A repeat would count as an independent question in the standard error. AIME-2024, for
+        # example, has each of its questions 32 times; --eval_samples does the same.
+        once = {}
+        for row in questions:
+            once.setdefault((*row["prompt_ids"], row["answer"]), row)
+        repeats = len(questions) - len(once)
+        questions = list(once.values())[: cfg.eval_n or None]
+    say(f"{what}: {summary(questions, skipped, repeats, cfg)}")
     return questions
+
+
+def summary(questions: list[dict], skipped: int, repeats: int, cfg: Any) -> str:
+    """The number of questions, and what may be a mistake: questions that are skipped because they
+    are too long, that are left out because they repeat others, or whose answers may be misread."""
+    different = without_repeats(questions)
+    text = f"{len(questions)} questions"
+    if len(different) < len(questions):
+        text += f", {len(different)} of them different"
+    if skipped:
+        text += f"; {skipped} skipped, longer than max_prompt = {cfg.max_prompt}"
+    if repeats:
+        text += f"; {repeats} repeats left out (--eval_samples asks a question several times)"
+    kinds = {id(row): kind_of_reference(row["answer"]) for row in different}
+    counts = Counter(kinds[id(row)] for row in questions)
+    if counts["text"]:
+        text += (
+            f"; the answers of {counts['text']} questions are texts without ####, \\boxed{{}} or "
+            "<answer>: their last number counts"
+        )
+    if counts["formula"]:
+        text += (
+            f"; the answers of {counts['formula']} questions are not numbers, so `correct` scores "
+            "0: compare formulas with math-verify (README, How to fork it)"
+        )
+    return text
+
+
+def kind_of_reference(answer: str) -> str:
+    """How `correct` reads the answer of a row: as a "number"; as a "text", whose last number
+    counts; or as a "formula", which equals no number."""
+    if final_number(answer, is_reference=True) is None:
+        return "formula"
+    return "text" if is_text(answer) else "number"
 
 
 def without_repeats(rows: list[dict]) -> list[dict]:
