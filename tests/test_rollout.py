@@ -331,14 +331,23 @@ def largest_collective(program):
     return max(sizes)
 
 
+def split_over_8(kind, size):
+    """Returns (a model, its layout of this kind on eight devices). With tp, they split its V and F;
+    pairs of them split the key/value heads, and the four pairs the rows in attention."""
+    cfg = dataclasses.replace(TIED, V=208)
+    layout, _ = layouts.rollout_layout(kind, cfg, mesh(1, 8, 1), "float32", size)
+    assert layout.sharing == (4 if kind == "tp" else 1)
+    return cfg, layout
+
+
 @pytest.mark.parametrize("kind", ["replicated", "tp", "fsdp"])
 def test_decode_moves_no_cache_between_devices(kind):
     """Decode moves no KV cache between devices. jax 0.10 would gather the complete cache if its
     layout were constrained outside of a shard_map."""
     size = layouts.RolloutSize(64, group=8, prompt_slots=2048, answer_slots=2048)
-    layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32", size)
-    program = abstract_rollout.lower_decode(TIED, layout, jnp.dtype("float32"), size).compile()
-    _, cache = layouts.bytes_of_step(TIED, layout, jnp.dtype("float32"), size)
+    cfg, layout = split_over_8(kind, size)
+    program = abstract_rollout.lower_decode(cfg, layout, jnp.dtype("float32"), size).compile()
+    _, cache = layouts.bytes_of_step(cfg, layout, jnp.dtype("float32"), size)
     assert largest_collective(program) < cache / 10
     assert program.memory_analysis().temp_size_in_bytes < cache, "the cache is copied"
 
@@ -347,10 +356,10 @@ def test_decode_moves_no_cache_between_devices(kind):
 def test_decode_rounds_no_products_of_float32(kind):
     """By default, a TPU or GPU would round float32 inputs."""
     size = layouts.RolloutSize(64, group=8, prompt_slots=32, answer_slots=32)
-    layout, _ = layouts.rollout_layout(kind, TIED, mesh(1, 8, 1), "float32", size)
+    cfg, layout = split_over_8(kind, size)
     # test_kernel.py changes the default.
     with jax.default_matmul_precision("default"):
-        lowered = abstract_rollout.lower_decode(TIED, layout, jnp.dtype("float32"), size)
+        lowered = abstract_rollout.lower_decode(cfg, layout, jnp.dtype("float32"), size)
     found = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
     rounded = [line for line in found if "[HIGHEST, HIGHEST]" not in line]
     assert found and not rounded, rounded
@@ -477,6 +486,20 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
         assert float(chosen[1]) == min(times), why
 
 
+def test_the_layout_is_fastest_halfway_through_a_rollout(monkeypatch):
+    """With all rows live and a full cache, splitting the rows more and the weights less is faster,
+    but only a few steps are like that."""
+    set_memory(monkeypatch, 32)
+    monkeypatch.setattr(chips, "chip", lambda device: chips.CHIPS["TPU v6 lite"])
+    cfg = sizes("3B")
+    size = layouts.RolloutSize(512, group=8, prompt_slots=256, answer_slots=1024)
+    found = {tp: layouts.layout_of("tp", tp, cfg, mesh(1, 8, 1)) for tp in (2, 4)}
+    last = {tp: layouts.seconds_of_step(cfg, found[tp], "bfloat16", size) for tp in found}
+    assert last[2] < last[4]
+    layout, why = layouts.rollout_layout("auto", cfg, mesh(1, 8, 1), "bfloat16", size)
+    assert layout == found[4], why
+
+
 @pytest.mark.parametrize("kind, split", [("replicated", ""), ("tp", "NKFV")])
 def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
     """Replicated weights are complete on each device. tp splits weights by heads, feed-forward and
@@ -560,6 +583,20 @@ def test_batch_shrinks_where_that_saves_a_tenth():
     # fmt: on
     for is_live_RPG, weights, size in cases:
         assert waves.fewer_rows(is_live_RPG, 20, 10, weights) == size, (is_live_RPG, size)
+
+
+def test_on_tpus_rows_are_dropped_for_their_time_too(monkeypatch):
+    """3B on v6e-8: of eight answers to each of four prompts, two are live."""
+    monkeypatch.setattr(layouts.Layout, "is_on_cpu", False)
+    cfg = sizes("3B")
+    layout = layouts.layout_of("tp", 4, cfg, mesh(1, 8, 1))
+    is_live_RPG = live(" ".join(["11000000"] * 4))
+    sizes_of = {}
+    for chip in ("TPU v6 lite", "NVIDIA H100"):
+        monkeypatch.setattr(chips, "chip", lambda device, chip=chip: chips.CHIPS[chip])
+        nbytes = waves.bytes_of_stage(cfg, layout, "bfloat16", False, width=256, slots=384)
+        sizes_of[chip] = waves.fewer_rows(is_live_RPG, *nbytes)
+    assert sizes_of == {"TPU v6 lite": (4, 2), "NVIDIA H100": (4, 8)}
 
 
 def test_padded_lengths_are_powers_of_two_and_three_quarters_of_them():

@@ -15,7 +15,7 @@ import model
 from infra.host import chips
 from infra.rollout import engine, layouts
 from infra.rollout.layouts import Layout, RolloutSize
-from infra.rollout.waves import fewer_rows, kept_rows
+from infra.rollout.waves import bytes_of_stage, fewer_rows, kept_rows
 from model import ModelConfig
 from tools import abstract_rollout
 from tools.clock import Clock, program_clock, step_clock
@@ -74,7 +74,6 @@ def plan_stages(
     lengths: np.ndarray, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize
 ) -> list[Stage]:
     """The stages in which `Engine.generate` decodes answers of these lengths in one wave."""
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype, size.quantised)
     rows, group = size.of_device(layout)
     lengths_RPG = lengths.reshape(-1, rows // group, group)
     stages = []
@@ -82,9 +81,10 @@ def plan_stages(
         until = min(t + engine.STAGE, size.answer_slots)
         slots = engine.slots_for(until, size.answer_slots)
         if t > 0:
-            cache = size.prompt_slots * slot_bytes, slots * slot_bytes
+            sizes = size.quantised, size.prompt_slots, slots
+            nbytes = bytes_of_stage(cfg, layout, dtype, *sizes)
             is_live_RPG = lengths_RPG > t
-            prompts, group = fewer_rows(is_live_RPG, *cache, weight_bytes)
+            prompts, group = fewer_rows(is_live_RPG, *nbytes)
             # Keep the rows that `resize_wave` keeps.
             kept_RPG = kept_rows(is_live_RPG, prompts, group)
             kept_RB = kept_RPG.reshape(len(kept_RPG), -1)

@@ -472,6 +472,9 @@ def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) 
     lengths = dict(
         prompt_length_B=rows.prompt_length_B, answer_length_B=jnp.full_like(token_B, t + 1)
     )
+    # Split the lengths like the cache now, and keep XLA from doing it once in each layer.
+    lengths = {name: kv_cache.split_like_cache(a, layout) for name, a in lengths.items()}
+    lengths = jax.lax.optimization_barrier(lengths)
     # The prompts' caches are only read, so bind them to attention: layers need not return them.
     attends = [
         partial(kv_cache.decode_attention, prompts=prompts, slot=t, layout=layout, **lengths)

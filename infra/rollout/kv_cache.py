@@ -7,6 +7,7 @@ to the same keys: G for the keys of an answer, and G times the answers per promp
 prompt.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -120,8 +121,9 @@ def over_devices(run, layout, cache, *others):
         run = with_own_rows(run, splits_queries="fsdp" in layout.heads)
     by_head = P(layout.rows, "tp")
     by_query_head = P(layout.rows, layout.heads)
-    # The other arguments are caches, scalars, or arrays with one entry per row.
-    spec_of_ndim = {5: layout.cache_spec, 1: P(layout.rows), 0: P()}
+    # The other arguments are caches, scalars, or arrays with one entry per row (see
+    # `split_like_cache`).
+    spec_of_ndim = {5: layout.cache_spec, 1: P(layout.cache_rows), 0: P()}
 
     def spec(a):
         return spec_of_ndim[jnp.ndim(a)]
@@ -146,15 +148,6 @@ def with_own_rows(run, splits_queries):
     the query heads.
     """
 
-    def own_rows(a):
-        B = a.shape[0] // lax.axis_size("fsdp")
-        first = lax.axis_index("fsdp") * B
-        return lax.dynamic_slice_in_dim(a, first, B)
-
-    def own_entries(a):
-        # Caches are split already, and scalars have no rows.
-        return own_rows(a) if a.ndim == 1 else a
-
     def run_on_own_rows(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others):
         if splits_queries:
             # Exchange parts of the heads for parts of the rows.
@@ -163,7 +156,6 @@ def with_own_rows(run, splits_queries):
             q_BNTH = own_rows(q_BNTH)
         k_BKTH = own_rows(k_BKTH)
         v_BKTH = own_rows(v_BKTH)
-        others = jax.tree.map(own_entries, others)
         out_BNTH, cache = run(q_BNTH, k_BKTH, v_BKTH, layer, cache, *others)
         # The next matmul casts the results to this dtype. Cast them before they are exchanged.
         out_BNTH = out_BNTH.astype(q_BNTH.dtype)
@@ -174,6 +166,22 @@ def with_own_rows(run, splits_queries):
         return out_BNTH, cache
 
     return run_on_own_rows
+
+
+def own_rows(a):
+    """This device's rows in attention, of those that all devices along the fsdp axis have."""
+    B = a.shape[0] // lax.axis_size("fsdp")
+    first = lax.axis_index("fsdp") * B
+    return lax.dynamic_slice_in_dim(a, first, B)
+
+
+def split_like_cache(a_B, layout):
+    """Split an array with one entry per row like the rows of the cache. The shard_map keeps XLA
+    from splitting other arrays, too."""
+    if layout.sharing == 1:
+        return a_B
+    split = partial(jax.shard_map, mesh=layout.mesh, check_vma=False)
+    return split(own_rows, in_specs=P(layout.rows), out_specs=P(layout.cache_rows))(a_B)
 
 
 def join_group(q_BKGH, group):

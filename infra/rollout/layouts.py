@@ -182,12 +182,20 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     return weights_gib(cfg, layout, dtype) <= most
 
 
+def size_halfway(size: RolloutSize, layout: Layout) -> RolloutSize:
+    """The size of a decode step halfway: half of the slots are filled, and half of the answers have
+    ended, but each part of the rows has at least one."""
+    parts = row_shards(layout)
+    answers = max(1, size.answers // 2 // parts) * parts
+    return replace(size, answers=answers, answer_slots=size.answer_slots // 2)
+
+
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
     """Returns (the layout for "auto", the reason as text).
 
-    On known devices, this is the layout with the shortest estimated step. On other devices, where
-    the time of a collective is unknown, it is the one that splits the weights least. If neither
-    replicated weights nor tp fit, the layout is fsdp.
+    On known devices, this is the layout with the shortest estimated step halfway through the
+    rollout. On other devices, where the time of a collective is unknown, it is the one that splits
+    the weights least. If neither replicated weights nor tp fit, the layout is fsdp.
     """
     device_gib = chips.least_memory(mesh)
     candidates = [layout_of("replicated", 1, cfg, mesh)]
@@ -202,7 +210,8 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
         return fitting[0], f"splits the weights least, as the speed of {kind} links is unknown"
     ms = {}
     for layout in fitting:
-        ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, size)
+        halfway = size_halfway(size, layout)
+        ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, halfway)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
     # If two estimates are equal, `min` takes the first, which splits weights over fewer devices.
     fastest = min(fitting, key=ms.get)
@@ -388,6 +397,21 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
     weight_bytes = values if quantised else values * itemsize
     slot_bytes = 2 * cfg.L * cfg.K // layout.mesh.shape["tp"] * cfg.H * itemsize
     return weight_bytes, slot_bytes
+
+
+def bytes_of_row(cfg: ModelConfig, layout: Layout, weight_bytes: int) -> int:
+    """Bytes that a device could read in the time that a decode step takes longer for each row of
+    the cache, apart from reading the cache. 0 on GPUs, where this time is not known.
+
+    weight_bytes: see `bytes_read`.
+    """
+    if layout.is_on_cpu:
+        # The matmuls of a row take about as long as reading a tenth of the weights.
+        return weight_bytes // 10
+    chip = chips.chip(layout.mesh.devices.flat[0])
+    # Outside of attention, a device has the rows of all devices with the same key/value heads.
+    seconds = cfg.L * ROW_SECONDS * layout.sharing if chip.clock else 0
+    return int(seconds * chip.bandwidth)
 
 
 def sizes_on_device(cfg: ModelConfig, layout: Layout) -> dict:

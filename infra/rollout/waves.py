@@ -96,8 +96,8 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
     Chooses the size whose decode step reads the fewest bytes, among those with room for the live
     answers of every part. Keeps the present size unless this saves a tenth of the bytes. A prompt
     with more live answers than the new group size is kept and counted several times. is_live_RPG: P
-    prompts of G answers in each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one
-    prompt, and of one answer.
+    prompts of G answers in each of R parts of the rows. prompt_bytes, answer_bytes: bytes of one
+    prompt, and of one answer (see `bytes_of_stage`).
     """
     _, prompts, group = is_live_RPG.shape
     live_RP = is_live_RPG.sum(2)
@@ -117,6 +117,16 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
     best = min(sizes, key=step_bytes)
     is_worth_it = step_bytes(best) <= 0.9 * step_bytes(now)
     return best if is_worth_it else now
+
+
+def bytes_of_stage(
+    cfg: ModelConfig, layout: Layout, dtype, quantised: bool, width: int, slots: int
+) -> tuple:
+    """Returns (prompt_bytes, answer_bytes, weight_bytes) for `fewer_rows`. width, slots: slots of a
+    prompt and of an answer."""
+    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype, quantised)
+    row_bytes = layouts.bytes_of_row(cfg, layout, weight_bytes)
+    return width * slot_bytes, slots * slot_bytes + row_bytes, weight_bytes
 
 
 def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
@@ -146,15 +156,10 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     """
     prompts, answers, hidden_BD = wave.state
     width = prompts[0].keys.shape[3]
-    weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, hidden_BD.dtype, quantised)
     is_live_RPG = wave.is_live.reshape(len(wave.row_ids), -1, wave.group)
     _, n_prompts, _ = is_live_RPG.shape
-    prompt_bytes = slot_bytes * width
-    answer_bytes = slot_bytes * slots
-    if layout.is_on_cpu:
-        # The matmuls of a row take about as long as reading a tenth of the weights.
-        answer_bytes += weight_bytes // 10
-    prompts_kept, group = fewer_rows(is_live_RPG, prompt_bytes, answer_bytes, weight_bytes)
+    nbytes = bytes_of_stage(cfg, layout, hidden_BD.dtype, quantised, width, slots)
+    prompts_kept, group = fewer_rows(is_live_RPG, *nbytes)
     if (prompts_kept, group, slots) == (n_prompts, wave.group, wave.slots):
         return wave
     kept_RPG = kept_rows(is_live_RPG, prompts_kept, group)
