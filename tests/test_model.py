@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from absent import write_config
 from conftest import (
     LLAMA,
@@ -163,6 +164,8 @@ def hf_model(name):
     owner = tempfile.TemporaryDirectory(prefix="podgrpo-test-")
     directory = Path(owner.name)
     theirs.save_pretrained(directory)
+    # A model for the trainer has a tokenizer, though no test here tokenizes.
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(directory / "tokenizer.json"))
     if name == "untied":
         # Write the config as transformers 4 did, and as Qwen published it.
         old = dict(rope_parameters=None, rope_theta=5e3, head_dim=None, tie_word_embeddings=None)
