@@ -501,7 +501,7 @@ def test_the_layout_is_fastest_halfway_through_a_rollout(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, split", [("replicated", ""), ("tp", "NKFV")])
-def test_weights_of_a_rollout_are_split_by_no_more_than_heads(kind, split):
+def test_weights_of_a_rollout_are_split_by_heads_units_and_vocabulary(kind, split):
     """Replicated weights are complete on each device. tp splits weights by heads, feed-forward and
     vocabulary, but not by D: otherwise each decode step would gather them."""
     layout = layout_on_8(kind, sizes("3B"))

@@ -33,9 +33,10 @@ from model import ModelConfig
 # maxtext, as in the trainer MaxText: weights are split as in fsdp, but rows over dp only. XLA then
 # sums partial products over the devices, instead of all-gathering weights.
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
-# Estimated seconds, on TPUs, of a layer's elementwise operations for one row, and of rearranging
-# rows when devices exchange queries or results of attention. Both were fitted to the times that
-# tools/clock.py estimates for 0.5B to 14B on v6e.
+# Estimated seconds of a layer's elementwise operations for one row, and of rearranging rows when
+# devices exchange queries or results of attention. Both were fitted to the times that
+# tools/clock.py estimates for 0.5B to 14B on v6e. The first is not used for GPUs, where it would be
+# too long; the second is, for lack of a better estimate.
 ROW_SECONDS = 0.08e-6
 EXCHANGE_SECONDS = 3e-6
 # Mesh axes that split the weights in the layout tp. The first one splits the key/value heads.
