@@ -351,19 +351,23 @@ def test_a_reference_may_be_a_worked_solution(reference, number):
     assert train.correct({"answer": reference}, number) == 1
 
 
-def test_a_reference_is_a_number_a_text_or_a_formula():
+def test_references_are_told_apart():
     for reference, kind in (
         ("5", "number"),
         ("x = 5 cm", "number"),
         ("#### 5", "number"),
         ("So, it is \\boxed{5}.", "number"),
         ("<think>So...</think>5", "number"),
-        ("There are 5 of them.", "text"),
-        ("We add 2 and 3.\nThis gives 5.", "text"),
-        ("\\sqrt{5}", "formula"),
-        ("no", "formula"),
-        # The test cases of a program are not read.
-        ("1 2 3\n" * 10_000 + "#### 5", "formula"),
+        ("<think>" + "So... " * 10_000 + "</think>It is \\boxed{5}.", "number"),
+        ("There are 5 of them.", "sentence"),
+        ("We add 2 and 3.\nThis gives 5.", "sentence"),
+        ("Distance = 60 * 2 = 120 miles", "sentence"),
+        ("Profit = $5, so 5", "sentence"),
+        ("\\sqrt{5}", "other"),
+        ("AB = 9, CD = 4", "other"),
+        ("no", "other"),
+        # The tests of a program are not read.
+        ("1 2 3\n" * 10_000, "other"),
     ):
         assert kind_of_reference(reference) == kind, reference[:50]
 

@@ -209,30 +209,39 @@ def test_columns_of_other_names_are_named(tmp_path, capsys):
         load_rows(str(path), False, "answer=anwser")
     assert "no column anwser; the columns are question, answer" in capsys.readouterr().err
     # Held-out questions may come from a set that has the usual names.
-    (row,) = load_rows(str(path), True, "question=ask,answer=gt")
+    (row,) = load_rows(str(path), True, "question=ask,answer=gt", is_other_set=True)
     assert (row["question"], row["answer"]) == ("2", ASK)
+    with pytest.raises(SystemExit):
+        load_rows(str(path), True, "answer=anwser")
+    assert "no column anwser; the columns are question, answer" in capsys.readouterr().err
 
 
 def test_the_story_of_a_question_may_be_in_a_column_of_its_own(tmp_path, capsys):
     story = "There are 8 pens in 2 boxes."
     ask = "How many are in each?"
-    both = f"{story} {ask}"
-    for row, question in (  # the forms of SVAMP and ASDiv
-        ({"Body": story, "Question": ask, "Equation": "8 / 2", "Answer": "4.0"}, both),
-        ({"body": story, "question": ask, "answer": "4 (pens)"}, both),
-        ({"body": "", "question": ask, "answer": "4"}, ask),
-        ({"body": None, "question": ask, "answer": "4"}, ask),
-    ):
-        path = tmp_path / "rows.jsonl"
-        # The column `body` counts if any of the rows has text there.
-        full = {name: story for name in row if name.lower() == "body"}
-        path.write_text("\n".join(json.dumps(one) for one in (row, row | full)))
-        found, _ = load_rows(str(path), False)
-        assert found["question"] == question
-        assert "question = " in capsys.readouterr().out
-    path.write_text(json.dumps({"context": story, "question": ask, "answer": 4}))
-    (found,) = load_rows(str(path), False, "question=context+question")
-    assert found["question"] == both
+    path = tmp_path / "rows.jsonl"
+
+    def questions_of(*rows, named=""):
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return [row["question"] for row in load_rows(str(path), False, named)]
+
+    # As in SVAMP, and as in ASDiv.
+    for body, question in (("Body", "Question"), ("body", "question")):
+        row = {body: story, question: ask, "Equation": "8 / 2", "answer": "4.0"}
+        assert questions_of(row) == [f"{story} {ask}"]
+        assert f"question = {body}+{question}" in capsys.readouterr().out
+    # Not every row has a story.
+    alone = {"question": ask, "answer": 4}
+    others = [alone | {"body": ""}, alone | {"body": None}, alone]
+    assert questions_of(row, *others) == [f"{story} {ask}", ask, ask, ask]
+    capsys.readouterr()
+    assert questions_of(*others) == [ask] * 3
+    assert not capsys.readouterr().out
+    # Messages are complete.
+    asked = [{"role": "user", "content": ask}]
+    assert questions_of({"body": story, "question": asked, "answer": 4}) == [ask]
+    row = {"context": story, "question": ask, "answer": 4}
+    assert questions_of(row, named="question=context+question") == [f"{story} {ask}"]
 
 
 def test_a_choice_among_usual_names_is_said(tmp_path, capsys):

@@ -141,6 +141,9 @@ def test_equal_rows_of_a_set_are_one_question(tiny_directory, tmp_path, capsys):
     assert all(questions[i] is questions[k] for i, k in enumerate(which))
     assert all(examples[i] is examples[k] for i, k in enumerate(which))
     assert max(len(call.args[0]) for call in encoded.call_args_list) == 4
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = load_rows(f"{tmp_path}/rows.jsonl", False)
+    assert all(rows[i] is rows[k] for i, k in enumerate(which))
     # Held-out questions are answered once, whatever their other columns are.
     rows = [row | {"index": i} for i, row in enumerate(rows)]
     datasets.Dataset.from_list(rows).to_parquet(path)
@@ -151,14 +154,14 @@ def test_equal_rows_of_a_set_are_one_question(tiny_directory, tmp_path, capsys):
     assert only["index"] == 0
 
 
-def test_references_that_are_texts_are_counted(tiny_directory, tmp_path, capsys):
+def test_references_that_are_sentences_are_counted(tiny_directory, tmp_path, capsys):
     answers = ["2", "So there are 2 of them.", "1 + 1 = 2\n#### 2", "We get 2.", "\\sqrt2"]
     rows = [{"question": f"{i} + 1?", "answer": answer} for i, answer in enumerate(answers)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = load_tokenizer(tiny_directory)
     load_questions(f"{tmp_path}/rows.jsonl", False, tokenizer, train.Config(system=""))
     printed = capsys.readouterr().out
-    assert "5 questions; the answers of 2 questions are texts without ####, " in printed
+    assert "5 questions; the answers of 2 questions are sentences without ####, " in printed
     assert "; the answers of 1 questions are not numbers" in printed
 
 

@@ -3,10 +3,12 @@ from the package index: tools/smollm2.py."""
 
 import copy
 import importlib.util
+import json
+import shutil
 
 import numpy as np
 import pytest
-from conftest import generate, greedy_answers, logits
+from conftest import arguments, generate, greedy_answers, logits, read_jsonl, run_to_end
 
 from infra.data import hf
 from infra.data.chat import load_tokenizer
@@ -151,3 +153,42 @@ def test_layouts_of_a_real_model_differ_by_rounding_alone(way, sampled, record_p
     assert max(gaps) <= 1e-3
     assert len(parted) <= len(prompts) // 4
     assert all(gap <= 1e-5 for gap in parted.values()), parted
+
+
+# ---------------------------------------------------------------- processes and meshes
+METRICS = "loss reward/mean solved grad_norm len/answer truncated entropy".split()
+
+
+def test_a_run_of_a_real_model_is_the_same_on_other_processes(real, tmp_path, record_property):
+    """With four devices in all, 1, 2 and 4 processes make the same two steps. After the first step,
+    the run also resumes on another mesh."""
+    directory, _ = real
+    data = tmp_path / "sums.jsonl"
+    sums = [(a, a * 7 % 90) for a in range(11, 43)]
+    rows = [{"question": f"What is {a} + {b}?", "answer": a + b} for a, b in sums]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--model", directory, "--data", data, ["--system", SYSTEM], "--eval_data none"]
+    flags += ["--npq 4 --steps 2 --max_prompt 64 --max_answer 16 --lr 1e-5 --entropy_bonus 0.01"]
+    flags = arguments([*flags, "--save_every 1 --keep 9"])
+
+    def metrics_of(out, processes=1, on="auto"):
+        run_to_end(out, [*flags, "--mesh", on], processes, devices=4, batch=8)
+        metrics = [[row[name] for name in METRICS] for row in read_jsonl(out / "metrics.jsonl")]
+        return np.array(metrics)
+
+    out = tmp_path / "run"
+    wanted = metrics_of(out)
+    assert wanted.shape == (2, len(METRICS)) and wanted[:, METRICS.index("grad_norm")].min() > 1e-3
+    for name in ("final", "step_000002"):
+        shutil.rmtree(out / name)
+    found = {"resumed on 2,2,1": metrics_of(out, on="2,2,1")}
+    for processes in (2, 4):
+        found[f"{processes} processes"] = metrics_of(tmp_path / str(processes), processes)
+    for name, metrics in found.items():
+        record_property(f"{name}: metrics within", f"{np.abs(metrics - wanted).max():.1e}")
+    # On another mesh, rounding may give a few of the 32 answers other tokens.
+    error = np.abs(found["resumed on 2,2,1"][1] - wanted[1])
+    assert error[METRICS.index("loss")] <= 1e-2
+    assert error[METRICS.index("len/answer")] <= 1
+    for processes in (2, 4):
+        assert np.abs(found[f"{processes} processes"] - wanted).max() <= 1e-4

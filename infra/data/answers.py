@@ -74,10 +74,11 @@ AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 # What a reference has if it is more than an answer: several lines, a word or the letter of a choice
-# at its beginning, or the end of a sentence before another one. The name in AB = 9 is no such word,
-# nor is a command of LaTeX.
-SENTENCE = r"\n|\A[^\w\\]*(?:[^\W\d_]{2}(?!\w*\s?=)|[aAI]\s[a-z]{2}|[A-E][.):]\s)|[.!?]\**\s+\w{2}"
-# A longer reference is no answer, but a program or a table, and takes long to read.
+# at its beginning, or the end of a sentence before another one.
+SENTENCE = r"\n|\A\W*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)|[.!?]\**\s+\w{2}"
+# Several equations, such as `AB = 9, CD = 4`, are no sentence, though they begin with a name.
+EQUATIONS = re.compile(r"\W*\w+\s?=[^=]+?(?:[,;]|\b(?:and|or)\b)\W*\w+\s?=")
+# A reference without marks that is longer than this, such as the tests of a program, is not read.
 MOST_CHARACTERS = 20_000
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # {Chinese or Japanese punctuation mark: the English mark and a space}. Letters of these languages
@@ -105,25 +106,31 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
     Without marks, the answer is the last number of the text, unless it is part of a formula.
     Thoughts, up to </think>, do not count if anything follows.
 
-    is_reference: the text is the answer of a row. Unless it `is_text`, it is read as if it were
-    marked: `2 cm and 3 cm` is not a number.
+    is_reference: the text is the answer of a row. Without marks and without a sentence, it is read
+    as if it were marked: `2 cm and 3 cm` is not a number.
     """
-    if is_reference and len(text) > MOST_CHARACTERS:
-        return None
     text = without_thoughts(text)
     marked = marked_parts(text)
-    if not marked:
-        return read_number(text, is_marked=is_reference and not is_text(text))
-    # A marked answer may itself contain a \boxed{}.
-    last = next((part for part in reversed(marked) if part.strip()), "")
-    boxed = BOXED.findall(last)
-    return read_number(boxed[-1] if boxed else last, is_marked=True)
+    if marked:
+        text = next((part for part in reversed(marked) if part.strip()), "")
+        # A marked answer may itself contain a \boxed{}.
+        text = next(reversed(BOXED.findall(text)), text)
+    if is_reference and len(text) > MOST_CHARACTERS:
+        return None
+    is_marked = bool(marked) or (is_reference and not has_sentence(text))
+    return read_number(text, is_marked)
 
 
-def is_text(reference: str) -> bool:
-    """Whether a reference is more than an answer, and has no marks: then its last number counts."""
+def is_worked_out(reference: str) -> bool:
+    """Whether the last number of a reference counts: it has a sentence, and no marks."""
     text = without_thoughts(reference)
-    return not marked_parts(text) and bool(re.search(SENTENCE, text.strip()))
+    return has_sentence(text) and not marked_parts(text)
+
+
+def has_sentence(reference: str) -> bool:
+    """Whether a reference without marks is more than an answer."""
+    text = reference.strip()
+    return bool(re.search(SENTENCE, text)) and not EQUATIONS.match(text)
 
 
 def marked_parts(text: str) -> list[str]:

@@ -203,8 +203,10 @@ def default_template(directory: str) -> str:
     tokenizer itself begins a text with it, as Llama's does. Raises an error if the tokenizer cannot
     be read."""
     bpe = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
-    bos = named_tokens(directory).get("bos_token")
-    return "{{ bos_token }}" * (bpe.encode("1").tokens[:1] == [bos]) + CHAT_TEMPLATE
+    bpe.no_truncation()
+    bpe.no_padding()
+    adds_bos = bpe.encode("1").tokens[:1] == [named_tokens(directory).get("bos_token")]
+    return "{{ bos_token }}" + CHAT_TEMPLATE if adds_bos else CHAT_TEMPLATE
 
 
 class Generation(jinja2.ext.Extension):

@@ -60,8 +60,12 @@ def spelled(rows: Sequence, name: str) -> str:
 
 
 def has_value(rows: Sequence, name: str) -> bool:
-    """Whether any of the rows has a value in the column `name`."""
-    return any(value_of(row, name) not in (None, "") for row in rows)
+    """Whether any of the rows has a value in the column `name`; for `one+other`, a text in both."""
+    if "+" not in name or any(isinstance(row, dict) and name in row for row in rows):
+        return any(value_of(row, name) not in (None, "") for row in rows)
+    parts = name.split("+")
+    texts = ([value_of(row, part) for part in parts] for row in rows)
+    return any(all(text and isinstance(text, str) for text in of_row) for of_row in texts)
 
 
 def is_empty(row: dict) -> bool:
@@ -83,10 +87,11 @@ def value_of(row: Any, name: str) -> Any:
     # A column whose own name contains a dot or a plus takes precedence.
     if isinstance(row, dict) and name in row:
         return row[name]
-    parts = name.split("+")
-    if isinstance(row, dict) and set(parts) <= row.keys():
-        # In some rows, one of the columns may be empty.
-        return " ".join(str(row[part]) for part in parts if row[part])
+    if "+" in name:
+        # In some rows, one of the columns may be empty, or missing.
+        texts = [value_of(row, part) for part in name.split("+")]
+        texts = [text for text in texts if text not in (None, "")]
+        return " ".join(texts) if all(isinstance(text, str) for text in texts) else None
     for part in name.split("."):
         row = row.get(part) if isinstance(row, dict) else None
     return row

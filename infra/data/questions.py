@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from infra.data import columns, hub
-from infra.data.answers import final_number, is_text
+from infra.data.answers import final_number, is_worked_out
 from infra.data.chat import HALF_CHARACTER, Tokenizer
 from infra.data.tiny import arith
 from infra.host.console import check, exit_on, say
@@ -51,21 +51,26 @@ def set_name(data: str) -> str:
 
 
 def load_rows(
-    name: str, held_out: bool, named: str = "", refused: str = HALF_CHARACTER
+    name: str,
+    held_out: bool,
+    named: str = "",
+    refused: str = HALF_CHARACTER,
+    is_other_set: bool = False,
 ) -> list[dict]:
     """The rows of a data set: arith, gsm8k, a file, a directory, or a data set of the hub.
 
-    named: --columns, for data whose columns have unusual names. refused: a regular expression that
+    named: --columns, for data whose columns have unusual names. is_other_set: whether this is not
+    --data, so that `named` counts only where it fits. refused: a regular expression that
     no text may match. Exits with code 2 if the data cannot be loaded, or if a row has no question
     or answer. In a directory or a data set of the hub, such rows are skipped. Equal rows are one
-    object, except in JSON files.
+    object.
     """
     if name == "arith":
         return arith(held_out)
     if name.endswith(".jsonl"):
         numbered = read_jsonl(name)
     elif name.endswith(".json"):
-        numbered = enumerate(read_json(name), 1)
+        numbered = enumerate(share_repeats(read_json(name)), 1)
     else:
         numbered = enumerate(read_with_datasets(name, held_out, named), 1)
     numbered = list(numbered)
@@ -73,7 +78,7 @@ def load_rows(
     # Look at many rows, because the first row may lack a value.
     first = [row for _, row in numbered[:1000]]
     with exit_on(ValueError, f"{name}: --columns cannot be used"):
-        chosen = columns.choose_columns(first, named, is_other_set=held_out)
+        chosen = columns.choose_columns(first, named, is_other_set)
     # {id of a row as it was read: the row to return, or None if that is empty}
     read = {}
     for number, row in numbered:
@@ -101,7 +106,8 @@ def load_rows(
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """Yields (line number, row) of a file with one JSON object per line; skips blank lines."""
+    """Yields (line number, row) of a file with one JSON object per line; skips blank lines. Equal
+    lines are one object."""
     check(os.path.isfile(path), f"{path} does not exist, or is not a file")
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
@@ -109,14 +115,16 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
         open(path, encoding="utf-8-sig", errors="surrogateescape") as f,
     ):
         lines = f.readlines()
+    rows = {}
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        with exit_on_bad_row(path, number, line):
-            # This raises if the line was not UTF-8, so that the message names the line.
-            line.encode()
-            row = json.loads(line.strip())
-        yield number, row
+        text = line.strip()
+        if text and text not in rows:
+            with exit_on_bad_row(path, number, line):
+                # This raises if the line was not UTF-8, so that the message names the line.
+                line.encode()
+                rows[text] = json.loads(text)
+        if text:
+            yield number, rows[text]
 
 
 def read_json(path: str) -> list:
@@ -211,7 +219,8 @@ def share_repeats(rows: Iterable[dict]) -> list[dict]:
 
 def csv_options(named: str) -> dict:
     """Options for pandas: answers stay as written, and only empty fields count as missing."""
-    names = [*columns.NAMES["answer"], *re.findall(r"answer=([^,]+)", named)]
+    # Two columns may be joined by a plus.
+    names = [*columns.NAMES["answer"], *re.findall(r"(?<=answer=)[^,+]+|(?<=\+)[^,+]+", named)]
     # A header may have capital letters.
     spell = str.strip, str.capitalize, str.upper
     as_written = {how(name.strip()): str for name in names for how in spell}
@@ -279,7 +288,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
         f"system = {cfg.system[:50]!r} holds {found and found[0]!r}, a special token of "
         f"{cfg.model}, which would end the system message; leave it out",
     )
-    rows = load_rows(name, held_out, cfg.columns, tokenizer.refused)
+    rows = load_rows(name, held_out, cfg.columns, tokenizer.refused, name != cfg.data)
     different = without_repeats(rows)
     prompts = [tokenizer.render(columns.messages_of(row, cfg.system)) for row in different]
     with exit_on(Exception, f"the tokenizer of {cfg.model} cannot encode {what}"):
@@ -334,25 +343,25 @@ def summary(questions: list[dict], skipped: int, repeats: int, cfg: Any) -> str:
         text += f"; {repeats} repeats left out (--eval_samples asks a question several times)"
     kinds = {id(row): kind_of_reference(row["answer"]) for row in different}
     counts = Counter(kinds[id(row)] for row in questions)
-    if counts["text"]:
+    if counts["sentence"]:
         text += (
-            f"; the answers of {counts['text']} questions are texts without ####, \\boxed{{}} or "
-            "<answer>: their last number counts"
+            f"; the answers of {counts['sentence']} questions are sentences without ####, "
+            "\\boxed{} or <answer>: their last number counts"
         )
-    if counts["formula"]:
+    if counts["other"]:
         text += (
-            f"; the answers of {counts['formula']} questions are not numbers, so `correct` scores "
+            f"; the answers of {counts['other']} questions are not numbers, so `correct` scores "
             "0: compare formulas with math-verify (README, How to fork it)"
         )
     return text
 
 
 def kind_of_reference(answer: str) -> str:
-    """How `correct` reads the answer of a row: as a "number"; as a "text", whose last number
-    counts; or as a "formula", which equals no number."""
+    """How `correct` reads the answer of a row: as a "number"; as a "sentence", whose last number
+    counts; or as something "other", which equals no number."""
     if final_number(answer, is_reference=True) is None:
-        return "formula"
-    return "text" if is_text(answer) else "number"
+        return "other"
+    return "sentence" if is_worked_out(answer) else "number"
 
 
 def without_repeats(rows: list[dict]) -> list[dict]:

@@ -176,8 +176,8 @@ def own_rows(a):
 
 
 def split_like_cache(a_B, layout):
-    """Split an array with one entry per row like the rows of the cache. The shard_map keeps XLA
-    from splitting other arrays, too."""
+    """Split an array with one entry per row like the rows of the cache. With a sharding constraint
+    instead of a shard_map, XLA would split the activations of each layer in the same way."""
     if layout.sharing == 1:
         return a_B
     split = partial(jax.shard_map, mesh=layout.mesh, check_vma=False)

@@ -141,17 +141,21 @@ def layout_of(kind: str, tp: int, cfg: ModelConfig, mesh: Mesh) -> Layout:
     return Layout(kind, rollout_mesh, rows, all_rows, heads, by_layer)
 
 
-def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> float:
-    """Estimate the seconds of a decode step with replicated weights or tp.
+def seconds_halfway(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> float:
+    """Estimate the seconds of a decode step halfway through a rollout, when half of the answers to
+    each prompt have ended and half of the slots are filled, with replicated weights or tp.
 
     The estimate is the time to read the weights and the KV cache at full memory bandwidth, plus the
     time of the collectives and of elementwise operations.
     """
     chip = chips.chip(layout.mesh.devices.flat[0])
-    weights, cache = bytes_of_step(cfg, layout, dtype, size)
+    weights, slot_bytes = bytes_read(cfg, layout, dtype, size.quantised)
+    answers, group = size.of_device(layout)
+    slots = answers / group * size.prompt_slots + answers / 2 * size.answer_slots / 2
+    cache = slot_bytes * slots
     dp, _, kv_parts = layout.mesh.devices.shape
     sharing = layout.sharing
-    rows = size.answers // dp
+    rows = size.answers / dp / 2
     row_bytes = rows * jnp.dtype(dtype).itemsize
     # Each layer has two all-reduces of hidden states. If the query heads are not split over fsdp,
     # the one after attention spans fewer devices.
@@ -165,10 +169,10 @@ def seconds_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     # Devices that share a key/value head also exchange the results of attention. If they split the
     # query heads, they exchange the queries, too, and each sends only its own heads.
     if sharing > 1:
-        nbytes = row_bytes * cfg.N * cfg.H // kv_parts
+        nbytes = row_bytes * cfg.N * cfg.H / kv_parts
         exchanges = 1
         if "fsdp" in layout.heads:
-            nbytes //= sharing
+            nbytes /= sharing
             exchanges = 2
         of_layer += exchanges * (EXCHANGE_SECONDS + chips.ring_seconds(nbytes, sharing, chip))
     return (weights + cache) / chip.bandwidth + cfg.L * of_layer
@@ -181,14 +185,6 @@ def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
     """
     most = device_gib / 4 if layout.kind == "replicated" else device_gib / 2
     return weights_gib(cfg, layout, dtype) <= most
-
-
-def size_halfway(size: RolloutSize, layout: Layout) -> RolloutSize:
-    """The size of a decode step halfway: half of the slots are filled, and half of the answers have
-    ended, but each part of the rows has at least one."""
-    parts = row_shards(layout)
-    answers = max(1, size.answers // 2 // parts) * parts
-    return replace(size, answers=answers, answer_slots=size.answer_slots // 2)
 
 
 def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tuple[Layout, str]:
@@ -211,12 +207,11 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
         return fitting[0], f"splits the weights least, as the speed of {kind} links is unknown"
     ms = {}
     for layout in fitting:
-        halfway = size_halfway(size, layout)
-        ms[layout] = 1e3 * seconds_of_step(cfg, layout, size.dtype or dtype, halfway)
+        ms[layout] = 1e3 * seconds_halfway(cfg, layout, size.dtype or dtype, size)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
     # If two estimates are equal, `min` takes the first, which splits weights over fewer devices.
     fastest = min(fitting, key=ms.get)
-    return fastest, f"estimated step: {', '.join(estimates)}"
+    return fastest, f"estimated step halfway: {', '.join(estimates)}"
 
 
 def name_of(layout: Layout) -> str:
@@ -401,8 +396,8 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
 
 
 def bytes_of_row(cfg: ModelConfig, layout: Layout, weight_bytes: int) -> int:
-    """Bytes that a device could read in the time that a decode step takes longer for each row of
-    the cache, apart from reading the cache. 0 on GPUs, where this time is not known.
+    """The time that each row of the cache adds to a decode step, apart from reading the cache, as
+    the bytes that a device reads in that time. 0 on GPUs, where this time is not known.
 
     weight_bytes: see `bytes_read`.
     """

@@ -90,21 +90,27 @@ def halved(count: int, needed: int) -> int:
     return count
 
 
-def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: int) -> tuple:
+def fewer_rows(
+    is_live_RPG, prompt_bytes: int, answer_bytes: int, row_bytes: int, weight_bytes: int
+) -> tuple:
     """Returns (prompts of a part of the rows, answers per prompt) that the next stage decodes.
 
-    Chooses the size whose decode step reads the fewest bytes, among those with room for the live
-    answers of every part. Keeps the present size unless this saves a tenth of the bytes. A prompt
-    with more live answers than the new group size is kept and counted several times. is_live_RPG: P
-    prompts of G answers in each of R parts of the rows. prompt_bytes, answer_bytes: bytes of one
-    prompt, and of one answer (see `bytes_of_stage`).
+    Chooses the size whose decode step reads the fewest bytes, among those that have room for the
+    live answers of every part, and whose cache is not larger than the present one. Keeps the
+    present size unless this saves a tenth of the bytes. A prompt with more live answers than the
+    new group size is kept and counted several times. is_live_RPG: P prompts of G answers in each of
+    R parts of the rows. prompt_bytes, answer_bytes: KV cache of one prompt, and of one answer.
+    row_bytes: see `layouts.bytes_of_row`.
     """
     _, prompts, group = is_live_RPG.shape
     live_RP = is_live_RPG.sum(2)
 
-    def step_bytes(size):
+    def cache_bytes(size):
         prompts, group = size
-        return weight_bytes + prompts * (prompt_bytes + group * answer_bytes)
+        return prompts * (prompt_bytes + group * answer_bytes)
+
+    def step_bytes(size):
+        return weight_bytes + cache_bytes(size) + math.prod(size) * row_bytes
 
     now = prompts, group
     sizes = []
@@ -114,6 +120,7 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
         needed = blocks_RP.sum(1).max()
         blocks = halved(prompts * group // block, needed)
         sizes.append((blocks, block))
+    sizes = [size for size in sizes if cache_bytes(size) <= cache_bytes(now)]
     best = min(sizes, key=step_bytes)
     is_worth_it = step_bytes(best) <= 0.9 * step_bytes(now)
     return best if is_worth_it else now
@@ -122,11 +129,11 @@ def fewer_rows(is_live_RPG, prompt_bytes: int, answer_bytes: int, weight_bytes: 
 def bytes_of_stage(
     cfg: ModelConfig, layout: Layout, dtype, quantised: bool, width: int, slots: int
 ) -> tuple:
-    """Returns (prompt_bytes, answer_bytes, weight_bytes) for `fewer_rows`. width, slots: slots of a
-    prompt and of an answer."""
+    """Returns (prompt_bytes, answer_bytes, row_bytes, weight_bytes) for `fewer_rows`. width, slots:
+    slots of a prompt and of an answer."""
     weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype, quantised)
     row_bytes = layouts.bytes_of_row(cfg, layout, weight_bytes)
-    return width * slot_bytes, slots * slot_bytes + row_bytes, weight_bytes
+    return width * slot_bytes, slots * slot_bytes, row_bytes, weight_bytes
 
 
 def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
