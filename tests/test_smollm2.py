@@ -172,8 +172,9 @@ def test_runs_of_a_real_model_on_other_processes_and_meshes(real, tmp_path, reco
     flags += ["--npq 4 --steps 2 --max_prompt 64 --max_answer 16 --lr 1e-5 --entropy_bonus 0.01"]
     flags = arguments([*flags, "--save_every 1 --keep 9"])
 
-    def metrics_of(out, processes=1, on="auto"):
-        run_to_end(out, [*flags, "--mesh", on], processes, devices=4, batch=8)
+    def metrics_of(out, processes=1, on="auto", begins=""):
+        text = run_to_end(out, [*flags, "--mesh", on], processes, devices=4, batch=8)
+        assert begins in text, text
         metrics = [[row[name] for name in METRICS] for row in read_jsonl(out / "metrics.jsonl")]
         return np.array(metrics)
 
@@ -182,14 +183,16 @@ def test_runs_of_a_real_model_on_other_processes_and_meshes(real, tmp_path, reco
     assert wanted.shape == (2, len(METRICS)) and wanted[:, METRICS.index("grad_norm")].min() > 1e-3
     for name in ("final", "step_000002"):
         shutil.rmtree(out / name)
-    found = {"resumed on 2,2,1": metrics_of(out, on="2,2,1")}
+    resumed = metrics_of(out, on="2,2,1", begins=f"resuming {out} after step 1")
+    found = {"resumed on 2,2,1": resumed}
     for processes in (2, 4):
         found[f"{processes} processes"] = metrics_of(tmp_path / str(processes), processes)
-    loss, length = METRICS.index("loss"), METRICS.index("len/answer")
+    loss, length, norm = map(METRICS.index, ("loss", "len/answer", "grad_norm"))
     for name, metrics in found.items():
         first, second = np.abs(metrics - wanted)
         record_property(f"{name}: first step within", f"{first.max():.0e}")
         record_property(f"{name}: loss of the second", f"{second[loss]:.0e}")
+        record_property(f"{name}: grad_norm of the second", f"{second[norm]:.0e}")
         record_property(f"{name}: mean length of the second", f"{second[length]:.1e}")
         assert first.max() <= 1e-5
         assert second[loss] <= 1e-2 and second[length] <= 1
