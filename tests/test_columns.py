@@ -240,8 +240,17 @@ def test_the_story_of_a_question_may_be_in_a_column_of_its_own(tmp_path, capsys)
     # Messages are complete.
     asked = [{"role": "user", "content": ask}]
     assert questions_of({"body": story, "question": asked, "answer": 4}) == [ask]
+    messages = {"body": story, "question": asked, "answer": 4}
+    assert questions_of(alone | {"body": story}, messages) == [f"{story} {ask}", ask]
     row = {"context": story, "question": ask, "answer": 4}
     assert questions_of(row, named="question=context+question") == [f"{story} {ask}"]
+    row["context"] = ""
+    assert questions_of(row, named="question=context+question") == [ask]
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b,answer\n1.50,How many?,2\n")
+    for named, question in (("a+b", "1.50 How many?"), ("b+a", "How many? 1.50")):
+        (row,) = load_rows(str(path), False, f"question={named}")
+        assert row["question"] == question
 
 
 def test_a_choice_among_usual_names_is_said(tmp_path, capsys):

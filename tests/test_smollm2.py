@@ -196,3 +196,4 @@ def test_runs_of_a_real_model_on_other_processes_and_meshes(real, tmp_path, reco
         record_property(f"{name}: mean length of the second", f"{second[length]:.1e}")
         assert first.max() <= 1e-5
         assert second[loss] <= 1e-2 and second[length] <= 1
+        assert second[norm] <= 0.1 * wanted[1, norm]

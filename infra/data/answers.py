@@ -73,11 +73,12 @@ AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
-# What a reference has if it is more than an answer: several lines, a word or the letter of a choice
-# at its beginning, or the end of a sentence before another one.
-SENTENCE = r"\n|\A\W*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)|[.!?]\**\s+\w{2}"
+# A reference is more than an answer if it has several lines, or the end of a sentence before
+# another one, or if it begins with a word or with the letter of a choice.
+SENTENCE = re.compile(r"\n|[.!?]\**\s+\w{2}")
+FIRST_WORD = re.compile(r"\W*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)")
 # Several equations, such as `AB = 9, CD = 4`, are no sentence, though they begin with a name.
-EQUATIONS = re.compile(r"\W*\w+\s?=[^=]+?(?:[,;]|\b(?:and|or)\b)\W*\w+\s?=")
+EQUATIONS = re.compile(r"\W*(?:\w+\s){0,2}\w+\s?=[^=]+?(?:,(?!\d{3})|;|\b(?:and|or)\b)\W*\w+\s?=")
 # A reference without marks that is longer than this, such as the tests of a program, is not read.
 MOST_CHARACTERS = 20_000
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
@@ -130,7 +131,8 @@ def is_worked_out(reference: str) -> bool:
 def has_sentence(reference: str) -> bool:
     """Whether a reference without marks is more than an answer."""
     text = reference.strip()
-    return bool(re.search(SENTENCE, text)) and not EQUATIONS.match(text)
+    begins_sentence = FIRST_WORD.match(text) and not EQUATIONS.match(text)
+    return bool(begins_sentence or SENTENCE.search(text))
 
 
 def marked_parts(text: str) -> list[str]:

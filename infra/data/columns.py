@@ -36,8 +36,7 @@ def choose_columns(rows: Sequence, columns: str, is_other_set: bool = False) -> 
         ours, _, theirs = pair.strip().partition("=")
         if ours not in NAMES or not theirs:
             raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
-        is_there = any(isinstance(row, dict) and theirs in row for row in rows)
-        if is_there or has_value(rows, theirs):
+        if is_there(rows, theirs) or has_value(rows, theirs):
             chosen[ours] = theirs
         elif not is_other_set and isinstance(rows[0], dict):
             raise ValueError(f"there is no column {theirs}; the columns are {', '.join(rows[0])}")
@@ -57,6 +56,12 @@ def spelled(rows: Sequence, name: str) -> str:
         return "+".join(spelled(rows, part) for part in name.split("+"))
     alike = (column for column in there if str(column).strip().lower() == name)
     return name if name in there else next(alike, name)
+
+
+def is_there(rows: Sequence, name: str) -> bool:
+    """Whether any of the rows has the column `name`, or both columns of `one+other`."""
+    columns = [row.keys() for row in rows if isinstance(row, dict)]
+    return any(name in there or set(name.split("+")) <= there for there in columns)
 
 
 def has_value(rows: Sequence, name: str) -> bool:
@@ -88,10 +93,11 @@ def value_of(row: Any, name: str) -> Any:
     if isinstance(row, dict) and name in row:
         return row[name]
     if "+" in name:
-        # In some rows, one of the columns may be empty, or missing.
-        texts = [value_of(row, part) for part in name.split("+")]
-        texts = [text for text in texts if text not in (None, "")]
-        return " ".join(texts) if all(isinstance(text, str) for text in texts) else None
+        values = [value_of(row, part) for part in name.split("+")]
+        # In some rows, one of the columns may be empty, or missing. A list of messages is complete.
+        values = [value for value in values if value not in (None, "")]
+        messages = [value for value in values if isinstance(value, list)]
+        return messages[0] if messages else " ".join(map(str, values))
     for part in name.split("."):
         row = row.get(part) if isinstance(row, dict) else None
     return row

@@ -219,8 +219,12 @@ def share_repeats(rows: Iterable[dict]) -> list[dict]:
 
 def csv_options(named: str) -> dict:
     """Options for pandas: answers stay as written, and only empty fields count as missing."""
-    # Two columns may be joined by a plus.
-    names = [*columns.NAMES["answer"], *re.findall(r"(?<=answer=)[^,+]+|(?<=\+)[^,+]+", named)]
+    names = [*columns.NAMES["answer"]]
+    for pair in named.split(","):
+        ours, _, theirs = pair.partition("=")
+        # `one+other` joins the texts of two columns.
+        if ours.strip() == "answer" or "+" in theirs:
+            names += theirs.split("+")
     # A header may have capital letters.
     spell = str.strip, str.capitalize, str.upper
     as_written = {how(name.strip()): str for name in names for how in spell}

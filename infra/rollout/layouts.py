@@ -191,9 +191,9 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     """Returns (the layout for "auto", the reason as text).
 
     On known devices, this is the layout with the shortest estimated step halfway through the
-    rollout, or one that splits the weights less and takes at most 3% longer. On other devices,
-    where the time of a collective is unknown, it is the one that splits the weights least. If
-    neither replicated weights nor tp fit, the layout is fsdp.
+    rollout; among those that take at most 3% longer, the one that splits the weights least. On
+    other devices, where the time of a collective is unknown, it is the one that splits the weights
+    least. If neither replicated weights nor tp fit, the layout is fsdp.
     """
     device_gib = chips.least_memory(mesh)
     candidates = [layout_of("replicated", 1, cfg, mesh)]
@@ -211,10 +211,11 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
         ms[layout] = 1e3 * seconds_halfway(cfg, layout, size.dtype or dtype, size)
     estimates = [f"{name_of(layout)} {ms[layout]:.2f} ms" for layout in fitting]
     # The candidates split weights over more and more devices. Take the first that is about as fast
-    # as the fastest: the estimate leaves out the activations, and devices that split the weights of
-    # the same rows all read and write them.
+    # as the fastest: the estimate leaves out the activations, and each of the devices that split
+    # the weights reads and writes the activations of all their rows.
     fastest = next(layout for layout in fitting if ms[layout] <= 1.03 * min(ms.values()))
-    return fastest, f"estimated step halfway: {', '.join(estimates)}"
+    rule = "the least split within 3%"
+    return fastest, f"estimated step halfway, {rule}: {', '.join(estimates)}"
 
 
 def name_of(layout: Layout) -> str:

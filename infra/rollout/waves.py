@@ -96,11 +96,11 @@ def fewer_rows(
     """Returns (prompts of a part of the rows, answers per prompt) that the next stage decodes.
 
     Chooses the size whose decode step reads the fewest bytes, among those that have room for the
-    live answers of every part, and whose cache is not larger than the present one. Keeps the
-    present size unless this saves a tenth of the bytes. A prompt with more live answers than the
-    new group size is kept and counted several times. is_live_RPG: P prompts of G answers in each of
-    R parts of the rows. prompt_bytes, answer_bytes: KV cache of one prompt, and of one answer.
-    row_bytes: see `layouts.bytes_of_row`.
+    live answers of every part, and whose cache is not larger than that of the present size. Keeps
+    the present size unless this saves a tenth of the bytes. A prompt with more live answers than
+    the new group size is kept and counted several times. is_live_RPG: P prompts of G answers in
+    each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one prompt, and of one
+    answer. row_bytes: see `layouts.bytes_of_row`.
     """
     _, prompts, group = is_live_RPG.shape
     live_RP = is_live_RPG.sum(2)
