@@ -161,8 +161,8 @@ METRICS = "loss reward/mean solved grad_norm len/answer truncated entropy".split
 
 def test_runs_of_a_real_model_on_other_processes_and_meshes(real, tmp_path, record_property):
     """With four devices in all, 1, 2 and 4 processes make the same first step. After it, their
-    weights differ by the rounding of sums over devices, and a few of the 32 answers of the second
-    step get other tokens, as they do if the run resumes on another mesh after the first step."""
+    weights differ by the rounding of sums over devices, which may give a few of the 32 answers of
+    the second step other tokens. The same holds for a run that resumes on another mesh."""
     directory, _ = real
     data = tmp_path / "sums.jsonl"
     sums = [(a, a * 7 % 90) for a in range(11, 43)]
