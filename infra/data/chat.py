@@ -1,6 +1,5 @@
 """A model's tokenizer and chat template: messages become text, and text becomes token ids."""
 
-import itertools
 import json
 import os
 import re
@@ -115,10 +114,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
     check(os.path.isfile(path), f"{path} is missing; get it from the model on the hub")
     named = named_tokens(directory)
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
-        bpe = tokenizers.Tokenizer.from_file(path)
-        # The file may turn truncation and padding on, for other uses.
-        bpe.no_truncation()
-        bpe.no_padding()
+        bpe = read_bpe(directory)
         # Like transformers, treat named tokens as special even if tokenizer.json does not.
         known = [token for token in named.values() if bpe.token_to_id(token) is not None]
         bpe.add_special_tokens(known)
@@ -154,6 +150,15 @@ def load_tokenizer(directory: str) -> Tokenizer:
     return tokenizer
 
 
+def read_bpe(directory: str) -> tokenizers.Tokenizer:
+    """The tokenizer in tokenizer.json. Raises an error if it cannot be read."""
+    bpe = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
+    # The file may turn truncation and padding on, for other uses.
+    bpe.no_truncation()
+    bpe.no_padding()
+    return bpe
+
+
 def read_config(directory: str) -> dict:
     """The content of tokenizer_config.json, or {} if there is none. Raises CheckpointError."""
     return files.read_optional_json(f"{directory}/tokenizer_config.json")
@@ -164,12 +169,13 @@ def named_tokens(directory: str) -> dict[str, str]:
     # transformers writes these names to either file, or to both.
     special_tokens = files.read_optional_json(f"{directory}/special_tokens_map.json")
     named = {}
-    for config, name in itertools.product([special_tokens, read_config(directory)], TOKEN_NAMES):
-        token = config.get(name)
-        # A token is its text, or a dict with its text and its options.
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            named[name] = text
+    for config in (special_tokens, read_config(directory)):
+        for name in TOKEN_NAMES:
+            token = config.get(name)
+            # A token is its text, or a dict with its text and its options.
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                named[name] = text
     return named
 
 
@@ -202,11 +208,9 @@ def default_template(directory: str) -> str:
     """The source of the template of a directory that has none: ChatML, after the bos token if the
     tokenizer itself begins a text with it, as Llama's does. Raises an error if the tokenizer cannot
     be read."""
-    bpe = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
-    bpe.no_truncation()
-    bpe.no_padding()
-    adds_bos = bpe.encode("1").tokens[:1] == [named_tokens(directory).get("bos_token")]
-    return "{{ bos_token }}" + CHAT_TEMPLATE if adds_bos else CHAT_TEMPLATE
+    bos = named_tokens(directory).get("bos_token")
+    first_tokens = read_bpe(directory).encode("1").tokens[:1]
+    return "{{ bos_token }}" + CHAT_TEMPLATE if first_tokens == [bos] else CHAT_TEMPLATE
 
 
 class Generation(jinja2.ext.Extension):

@@ -66,11 +66,16 @@ def is_there(rows: Sequence, name: str) -> bool:
 
 def has_value(rows: Sequence, name: str) -> bool:
     """Whether any of the rows has a value in the column `name`; for `one+other`, a text in both."""
-    if "+" not in name or any(isinstance(row, dict) and name in row for row in rows):
+    is_column = any(isinstance(row, dict) and name in row for row in rows)
+    if is_column or "+" not in name:
         return any(value_of(row, name) not in (None, "") for row in rows)
     parts = name.split("+")
-    texts = ([value_of(row, part) for part in parts] for row in rows)
-    return any(all(text and isinstance(text, str) for text in of_row) for of_row in texts)
+
+    def has_texts(row):
+        values = [value_of(row, part) for part in parts]
+        return all(value and isinstance(value, str) for value in values)
+
+    return any(map(has_texts, rows))
 
 
 def is_empty(row: dict) -> bool:
@@ -93,11 +98,16 @@ def value_of(row: Any, name: str) -> Any:
     if isinstance(row, dict) and name in row:
         return row[name]
     if "+" in name:
-        values = [value_of(row, part) for part in name.split("+")]
-        # In some rows, one of the columns may be empty, or missing. A list of messages is complete.
-        values = [value for value in values if value not in (None, "")]
-        messages = [value for value in values if isinstance(value, list)]
-        return messages[0] if messages else " ".join(map(str, values))
+        texts = []
+        for part in name.split("+"):
+            value = value_of(row, part)
+            # A list of messages is a complete prompt.
+            if isinstance(value, list):
+                return value
+            # In some rows, one of the columns may be empty, or missing.
+            if value not in (None, ""):
+                texts.append(str(value))
+        return " ".join(texts)
     for part in name.split("."):
         row = row.get(part) if isinstance(row, dict) else None
     return row

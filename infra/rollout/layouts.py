@@ -213,9 +213,10 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     # The candidates split weights over more and more devices. Take the first that is about as fast
     # as the fastest: the estimate leaves out the activations, and each of the devices that split
     # the weights reads and writes the activations of all their rows.
-    fastest = next(layout for layout in fitting if ms[layout] <= 1.03 * min(ms.values()))
+    longest = 1.03 * min(ms.values())
+    chosen = next(layout for layout in fitting if ms[layout] <= longest)
     rule = "the least split within 3%"
-    return fastest, f"estimated step halfway, {rule}: {', '.join(estimates)}"
+    return chosen, f"estimated step halfway, {rule}: {', '.join(estimates)}"
 
 
 def name_of(layout: Layout) -> str:
