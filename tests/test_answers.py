@@ -328,7 +328,9 @@ def test_pairs_of_answers_are_equal_or_not(equal):
     "reference",
     ["a - 1", "4 a ^ { 2 } - 3 a - 10", "$5$;$10$", "236 adult, 342 child", "2 cm and 3 cm",
      "$45 / 98$ meters, $30 / 49$ seconds", "$12 m^{2} n$", "AB=9, CD=4",
-     r"AB = 9 \text{ and } CD = 4", "width = 5, length = 10"],
+     r"AB = 9 \text{ and } CD = 4", "width = 5, length = 10", "width 5, length 10",
+     "Alice: $5, Bob: $10", r"\text{base } 5, \text{ height } 10", r"\text{12 cm and 3 cm}",
+     "June 1", "10 May 2012", r"\text{Jan. 30}"],
 )  # fmt: skip
 def test_a_reference_of_one_line_is_nothing_but_the_answer(reference):
     for answer in ("1", "10", "342", "3", "30/49", "12", "4", reference):
@@ -366,6 +368,15 @@ def test_references_are_told_apart():
         ("Mary = 3, Bob = 4. So they have 7 in total.", "sentence"),
         ("Cost = 5, tax = 1\nTotal: 6", "sentence"),
         ("Cost = 3 * $1,200 = $3,600", "sentence"),
+        ("He has 4, so he pays 5", "sentence"),
+        ("June has 30 days", "sentence"),
+        # A LaTeX command is not a word, but its text may be one.
+        ("\\frac{1}{2}", "number"),
+        ("$\\dfrac{9}{7}$", "number"),
+        ("\\text{5 apples}", "number"),
+        ("\\text{So there are 5}", "sentence"),
+        ("\\text{Alice: }5,\\ \\text{Bob: }7", "other"),
+        ("June 20", "other"),
         ("sales tax = 5, total = 15", "other"),
         ("\\sqrt{5}", "other"),
         ("AB = 9, CD = 4", "other"),

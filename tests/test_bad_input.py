@@ -139,7 +139,7 @@ BAD_MODELS = [  # (file, how to edit it, by conftest.edit, what the message must
     ("model.safetensors", {UP: None}, f"lacks the tensor {UP}"),
     ("model.safetensors", {UP: np.full((256, 128), 1, np.int8)}, "type I8"),
     ("model.safetensors", {"lm_head.weight": np.ones((7, 128))}, "differs from the embedding"),
-    ("tokenizer.json", None, "tokenizer.json"),
+    ("tokenizer.json", None, "tokenizer.json is missing"),
     ("tokenizer.json", b"{}", "not a readable tokenizer"),
     ("tokenizer.json", b"\xff", "tokenizer"),
     ("tokenizer_config.json", {"eos_token": "</s>"}, "has no token '</s>' to end an answer"),

@@ -156,12 +156,13 @@ def test_equal_rows_of_a_set_are_one_question(tiny_directory, tmp_path, capsys):
 
 def test_references_that_are_sentences_are_counted(tiny_directory, tmp_path, capsys):
     answers = ["2", "So there are 2 of them.", "1 + 1 = 2\n#### 2", "We get 2.", "\\sqrt2"]
+    answers.append("\\frac12")
     rows = [{"question": f"{i} + 1?", "answer": answer} for i, answer in enumerate(answers)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = load_tokenizer(tiny_directory)
     load_questions(f"{tmp_path}/rows.jsonl", False, tokenizer, train.Config(system=""))
     printed = capsys.readouterr().out
-    assert "5 questions; the answers of 2 questions are sentences without ####, " in printed
+    assert "6 questions; the answers of 2 questions are sentences without ####, " in printed
     assert "; the answers of 1 questions are not numbers" in printed
 
 

@@ -4,6 +4,7 @@ The number may have words, a unit, or a currency or percent sign around it, and 
 before it, but no other mathematics: no part of 2\pi, x^2 + 1 or (1, 2) counts as the answer.
 """
 
+import calendar
 import fractions
 import itertools
 import re
@@ -74,11 +75,24 @@ AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 # A reference is more than an answer if it has several lines, or the end of a sentence before
-# another one, or if it begins with a word or with the letter of a choice.
+# another one, or if it begins with a word or with the letter of a choice. The name of a LaTeX
+# command is not a word.
 SENTENCE = re.compile(r"\n|[.!?]\**\s+\w{2}")
-FIRST_WORD = re.compile(r"\W*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)")
-# Several equations, such as `AB = 9, CD = 4`, are no sentence, though they begin with a name.
+FIRST_WORD = re.compile(r"[^\w\\]*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)")
+# These begin with a word, too, but are no sentences: equations, such as `AB = 9, CD = 4`; named
+# numbers, such as `base 5, height 10`; and a date.
 EQUATIONS = re.compile(r"\W*(?:\w+\s){0,2}\w+\s?=[^=]+?(?:,(?!\d{3})|;|\b(?:and|or)\b)\W*\w+\s?=")
+NAMED = (
+    rf"(?!(?:so|thus|hence|then)\b)[^\W\d_]+(?:\s[^\W\d_]+)?\s*(?::\s*)?-?{DECIMAL}"
+    r"(?:\s?[^\W\d_]+|%)?"
+)
+JOINT = r"(?:\s*[,;]\s*(?:and\s|or\s)?|\s(?:and|or)\s)"
+NAMED_NUMBERS = re.compile(rf"\W*{NAMED}(?:{JOINT}{NAMED})+\W*")
+MONTH = "|".join([*calendar.month_name[1:], *calendar.month_abbr[1:]])
+DAY = r"\d{1,2}(?:st|nd|rd|th)?"
+DATE = re.compile(
+    rf"\W*(?:(?:{MONTH})\.?\s{DAY}|{DAY}\s(?:of\s)?(?:{MONTH})\.?)(?:,?\s\d{{4}})?\W*", re.I
+)
 # A reference without marks that is longer than this, such as the tests of a program, is not read.
 MOST_CHARACTERS = 20_000
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
@@ -130,7 +144,9 @@ def is_worked_out(reference: str) -> bool:
 
 def has_sentence(reference: str) -> bool:
     """Whether a reference without marks is more than an answer."""
-    text = reference.strip()
+    text = plain(reference).strip()
+    if NAMED_NUMBERS.fullmatch(text) or DATE.fullmatch(text):
+        return False
     begins_sentence = FIRST_WORD.match(text) and not EQUATIONS.match(text)
     return bool(begins_sentence or SENTENCE.search(text))
 
@@ -231,9 +247,10 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
     if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
         # Also strip control characters such as \x1f, which `\s` matches and `int` refuses.
         return fractions.Fraction(int(text.strip()))
-    tokens = list(TOKEN.finditer(plain(text)))
+    text = plain(text)
+    tokens = list(TOKEN.finditer(text))
     places = [i for i, token in enumerate(tokens) if token["number"]]
-    if not places:
+    if not places or (is_marked and DATE.fullmatch(text)):
         return None
     last = places[-1]
     number = tokens[last]

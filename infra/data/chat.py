@@ -111,7 +111,12 @@ def load_tokenizer(directory: str) -> Tokenizer:
     CheckpointError if tokenizer_config.json cannot be read."""
     path = f"{directory}/tokenizer.json"
     text = "What is 2 + 3?"
-    check(os.path.isfile(path), f"{path} is missing; get it from the model on the hub")
+    convert = 'from transformers import AutoTokenizer as T; T.from_pretrained("HUB/ID")'
+    check(
+        os.path.isfile(path),
+        f"{path} is missing; get it from the model on the hub; if the hub has only another format, "
+        f"""run python -c '{convert}.save_pretrained("DIR")'""",
+    )
     named = named_tokens(directory)
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
         bpe = read_bpe(directory)
