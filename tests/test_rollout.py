@@ -27,7 +27,7 @@ from conftest import (
 )
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
-from test_model import by_tier, hf_model
+from test_model import by_tier, eight_devices, hf_model, load
 from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
@@ -42,15 +42,22 @@ from tools import abstract_rollout, bench_rollout
 
 # ---------------------------------------------------------------- against transformers
 @pytest.mark.parametrize(
-    "name, has_stops",
-    [("tied", False), ("untied", True), ("qwen3", False), ("llama", True), ("llama3", False)],
+    "name, has_stops, devices",
+    [
+        ("tied", False, 1),
+        ("untied", True, 1),
+        ("qwen3", False, 1),
+        ("qwen3", False, 8),
+        ("llama", True, 8),
+        ("llama3", False, 1),
+    ],
 )
-def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_property):
+def test_greedy_answers_equal_transformers(name, has_stops, devices, tmp_path, record_property):
     """Greedy answers to prompts of different lengths equal those of transformers, also if two stop
     ids end rows early."""
     n = 64
     saved = hf_model(name)
-    prompts = random_prompts(saved.cfg, (9, 1, 14, 5))
+    prompts = random_prompts(saved.cfg, (9, 1, 14, 5, 3, 8, 2, 11))
     untruncated = greedy_answers(saved.theirs, prompts, n)
     assert min(len(set(row)) for row in untruncated) > 10, "an answer is a few tokens repeated"
     # Without a stop id in its config.json, a Llama has one by default.
@@ -65,7 +72,12 @@ def test_greedy_answers_equal_transformers(name, has_stops, tmp_path, record_pro
         edit(copy / "generation_config.json", {"eos_token_id": stops[1:]})
         cfg = hf.read_config(copy)
 
-    out = generate(saved.params, cfg, prompts, n, sampling=GREEDY)
+    if devices == 1:
+        out = generate(saved.params, cfg, prompts, n, sampling=GREEDY)
+    else:
+        on = eight_devices(cfg)
+        params, _ = load(saved.directory, on)
+        out = generate(params, cfg, prompts, n, on, "tp", sampling=GREEDY)
     is_stop = np.isin(untruncated, stops)
     has_ended = is_stop.any(1)
     lengths = np.where(has_ended, is_stop.argmax(1) + 1, n)
