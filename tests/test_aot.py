@@ -24,10 +24,10 @@ ROW_TOKENS = 1024
 NARROW = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=4, head_dim=128)
 
 
-def update_gib(tmp_path, loss_impl, micro_batch):
+def update_gib(tmp_path, loss_impl, micro_batch, size="0.5B"):
     """Returns the GiB per device of the update of a narrow model, with float32 weights and AdamW,
     by a plan for eight chips."""
-    write_config(tmp_path, "0.5B", **NARROW)
+    write_config(tmp_path, size, **NARROW)
     half = ROW_TOKENS // 2
     printed = compile_elsewhere(
         ROOT / "tools/plan.py",
@@ -61,11 +61,12 @@ def logits_gib(rows):
     return rows * ROW_TOKENS * 151936 * 4 / 2**30
 
 
-def test_update_keeps_the_input_of_each_layer_and_no_logits(tmp_path, record_property):
+@pytest.mark.parametrize("size", ["0.5B", "Qwen3-0.6B"])
+def test_update_keeps_the_input_of_each_layer_and_no_logits(size, tmp_path, record_property):
     rows = 32
-    gib = update_gib(tmp_path, "pallas", rows)
+    gib = update_gib(tmp_path, "pallas", rows, size)
     # Each row keeps its inputs of all layers, bfloat16 [layers, tokens, model].
-    *_, L, _ = SIZES["0.5B"]
+    *_, L, _ = SIZES[size]
     layer_inputs = L * ROW_TOKENS * NARROW["hidden_size"] * 2 / 2**30
     # Eight chips share the float32 weights, their gradients and two moments.
     state = 16 * hf.read_config(str(tmp_path)).n_params / 8 / 2**30
