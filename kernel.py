@@ -467,7 +467,7 @@ class Settings:
 
 
 def rows_to_columns(dW_VD, shards):
-    """Exchange this device's rows of dW for its columns, and sum these over dp."""
+    """Exchange this device's rows of dW for its columns, and sum the columns over dp."""
     if shards == 1:
         return lax.psum(dW_VD, "dp")
     V, D = dW_VD.shape

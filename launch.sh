@@ -59,7 +59,7 @@ setup() {
   local extra="${1:-}" mark
   mark="$(cksum <"$here/requirements.txt") "
   if ! is_installed "$mark$extra"; then
-    # Of two launches at once, the second one waits for the first. macOS and some network disks have no flock.
+    # If two launches run at once, the second waits for the first. macOS and some network disks have no flock.
     if [ -z "$dry_run" ] && command -v flock >/dev/null; then { exec 7>"$venv.lock" && flock 7; } || :; fi
     is_installed "$mark$extra" || install "$mark" "$extra"
     exec 7>&-
@@ -145,7 +145,7 @@ cmd_cpu() { # PROCESSES FLAGS...
   fi
   trap : INT # Ctrl-C is for the processes, which save first; this shell waits for them
   # Pass SIGTERM on, unless the processes already got it: a second SIGTERM would cut their save short. If the whole
-  # process group got SIGTERM, it has ended the last `while` loop below, whose ID is $!.
+  # process group got SIGTERM, the signal has ended the last `while` loop below, whose ID is $!.
   trap 'sleep 0.3; if kill -0 $! 2>/dev/null; then xargs kill <"$scratch/pids" || :; fi' TERM
   for ((i = 0; i < processes; i++)); do
     {

@@ -401,8 +401,8 @@ def matmul(equation: str, x, w) -> jax.Array:
 
 
 def low_rank_dims(equation: str) -> tuple[str, ...]:
-    """For a matmul y = x W with adapters, returns the dimensions of x, of y, and, without R, of the
-    product x A, of A and of B."""
+    """For a matmul y = x W with adapters, returns the dimensions of x and y, and the dimensions of
+    x A, A and B without R."""
     of_x, of_w, of_y = re.split(",|->", equation)
     if of_w[0] == "D":
         # For "BTD,DNH->BNTH", x A is "BTD,DR->BTR", and (x A) B is "BTR,RNH->BNTH".
@@ -774,9 +774,9 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
                          devices: then the forward reads params["layers"].
       params["layers"]   the masters: the layers on the devices, or with --lora the adapters alone.
                          Masters only receive gradients. They are in device memory, because JAX
-                         puts a gradient where its argument is. With --offload params, this
-                         asks for a copy from the host, which XLA drops, because nothing reads
-                         the masters' values.
+                         puts a gradient where its argument is. With --offload params, they are
+                         a copy of the host's layers, which XLA drops, because nothing reads the
+                         masters' values.
     `with_gradients_to` adds the gradients of a layer's weights to the gradients of its masters.
     """
     used = {name: param for name, param in params.items() if name != "head_VD"}

@@ -155,7 +155,7 @@ class Config:
         return self.lora_alpha / self.lora if self.lora else 0.0
 
 
-# Defaults for `--model tiny`: the same job, but small enough for two CPU cores.
+# Defaults for `--model tiny`: a job that is small enough for two CPU cores.
 # fmt: off
 TINY = dict(
     data="arith", system="", steps=80, sft_steps=80,
@@ -402,7 +402,7 @@ def sample_answers(rows, group, key, sampling, setup, run, place=0):
     """Sample an answer to each of this host's rows; a question has `group` consecutive rows.
     Returns (the output of Engine.generate, the answers' texts).
 
-    place: of the first row of all hosts, if there were earlier rows with the same key.
+    place: number of earlier rows, over all hosts, that were sampled with the same key.
     """
     # Prompts are token ids: they were encoded when the data was loaded.
     prompts = [row["prompt_ids"] for row in rows]

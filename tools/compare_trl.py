@@ -112,8 +112,8 @@ def trl_loss_type(cfg: train.Config) -> str:
 def trl_options(cfg: train.Config) -> dict:
     """Translate the flags to options of TRL's GRPOConfig.
 
-    In TRL a step is one update. TRL generates the answers for `steps_per_generation` updates at
-    once and shuffles them before splitting them into updates; this trainer spreads each group
+    In TRL a step is one update. TRL generates the answers for `steps_per_generation` forward passes
+    at once, and shuffles them before splitting them into updates; this trainer spreads each group
     evenly over the minibatches.
     """
     passes = answers_of_minibatch(cfg) // answers_at_once(cfg)

@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
 
     device_memory: int  # read and written by instructions
     moved: int  # operands and results of collectives
-    largest_copy: int  # written by the copy or relayout that writes most
+    largest_copy: int  # written by the copy or relayout that writes the most
 
 
 def loop_traffic(hlo: str, layers: int) -> Traffic:

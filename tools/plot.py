@@ -4,7 +4,7 @@ python tools/plot.py out/arith-tiny                           # plot.svg
 python tools/plot.py out/seed1 out/seed2 --to curves.png
 python tools/plot.py "grpo=out/grpo-*" rloo=out/r1,out/r2,out/r3 --over minutes
 
-A run is the directory of a run, or a file like its metrics.jsonl; `*` matches several runs. Runs
+Give the directory of a run, or a file like its metrics.jsonl; `*` matches several runs. Runs
 under one label are drawn as one curve: their mean, in a band from their minimum to their maximum.
 """
 

@@ -80,7 +80,7 @@ def path_of(lowered, mesh, counted: tuple = ()) -> str:
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())
     digest.update(repr((devices, versions(), flags, counted)).encode())
-    # A change to the clock, or to what is known of a chip, changes the time that is remembered.
+    # The remembered time depends on the code of the clock and on the figures of the chips.
     for module in (clock, hlo, chips):
         digest.update(Path(module.__file__).read_bytes())
     return os.path.expanduser(f"~/.cache/podgrpo/compiled/{digest.hexdigest()[:16]}.json")

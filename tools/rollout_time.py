@@ -185,7 +185,7 @@ def time_rollout(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> 
             program = abstract_rollout.lower_decode(cfg, layout, dtype, wave).compile()
             ms_of[shape] = step_clock(program.as_text(), cfg.L, chip).ms
             slots = stage.prompts * size.prompt_slots + rows * stage.slots
-            # To change its size, the cache is read and written once.
+            # Resizing the cache reads and writes it once.
             resize += (cache_bytes + slots * slot_bytes) / chip.bandwidth
             cache_bytes = slots * slot_bytes
         decode += stage.steps * ms_of[shape] / 1e3

@@ -26,7 +26,7 @@ GAP = "  "
 
 # ---------------------------------------------------------------- what to show
 def spread_out(steps: list[int], n: int) -> list[int]:
-    """Choose up to n of the steps, evenly spaced, with the first and the last."""
+    """Choose up to n of the steps, evenly spaced, including the first and the last."""
     if len(steps) <= n:
         return steps
     return [steps[i * (len(steps) - 1) // (n - 1)] for i in range(n)]

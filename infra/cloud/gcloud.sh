@@ -108,8 +108,8 @@ fault() { # [TEXT]
   printf '%s %s\n' "$word" "$(short_form "$text")"
 }
 # Shorten gcloud's output to its ERROR, or else to its last lines. If ssh failed, the ERROR does not say why, so
-# prepend the workers that failed and ssh's own last line. If the command on the workers failed, gcloud's stderr has no
-# more than their numbers.
+# prepend the workers that failed and ssh's own last line. If the command on the workers failed, gcloud's stderr has
+# only these workers' numbers.
 short_form() { # TEXT
   local text="$1" noise='^(Using ssh|S[SC][HP]: |Retrying: |#####|Warning: |$)' line failed ssh=''
   failed="$(sed -n 's/^.*Command execution on worker \([0-9]*\) failed.*/w\1/p' <<<"$text" | sort -u | tr '\n' ' ')"
@@ -390,7 +390,7 @@ pack() {
     'for f; do [ ! -e "$f" ] || printf "%s\0" "$f"; done' "$to_send/run.sent")" ||
     die "$here is not a git checkout, so git cannot list the files to send"
   shell "$(printf 'git -C %q describe --always --dirty --abbrev=40 >%q' "$here" "$to_send/run.commit")" || exit
-  # On a Mac, leave out its attributes of files, about which each worker's tar would print a line per file.
+  # On a Mac, leave out extended attributes: each worker's tar would print a line about them for every file.
   run env COPYFILE_DISABLE=1 tar -C "$here" --no-xattrs --null -T "$to_send/run.sent" -czf "$packed.unfinished" ||
     die 'this tree could not be packed, and nothing was sent; see the output of tar' 1
   run mv "$packed.unfinished" "$packed" || exit
@@ -528,7 +528,7 @@ fetch() {
   [ -z "$dry_run" ] || out=.fetch/RUN
   case "$out" in
     gs://*) say "the results of the run are in $out" && return ;;
-    # Copy the directory that has NAME: with older versions of scp, the path on the worker must have no spaces.
+    # Copy the directory that holds NAME, not NAME: older versions of scp allow no spaces in the path on the worker.
     .fetch/*) from=.fetch out="${out#.fetch/}" new="$copied/.fetch/$out" ;;
     *) from="results/$out" new="$copied/$out" ;; # an older commit is on the workers
   esac
@@ -608,8 +608,8 @@ cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
   # zone: the slice's, once known. unseen: see find_slice. maybe_paid: zones where something may cost money. all: not
   # empty if what others made is deleted, too. run_id: the followed run's ID. to_send: directory of the packed tree.
-  # log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`. at_end reads them, so they are global:
-  # after a failed command, bash drops local variables first.
+  # log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`. at_end reads some of them, so they are
+  # global: after a failed command, bash drops local variables before at_end runs.
   zone='' unseen='' maybe_paid='' all='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
@@ -715,7 +715,7 @@ cmd_tpu_test() {
 }
 
 # Delete the VMs and queued requests with this name in some zones. Set $unknown to the zones where gcloud could not
-# look, and add the others that had one to $found.
+# look, and add the zones that had a VM or a request to $found.
 delete_in() { # ZONES LOOK..., the command that prints a state
   local now there='' zones_here="$1"
   shift
@@ -738,7 +738,7 @@ delete_in() { # ZONES LOOK..., the command that prints a state
 # Delete the VMs and queued requests with this name, in all zones.
 cmd_tpu_down() {
   local found='' unknown='' all=1
-  # While one zone does not answer, a VM in another one costs money: look once in all zones, and patiently only then.
+  # While one zone does not answer, a VM in another costs money: look once in all zones, then retry where that failed.
   delete_in "${zones//,/ }" state_now
   [ -z "$unknown" ] || delete_in "$unknown" patiently state_now
   [ -z "$maybe_paid" ] || exit 1

@@ -7,9 +7,9 @@
 #   bash infra/cloud/worker.sh follow FIRST REST        print the run's log until the end, then "exit CODE TIME". Worker
 #                                                       0 begins at FIRST, the others at REST, as for `tail -n`
 #   bash infra/cloud/worker.sh status                   print whether a run is going on, and the last line of its log
-#   bash infra/cloud/worker.sh stop ID CALL             send SIGTERM to the run, once for each CALL; a second one ends a
-#                                                       save at once. If the run does not end, send SIGKILL after ten
-#                                                       minutes. If ID is not "", stop only the run with this ID, and
+#   bash infra/cloud/worker.sh stop ID CALL             send SIGTERM to the run, once for each CALL: a second SIGTERM
+#                                                       cuts a save short. If the run does not end, send SIGKILL
+#                                                       after ten minutes. If ID is not "", stop only that run, and
 #                                                       send SIGKILL after 30 s
 #   bash infra/cloud/worker.sh test ARGUMENTS           run pytest with these arguments
 #   bash infra/cloud/worker.sh results                  print where the run's results are; see tools/results.py

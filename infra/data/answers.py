@@ -74,12 +74,11 @@ AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
 
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
-# A reference is more than an answer if it has several lines, or the end of a sentence before
-# another one, or if it begins with a word or with the letter of a choice. The name of a LaTeX
-# command is not a word.
+# A reference is more than an answer if it has several lines or sentences, or if it begins with a
+# word or with the letter of a choice. The name of a LaTeX command is not a word.
 SENTENCE = re.compile(r"\n|[.!?]\**\s+\w{2}")
 FIRST_WORD = re.compile(r"[^\w\\]*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)")
-# These begin with a word, too, but are no sentences: equations, such as `AB = 9, CD = 4`; named
+# These begin with a word, too, but are not sentences: equations, such as `AB = 9, CD = 4`; named
 # numbers, such as `base 5, height 10`; and a date.
 EQUATIONS = re.compile(r"\W*(?:\w+\s){0,2}\w+\s?=[^=]+?(?:,(?!\d{3})|;|\b(?:and|or)\b)\W*\w+\s?=")
 NAMED = (
@@ -137,7 +136,7 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
 
 
 def is_worked_out(reference: str) -> bool:
-    """Whether the last number of a reference counts: it has a sentence, and no marks."""
+    """Whether a reference is read by its last number, because it has a sentence and no marks."""
     text = without_thoughts(reference)
     return has_sentence(text) and not marked_parts(text)
 

@@ -158,7 +158,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
 def turn_of(message: dict) -> dict:
     """The role and the text of a message in OpenAI's form, or in ShareGPT's, with `from` and
     `value`. Other fields, such as names or tool calls, are not part of the prompt."""
-    # OpenAI's newer models call the system message the developer's.
+    # OpenAI's newer models call the system message the developer message.
     role_of = {"developer": "system", "human": "user", "gpt": "assistant"}
     is_of_openai = message.get("role") is not None or message.get("from") is None
     role = message["role" if is_of_openai else "from"]
@@ -167,8 +167,8 @@ def turn_of(message: dict) -> dict:
 
 
 def alone(answer: Any) -> Any:
-    """The text in a list of one text, which may be written as JSON, or of one message; any other
-    answer as it is."""
+    """If the answer is a list of one text (possibly written as JSON) or of one message, returns the
+    text; returns any other answer as it is."""
     found = answer
     if isinstance(answer, str) and re.fullmatch(r'\s*\[\s*".*"\s*\]\s*', answer, re.S):
         with contextlib.suppress(ValueError):

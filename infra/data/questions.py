@@ -324,7 +324,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     repeats = 0
     if held_out:
         # A repeat would count as an independent question in the standard error. AIME-2024, for
-        # example, has each of its questions 32 times; --eval_samples does the same.
+        # example, has each question 32 times; --eval_samples asks each question several times.
         once = {}
         for row in questions:
             once.setdefault((*row["prompt_ids"], row["answer"]), row)

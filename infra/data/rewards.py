@@ -40,8 +40,8 @@ def check_functions(solved: RewardFunction, weighted: Sequence) -> None:
         f"REWARDS holds several functions named {', '.join(twice)}, but each metric needs its own "
         "name; set their __name__, or define them with def",
     )
-    # Functions count as working by name: if another function had SOLVED's name, one of the two
-    # could always fail unnoticed.
+    # RewardPool notes by name which functions have worked: if another function had SOLVED's name,
+    # one of the two could always fail unnoticed.
     same = [f for f, _ in weighted if f is not solved and name_of(f) == name_of(solved)]
     check(
         not same,

@@ -127,8 +127,8 @@ def attend(q_BKMH, keys, values, layer, length_B, others_out, others_lse, interp
     """Attention to the first length_B slots of a layer, merged with attention to other slots.
 
     others_out, others_lse: the results for the other slots. Returns [out, log-sum-exp] for all
-    slots. For each block of rows, the kernel reads slots only up to its longest row. The softmax is
-    computed as in flash attention (arXiv 2205.14135): the running sums weight each slot by
+    slots. For each block of rows, the kernel reads only the slots up to the block's largest length.
+    The softmax is as in flash attention (arXiv 2205.14135): the running sums weight each slot by
     exp(score - largest score so far).
     """
     _, B, K, S, H = keys.shape

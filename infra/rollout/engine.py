@@ -112,8 +112,8 @@ class Engine:
         prompts: this process's lists of token ids, the same number on each process. Every `group`
         consecutive prompts are equal. Raises ValueError if the prompts do not divide over the
         devices. key: a row's tokens depend on the key and on the row's index among the rows of all
-        processes, counted from `place`, and on the layout only through rounding. progress(rows that
-        have ended, tokens) is called after each prefill and stage.
+        processes. The index counts from `place`. The layout affects the tokens only through
+        rounding. progress(rows that have ended, tokens) is called after each prefill and stage.
 
         Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after
         the stop token; lengths_B, stop token included; truncated_B, true if no stop token came;

@@ -169,7 +169,7 @@ def with_own_rows(run, splits_queries):
 
 
 def own_rows(a):
-    """This device's rows in attention, of those that all devices along the fsdp axis have."""
+    """This device's part, in attention, of the rows that all devices along the fsdp axis have."""
     B = a.shape[0] // lax.axis_size("fsdp")
     first = lax.axis_index("fsdp") * B
     return lax.dynamic_slice_in_dim(a, first, B)

@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def shards_D(self) -> bool:
-        """Whether weights are sharded as in training, and so along D."""
+        """Whether matrices are sharded along D, over training's fsdp and tp axes together."""
         return self.kind in ("fsdp", "maxtext")
 
     @property
@@ -401,8 +401,8 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
 
 
 def bytes_of_row(cfg: ModelConfig, layout: Layout, weight_bytes: int) -> int:
-    """The time that each row of the cache adds to a decode step, apart from reading the cache, as
-    the bytes that a device reads in that time. 0 on GPUs, where this time is not known.
+    """Bytes that a device could read in the extra time that each row of the cache costs a decode
+    step, apart from reading the cache. 0 on GPUs, where this time is not known.
 
     weight_bytes: see `bytes_read`.
     """

@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# Columns that a device's logits are arranged in, for a fast cumsum; see `draw`.
+# A device's logits are arranged in this many columns, for a fast cumsum; see `draw`.
 COLUMNS = 128
 
 

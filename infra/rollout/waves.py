@@ -17,7 +17,7 @@ class Rows(NamedTuple):
 
     prompt_length_B: jax.Array  # tokens of the row's prompt
     id_B: jax.Array  # index among the rows of all waves and processes, counted from `place`
-    live_B: jax.Array  # whether there is a row that has no stop token yet
+    live_B: jax.Array  # whether there is a row, and the row has no stop token yet
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Wave:
     """Rows that decode together. The NumPy arrays are the same on every process."""
 
     row_ids: np.ndarray  # [parts, rows of a part]: index among all rows; -1 if there is no row
-    is_live: np.ndarray  # the same shape: whether there is a row that has no stop token yet
+    is_live: np.ndarray  # same shape: whether there is a row, and the row has no stop token yet
     group: int  # number of consecutive rows that share a prompt
     slots: int  # slots of the answers' KV cache
     state: DecodeState
@@ -33,7 +33,7 @@ class Wave:
 
 def rows_of(wave: Wave, prompt_length_B: np.ndarray, place: int, layout: Layout) -> Rows:
     """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout. place:
-    what the rows' ids count from, in draws."""
+    the id that row 0 of the rollout has in draws."""
     # The last wave may have places without a row. Their id is -1, which picks the length of the
     # last row; their results are not used.
     id_B = wave.row_ids.ravel()
@@ -95,9 +95,9 @@ def fewer_rows(
 ) -> tuple:
     """Returns (prompts of a part of the rows, answers per prompt) that the next stage decodes.
 
-    Chooses the size whose decode step reads the fewest bytes, among those that have room for the
-    live answers of every part, and whose cache is not larger than that of the present size. Keeps
-    the present size unless this saves a tenth of the bytes. A prompt with more live answers than
+    Among the sizes that have room for every part's live answers, and whose cache is no larger than
+    now, chooses the one whose decode step reads the fewest bytes. Keeps the present size unless the
+    new one saves a tenth of the bytes. A prompt with more live answers than
     the new group size is kept and counted several times. is_live_RPG: P prompts of G answers in
     each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one prompt, and of one
     answer. row_bytes: see `layouts.bytes_of_row`.

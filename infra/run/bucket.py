@@ -95,9 +95,9 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
     BucketError that names source and target."""
     words = ["rsync", "--recursive", "--exclude", "|".join(excluded), *flags, source, target]
     try:
-        # gcloud lists the files of `source` and `target` in files that it names after the two. By
-        # default they are in ~/.config, where the processes of a machine would overwrite each
-        # other's lists, and each would then send the files of another process.
+        # gcloud writes lists of the files in `source` and `target`, named after the two. By default
+        # the lists are in ~/.config, where the processes of a machine would overwrite each other's
+        # lists, and each would then send the files of another process.
         with tempfile.TemporaryDirectory() as lists:
             where = {"CLOUDSDK_STORAGE_RSYNC_FILES_DIRECTORY": lists}
             gcloud_retrying(*words, env=os.environ | where)

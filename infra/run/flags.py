@@ -66,8 +66,8 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
         flags = rank_of(flags["adapter"]) | flags
     if flags.get("lora"):
         # Adapters learn best at about ten times the learning rate of full training (Thinking
-        # Machines, "LoRA Without Regret", 2025). The tiny model keeps its sft_lr, which is high
-        # already, because that model starts from random weights: ten times as much is too high.
+        # Machines, "LoRA Without Regret", 2025). The tiny model starts from random
+        # weights, so its sft_lr is high already, and ten times as much is too high.
         names = ["lr"] if is_tiny else ["lr", "sft_lr"]
         rates = {name: float(f"{10 * getattr(defaults, name):g}") for name in names}
         defaults = dataclasses.replace(defaults, **rates)

@@ -222,7 +222,7 @@ class Run:
         """If a signal, an OSError or a lack of device memory ends the training in this context,
         save the last complete step if possible, and print why the training ended.
 
-        micro_batch: rows per device. If an update runs out of memory, the advice is half of this.
+        micro_batch: rows per device. If an update runs out of memory, the advice is to halve it.
         """
         saver = self.saver
         try:

@@ -234,8 +234,8 @@ def newest_checkpoint(out: str, resume: str):
         try:
             paths, about = find_checkpoint(out, step)
             own_steps.append(step)
-            # Files of older commits do not say what was complete. There, a launch that has two
-            # checkpoints had completed the first one.
+            # Files of older commits do not say which checkpoint was complete. A launch of an older
+            # commit that has two checkpoints had completed the first one.
             is_second = "complete" not in about and about["run"] in launches
             launches.add(about["run"])
             had_one = had_one or is_second or int(about.get("complete", 0)) > 0
