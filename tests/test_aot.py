@@ -21,7 +21,13 @@ pytestmark = pytest.mark.aot
 # ---------------------------------------------------------------- the update
 ROW_TOKENS = 1024
 # A narrow model with a real vocabulary, since the compiler takes minutes for a 0.5B.
-NARROW = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=4, head_dim=128)
+NARROW = dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+)
 
 
 def update_gib(tmp_path, loss_impl, micro_batch, size="0.5B"):
