@@ -155,8 +155,8 @@ def test_equal_rows_of_a_set_are_one_question(tiny_directory, tmp_path, capsys):
 
 
 def test_references_that_are_sentences_are_counted(tiny_directory, tmp_path, capsys):
-    answers = ["2", "So there are 2 of them.", "1 + 1 = 2\n#### 2", "We get 2.", "\\sqrt2"]
-    answers.append("\\frac12")
+    answers = ["2", "\\frac12", "1 + 1 = 2\n#### 2"]
+    answers += ["So there are 2 of them.", "We get 2.", "\\sqrt2"]
     rows = [{"question": f"{i} + 1?", "answer": answer} for i, answer in enumerate(answers)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = load_tokenizer(tiny_directory)

@@ -81,6 +81,8 @@ FIRST_WORD = re.compile(r"[^\w\\]*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)")
 # These begin with a word, too, but are not sentences: equations, such as `AB = 9, CD = 4`; named
 # numbers, such as `base 5, height 10`; and a date.
 EQUATIONS = re.compile(r"\W*(?:\w+\s){0,2}\w+\s?=[^=]+?(?:,(?!\d{3})|;|\b(?:and|or)\b)\W*\w+\s?=")
+# A number after one or two words that name it, and its unit. Words such as `so` name none: `He has
+# 4, so 5` is a sentence.
 NAMED = (
     rf"(?!(?:so|thus|hence|then)\b)[^\W\d_]+(?:\s[^\W\d_]+)?\s*(?::\s*)?-?{DECIMAL}"
     r"(?:\s?[^\W\d_]+|%)?"

@@ -111,11 +111,11 @@ def load_tokenizer(directory: str) -> Tokenizer:
     CheckpointError if tokenizer_config.json cannot be read."""
     path = f"{directory}/tokenizer.json"
     text = "What is 2 + 3?"
-    convert = 'from transformers import AutoTokenizer as T; T.from_pretrained("HUB/ID")'
+    convert = conversion("AutoTokenizer", '"HUB/ID"', "DIR")
     check(
         os.path.isfile(path),
         f"{path} is missing; get it from the model on the hub; if the hub has only another format, "
-        f"""run python -c '{convert}.save_pretrained("DIR")'""",
+        f"run {convert}",
     )
     named = named_tokens(directory)
     with exit_on(Exception, f"{path} is not a readable tokenizer"):
@@ -153,6 +153,13 @@ def load_tokenizer(directory: str) -> Tokenizer:
     if "strftime_now" in source:
         say(f"the chat template of {directory} writes today's date: prompts change from day to day")
     return tokenizer
+
+
+def conversion(auto_class: str, source: str, directory: str) -> str:
+    """Returns a command that loads a model or tokenizer with a class of transformers, and saves it
+    in the usual format. source: the arguments of from_pretrained."""
+    load = f"from transformers import {auto_class} as M; M.from_pretrained({source})"
+    return f"""python -c '{load}.save_pretrained("{directory}")'"""
 
 
 def read_bpe(directory: str) -> tokenizers.Tokenizer:

@@ -155,8 +155,7 @@ def refuse_other_weights(directory: str) -> None:
 def conversion(source: str, directory: str) -> str:
     """Returns a command that writes a model as safetensors. source: the arguments of
     from_pretrained."""
-    load = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({source})"
-    return f"""python -c '{load}.save_pretrained("{directory}")'"""
+    return chat.conversion("AutoModelForCausalLM", source, directory)
 
 
 class ModelFiles:
