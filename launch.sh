@@ -24,12 +24,12 @@
 #   bash launch.sh report OUT [OUT ...]         curves, flags and answers of runs, as a page: OUT/report.html
 #   bash launch.sh test [pytest arguments]      the quick tests; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
-# --dry-run, anywhere in the call, prints the commands and runs nothing.
+# --dry-run, anywhere on the command line, prints the commands and runs nothing.
 # All other flags are train.py's. By default, gpu, slurm and TYPE train Qwen2.5-3B-Instruct on GSM8K.
 # --out gs://bucket/run keeps checkpoints in the bucket. Put WANDB_API_KEY=.. and HF_TOKEN=.. in .env beside launch.sh:
 # bash sources it. PYTHON names the Python for .venv, 3.11 or newer; default: python3.12, python3.11, python3, or uv's.
 # Set CUDA=12 or CUDA=13 where nvidia-smi finds no GPU, as on Slurm's login nodes.
-# Exit code: 0; 2 for a wrong call; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
+# Exit code: 0; 2 for bad usage; 1 if gcloud or ssh fails; or the code of train.py, pip, the tests or an ssh command.
 set -euo pipefail
 here="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # launch.sh stays in the caller's directory
 venv="$here/.venv"

@@ -426,9 +426,9 @@ def known_rewards(scores, faults: dict) -> np.ndarray:
 
 def are_equal(reward_GQ) -> np.ndarray:
     """Whether all rewards of a group are equal, up to rounding: bool [G, 1]."""
-    # Rewards are rounded sums (0.1 + 0.2 differs from 0.3), so compare them with a tolerance. It is
-    # absolute below 1, because a sum such as 0.3 - 0.3 may be rounded to 1e-17 instead of 0. A
-    # standard deviation is rounded, too, and may differ from 0 even if all rewards are equal.
+    # Rewards are rounded sums (0.1 + 0.2 differs from 0.3), so compare them with a tolerance. The
+    # tolerance is absolute below 1, because 0.1 + 0.2 - 0.3 is 6e-17, not 0. A standard deviation
+    # is rounded, too, and may differ from 0 even if all rewards are equal.
     best_G1 = reward_GQ.max(1, keepdims=True)
     worst_G1 = reward_GQ.min(1, keepdims=True)
     largest_G1 = np.maximum(abs(best_G1), abs(worst_G1))
@@ -914,7 +914,7 @@ def update_metrics(parts, norms, counts, cfg, setup) -> dict:
         "padding_fraction": 1 - counts["tokens"] / (counts["slots"] or math.nan),
         "micro_batch": setup.micro_batch,
     }
-    # The updates of one epoch together cover all trained tokens once.
+    # The updates of one pass over the answers together cover all trained tokens once.
     for name in parts[0]["sum"]:
         total = float(sum(part["sum"][name] for part in parts))
         # A metric that also has a maximum is logged as NAME/mean and NAME/max.
@@ -1014,7 +1014,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
 
 # ---------------------------------------------------------------- main: the loop
 def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
-    """The state of training that the run starts or resumes from."""
+    """The training state that the run starts or resumes from."""
     shapes = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
     state = run.load(without_base(shapes))
     if state is None:
@@ -1058,7 +1058,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
 
 
 def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
-    """Write the metrics of a step, and evaluate and save a checkpoint if they are due."""
+    """Write the metrics of a step. Evaluate and save a checkpoint, each if it is due."""
     run.skipped = count_skipped(step, norms, run.skipped)
     run.end_step(step, state, metrics)
     end_if_diverged(run)

@@ -188,5 +188,5 @@ def test_decoding_for_gpus_reads_weights_and_cache_once(size, tmp_path, record_p
         # With tp or all 128 rows on one GPU, activations are a larger share; they stay in L2.
         assert share <= 1.8, printed
         assert moved <= 1.1 * sums, printed
-        assert copied <= 0.1, printed
+        assert copied <= 0.05, printed
     record_property("bytes / those of weights and cache, GB moved, copied", figures)

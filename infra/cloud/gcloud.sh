@@ -8,7 +8,7 @@
 #   $delete_when_done $yes          --down, --yes
 #   $scratch                        a directory for this call of the launcher
 #
-# The slice's state, such as its zone, is in global variables that cmd_tpu and the functions that it calls set.
+# cmd_tpu and the functions that it calls keep the slice's state, such as its zone, in global variables.
 # ---------------------------------------------------------------- Google Cloud: types, and errors of gcloud
 # Set $type, $devices, $hosts, $image and $all_zones, or exit and say why there is no such slice.
 # (cloud.google.com/tpu/docs/runtimes, .../regions-zones, and the page of each generation)
@@ -161,7 +161,7 @@ state_now() {
 is_missing() { [[ "$(fault)" = missing* ]]; }
 is_denied() { [[ "$(fault)" = permission* ]]; }
 
-# Set $zone to the zone of the slice, or to '' if there is none. Set $unseen to the zones that this project may not see.
+# Set $zone to the zone of the slice, or to '' if there is none. Set $unseen to the zones where gcloud could not look.
 find_slice() {
   local now fault
   unseen=''
@@ -436,7 +436,7 @@ print_busy() { persistently workers all 'flock -n -s run.lock true || echo busy'
 send() { # FLAGS..., which may need more packages
   local secrets=forget files=("$to_send/tree.tgz" "$to_send/run.sent" "$to_send/run.commit")
   print_busy >"$scratch/busy" || return
-  # The first ssh from a machine also prints what ssh-keygen says.
+  # The first ssh from a machine also prints ssh-keygen's output, so compare complete lines.
   if grep -qx busy "$scratch/busy"; then
     die "$name already has a run; follow it: $(again logs); or end it: $(again stop)"
   fi
@@ -607,7 +607,7 @@ one_life() { # up|again|start|follow LINE FLAGS...
 cmd_tpu() { # ACTION ARGUMENTS...
   local action="$1"
   # zone: the slice's, once known. unseen: see find_slice. maybe_paid: zones where something may cost money. all: not
-  # empty if what others made is deleted, too. run_id: the followed run's ID. to_send: directory of the packed tree.
+  # empty if others' requests are deleted, too. run_id: the followed run's ID. to_send: directory of the packed tree.
   # log: log of all calls of gcloud. alpha: `alpha` if ssh needs `gcloud alpha`. at_end reads some of them, so they are
   # global: after a failed command, bash drops local variables before at_end runs.
   zone='' unseen='' maybe_paid='' all='' run_id='' to_send="$scratch/tree" log='' alpha=''
@@ -665,7 +665,7 @@ cmd_tpu_logs() {
     exit 1
   }
   [ -n "$dry_run" ] || {
-    # The first ssh from a machine also prints what ssh-keygen says: skip these lines.
+    # The first ssh from a machine also prints ssh-keygen's output: skip those lines.
     while read -r lines && [[ ! "$lines" =~ ^[0-9]+$ ]]; do :; done
     [ -n "$lines" ] || die "no run was started there: $(again run)" 1
     read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
@@ -707,7 +707,7 @@ cmd_tpu_test() {
   up
   send || exit 1
   [ $# -gt 0 ] || set -- test_kernel.py tests/test_model.py tests/test_rollout.py tests/test_sampling.py
-  # Without these variables, worker 0 of several waits for the others. Each of several workers has four devices.
+  # Without these variables, worker 0 would wait for the other workers. If there are several, each has four devices.
   if [ "$hosts" -gt 1 ]; then
     alone='TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=2,2,1 TPU_VISIBLE_DEVICES=0,1,2,3 '
   fi
@@ -715,7 +715,7 @@ cmd_tpu_test() {
 }
 
 # Delete the VMs and queued requests with this name in some zones. Set $unknown to the zones where gcloud could not
-# look, and add the zones that had a VM or a request to $found.
+# look. Add to $found the zones that had a VM or a request.
 delete_in() { # ZONES LOOK..., the command that prints a state
   local now there='' zones_here="$1"
   shift

@@ -4,8 +4,8 @@
 #
 #   bash infra/cloud/worker.sh unpack SECRETS [flags]   unpack the tree, install .venv; SECRETS: "keep" or "forget" .env
 #   bash infra/cloud/worker.sh start ID [flags]         start train.py with these flags, detached; only once for each ID
-#   bash infra/cloud/worker.sh follow FIRST REST        print the run's log until the end, then "exit CODE TIME". Worker
-#                                                       0 begins at FIRST, the others at REST, as for `tail -n`
+#   bash infra/cloud/worker.sh follow FIRST REST ID     print the run's log until the end, then "exit CODE TIME ID".
+#                                                       Worker 0 begins at FIRST, the others at REST, as in `tail -n`
 #   bash infra/cloud/worker.sh status                   print whether a run is going on, and the last line of its log
 #   bash infra/cloud/worker.sh stop ID CALL             send SIGTERM to the run, once for each CALL: a second SIGTERM
 #                                                       cuts a save short. If the run does not end, send SIGKILL
@@ -66,7 +66,8 @@ train() {
 
 follow() {
   local from="$2" id="$3" pid=999999999 # no process has this ID, so tail prints the log and ends
-  # If gcloud repeats a call, launch.sh counts its lines twice. Then do not begin beyond the end of the log.
+  # If gcloud repeats this call, launch.sh has counted worker 0's lines twice, and FIRST may lie beyond the end of the
+  # log. Then begin at REST.
   if [ "$me" = 0 ] && [ "${1#+}" -le $(($(wc -l <run.log) + 1)) ]; then from="$1"; fi
   if ! is_free; then pid="$(cat run.pid)"; fi
   tail -n "$from" --pid="$pid" -F run.log 2>/dev/null

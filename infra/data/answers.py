@@ -94,7 +94,7 @@ DAY = r"\d{1,2}(?:st|nd|rd|th)?"
 DATE = re.compile(
     rf"\W*(?:(?:{MONTH})\.?\s{DAY}|{DAY}\s(?:of\s)?(?:{MONTH})\.?)(?:,?\s\d{{4}})?\W*", re.I
 )
-# A reference without marks that is longer than this, such as the tests of a program, is not read.
+# A reference whose answer is longer than this, such as the tests of a program, is not read.
 MOST_CHARACTERS = 20_000
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # {Chinese or Japanese punctuation mark: the English mark and a space}. Letters of these languages

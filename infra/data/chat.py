@@ -59,7 +59,7 @@ class Tokenizer:
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text."""
         ids = []
-        # While they exist, the results take 20 times the memory of the ids, so take few at a time.
+        # An encoded text takes 20 times the memory of its ids, so encode few texts at a time.
         for start in range(0, len(texts), 1000):
             # The template has already written the special tokens that a prompt needs.
             encoded = self.bpe.encode_batch(texts[start : start + 1000], add_special_tokens=False)

@@ -1,7 +1,7 @@
 """Access to the Hugging Face hub, always through `ask`, which retries.
 
-The hub may fail for a moment (503, a dropped connection) or ask for fewer requests (429). That must
-not end a run of many hosts, and the hosts must not all send requests at once. `ask` does not retry
+The hub may fail for a moment (503, a dropped connection) or ask for fewer requests (429). Neither
+may end a run of many hosts, and the hosts must not all send requests at once. `ask` does not retry
 if something does not exist or this user may not read it (401, 403, 404).
 """
 

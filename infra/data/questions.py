@@ -86,7 +86,7 @@ def load_rows(
             continue
         with exit_on_bad_row(name, number, row):
             renamed = columns.rename(row, chosen)
-            # Users can mend a file of theirs, but not a set on the hub.
+            # Users can fix their own file. In a directory or on the hub, skip such rows.
             is_skipped = columns.is_empty(renamed) and not os.path.isfile(name)
             read[id(row)] = None if is_skipped else check_row(renamed, refused)
     rows = [read[id(row)] for _, row in numbered if read[id(row)]]
@@ -158,7 +158,7 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
     whole, _, split = name.partition("@")
     is_gsm8k = whole in ("gsm8k", "openai/gsm8k")
     path, _, config = ("openai/gsm8k:main" if is_gsm8k else whole).partition(":")
-    # The name of a directory may have these characters.
+    # A directory's name may contain `@` or `:`.
     if os.path.isdir(name):
         path, config, split = name, "", ""
 

@@ -123,7 +123,7 @@ class RewardPool:
             self.channel.send((arguments, np.asarray(truncated)))
             scores, faults, worked = self.channel.recv()
         except (EOFError, OSError):
-            # The kernel may have killed it for lack of memory.
+            # The kernel may have killed the supervisor because memory ran out.
             raise OSError("the process that starts reward workers has ended") from None
         self.have_worked.update(worked)
         return scores[:, self.columns], faults
@@ -225,7 +225,7 @@ class Scoring:
 @dataclasses.dataclass
 class Supervisor:
     """The process between the run and its workers: it forks workers, gives them calls, and replaces
-    workers that are lost. It runs no code of the user."""
+    workers that are lost. It runs no user code."""
 
     run: multiprocessing.connection.Connection
     functions: Sequence[RewardFunction]
@@ -379,7 +379,7 @@ class Worker:
                 data += more
             self.is_closed = True
         except BlockingIOError:
-            # There is no more, but there may be later.
+            # There is no more data now; more may come later.
             pass
         except OSError:
             self.is_closed = True

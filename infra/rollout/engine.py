@@ -48,7 +48,7 @@ class Engine:
     dtype: str  # compute dtype of training; evaluations use it, too
     rollout_dtype: str  # dtype of rollouts in training, or int8
     max_answer: int  # maximum tokens of an answer
-    # {answers per prompt: answers that a device decodes at once}. If a number is missing, a device
+    # {answers per prompt: answers that a device decodes at once}. If a key is missing, a device
     # decodes all of its answers at once.
     rows_by_group: dict[int, int] = field(default_factory=dict)
     # The result of `layouts.to_rollout`; None before `load` and after `unload`.

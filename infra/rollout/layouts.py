@@ -35,8 +35,8 @@ from model import ModelConfig
 LAYOUTS = "replicated", "tp", "fsdp", "maxtext"
 # Estimated seconds of a layer's elementwise operations for one row, and of rearranging rows when
 # devices exchange queries or results of attention. Both were fitted to the times that
-# tools/clock.py estimates for 0.5B to 14B on v6e. The first is not used for GPUs, where it would be
-# too long; the second is, for lack of a better estimate.
+# tools/clock.py estimates for 0.5B to 14B on v6e. ROW_SECONDS would be too long for GPUs, so only
+# TPUs use it. GPUs do use EXCHANGE_SECONDS, for lack of a better estimate.
 ROW_SECONDS = 0.08e-6
 EXCHANGE_SECONDS = 3e-6
 # Mesh axes that split the weights in the layout tp. The first one splits the key/value heads.
@@ -275,9 +275,9 @@ def rollout_format(name: str, spec: P, layout: Layout, has_adapters: bool) -> Fo
     By default, a TPU holds a matrix in the order that pads it least, but decoding reads matrices
     with a dimension F in row-major order. If the orders differed, each call of `decode` would begin
     with a copy of these matrices of all layers. With adapters, the default remains: row-major
-    order would make a step of 3B on v6e-8 take 4.7 ms instead of 4.2 by the compiler's clock. It
-    also remains in the layout fsdp, where each step gathers the matrices: row-major order
-    would raise the peak memory of decoding 7B on v6e-8 from 3.53 to 4.07 GB.
+    order would make a step of 3B on v6e-8 take 4.7 ms instead of 4.2, as tools/clock.py estimates.
+    The default also remains in the layout fsdp, where each step gathers the matrices: row-major
+    order would raise the peak memory of decoding 7B on v6e-8 from 3.53 to 4.07 GB.
     """
     order = None
     if "F" in model.letters(name) and not has_adapters and layout.kind != "fsdp":
@@ -401,8 +401,8 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
 
 
 def bytes_of_row(cfg: ModelConfig, layout: Layout, weight_bytes: int) -> int:
-    """Bytes that a device could read in the extra time that each row of the cache costs a decode
-    step, apart from reading the cache. 0 on GPUs, where this time is not known.
+    """The time that each row of the cache adds to a decode step, apart from reading the cache, as
+    the bytes that a device could read in this time. 0 on GPUs, where the time is not known.
 
     weight_bytes: see `bytes_read`.
     """
@@ -451,7 +451,7 @@ def row_shards(layout: Layout) -> int:
 def rows_that_fit(
     cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, resting: int, group: int
 ) -> int:
-    """Number of rows that fit on a device at once, beside the weights and `resting` bytes.
+    """Number of rows that fit on a device at once, together with the weights and `resting` bytes.
 
     resting: see `make_engine`. group: rows that share a prompt. The KV cache of the rows that fit,
     and of their prompts, takes half of the free memory. The other half is for the prefill, the

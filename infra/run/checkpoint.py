@@ -149,8 +149,8 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
     IncompleteCheckpoint if files are missing, and CheckpointError if a file is damaged.
     """
     index, count = jax.process_index(), jax.process_count()
-    # The directory may also have files of another run, or of a different number of processes.
-    # {(number of the run, number of parts of its checkpoint): ({part: path}, one header)}
+    # The directory may also have files of another launch, or of a different number of processes.
+    # {(time of the launch, number of parts of its checkpoint): ({part: path}, one header)}
     runs = {}
     faults = []
     for (part, of), path in sorted(shard_files(directory).items()):
@@ -161,7 +161,7 @@ def complete_checkpoint(directory: str) -> tuple[list, dict]:
             continue
         paths, _ = runs.setdefault((about["run"], of), ({}, about))
         paths[part] = path
-    # A run's number is the time of its start.
+    # `run` is the time of the launch, so the newest launch has the largest.
     newest_first = sorted(runs.items(), key=lambda item: item[0], reverse=True)
     for (_, of), (paths, about) in newest_first:
         has_own = of == count and index in paths
@@ -268,7 +268,7 @@ class Saver:
     def __init__(self, out: str, keep: int, newest: int, about: dict | None = None):
         self.out = out
         self.keep = keep
-        # All processes use the same number, to tell this run's files from another run's.
+        # All processes use the same number, to tell this launch's files from another launch's.
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()} | (about or {})
         self.processes_here = processes_of_this_machine()
@@ -283,7 +283,7 @@ class Saver:
         self.remembered = (step, state, skipped)
 
     def begin(self) -> None:
-        """Begin to save what `remember` noted last."""
+        """Start to save the state that `remember` noted last."""
         self.finish()
         step, state, skipped = self.remembered
         shards = shards_of(state)
@@ -321,7 +321,7 @@ class Saver:
         the directory. Raises BucketError."""
         is_first = jax.process_index() == 0
         # Send metrics first. If the VM is lost before the checkpoint arrives, the resumed run drops
-        # the rows after its step. It could not replace rows that are missing.
+        # the rows after the older checkpoint's step. It could not restore missing rows.
         if is_first:
             bucket.send_all_but_checkpoints(self.out, compiled=False)
         bucket.send_checkpoint(self.out, name, jax.process_index(), jax.process_count())
@@ -365,8 +365,8 @@ class Saver:
         return self.last_saved()
 
     def save_before_exit(self) -> str:
-        """Save what `remember` noted last, unless an update has donated its arrays. Returns a
-        message that names the last saved step.
+        """Save the state that `remember` noted last, unless an update has donated its arrays.
+        Returns a message that names the last saved step.
 
         Each process does this on its own, since others may be gone. See also `save_together`.
         """
@@ -395,7 +395,7 @@ def too_old(steps: list, newest: int, step: int, kept: int) -> list:
 
     newest: the newest complete checkpoint before `step`. kept: number of complete ones to keep.
     """
-    # Between `newest` and `step`, a save failed or was killed. Such files would fill the disk.
+    # Checkpoints between `newest` and `step` are incomplete, and would only fill the disk.
     failed = [old for old in steps if newest < old < step]
     # Processes may still be writing checkpoints after `step`.
     complete = [old for old in steps if old <= step and old not in failed]

@@ -165,7 +165,7 @@ def check_together(cfg) -> None:
         is_bucket or not re.match(r"\w+:/", cfg.out),
         f"out = {cfg.out} is neither a directory nor gs://bucket/run",
     )
-    # A group of one answer has nothing to compare it with.
+    # GRPO compares the answers of a group, so a group needs at least two.
     check(
         cfg.npq >= 2 or cfg.steps == 0,
         f"npq = {cfg.npq} leaves no other answer to compare with; try --npq 8",

@@ -232,7 +232,7 @@ def append_at_once(path: str, data: bytes) -> None:
 def read_jsonl(path: str) -> list[dict]:
     """Returns the rows of a .jsonl file of a run, or [] if there is no file.
 
-    Lines that are not a row of a step are skipped with a warning. Half a line at the end, which a
+    Lines that are not a row of a step are skipped with a warning. An incomplete last line, which a
     killed run may leave, is skipped without a warning.
     """
     rows = []

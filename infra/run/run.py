@@ -165,7 +165,7 @@ class Run:
         return sum(self.step_seconds) / len(self.step_seconds)
 
     def device_metrics(self, flops: float, seconds: float) -> dict:
-        """Model FLOP utilisation of an update of `flops` operations, and memory of the fullest
+        """Model FLOPs utilisation of an update of `flops` operations, and memory of the fullest
         device. mfu is None if the chip is unknown, and memory is None if JAX does not report it."""
         # The operations that all devices could have done in this time.
         possible = self.peak_flops * seconds

@@ -242,7 +242,7 @@ def newest_checkpoint(out: str, resume: str):
         except (CheckpointError, OSError) as e:
             warn(f"step {step} cannot be used: {e}")
             fault = fault or fault_of(e, directory)
-        # All processes must have a checkpoint of the same run, so that no two runs are mixed.
+        # All processes must have files of the same launch, so that no two launches are mixed.
         runs = all_gather_processes(about.get("run", 0))
         if runs.min() > 0 and runs.min() == runs.max():
             return step, paths, about

@@ -1,7 +1,7 @@
 """Attention for the training forward: causal, and within the segments of packed rows.
 
 Each function takes q_BNTH (already scaled by H ** -0.5), k_BKTH, v_BKTH and segments_BT (int32),
-and returns [B, N, T, H]. A token attends to the tokens of its own segment up to itself.
+and returns [B, N, T, H]. A token attends to its own segment, up to and including itself.
 """
 
 from collections.abc import Callable

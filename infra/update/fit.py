@@ -76,8 +76,8 @@ def check_host_memory(cfg, width: int) -> None:
 
 
 def check_rollout_memory(layout, resting: int, cfg, model_cfg) -> None:
-    """Exit with code 2 if the rollout's weights do not fit on a device beside `resting` bytes, the
-    training state. Every process must call this."""
+    """Exit with code 2 if the rollout's weights do not fit on a device together with the training
+    state, which takes `resting` bytes. Every process must call this."""
     weights_gib = layouts.weights_gib(model_cfg, layout, cfg.dtype)
     limit = chips.least_memory(layout.mesh)
     ways = [] if cfg.rollout_sharding == "auto" else ["--rollout_sharding auto"]
@@ -318,8 +318,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
 
 
 def rollout_advice(cfg) -> str:
-    """What to try if a run that has begun has too little memory for a rollout: remedies that its
-    flags do not use yet."""
+    """What to try if there is too little memory for a rollout, before or during a run: remedies
+    that the flags do not use yet."""
     ways = []
     if not cfg.lora and cfg.offload != "params":
         ways.append(

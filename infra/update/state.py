@@ -1,4 +1,4 @@
-"""The state of training, {params, opt, and with --beta also ref}, and the memory that holds it.
+"""The training state, {params, opt, and with --beta also ref}, and the memory that holds it.
 
 Master weights and optimizer state are float32 and sharded over the mesh; --offload keeps some of
 them in the host's memory. With --lora, params, opt and ref cover the adapters alone, and the state
