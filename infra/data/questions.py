@@ -86,7 +86,7 @@ def load_rows(
             continue
         with exit_on_bad_row(name, number, row):
             renamed = columns.rename(row, chosen)
-            # Users can fix their own file. In a directory or on the hub, skip such rows.
+            # Users can fix their own file. In a directory or on the hub, skip empty rows.
             is_skipped = columns.is_empty(renamed) and not os.path.isfile(name)
             read[id(row)] = None if is_skipped else check_row(renamed, refused)
     rows = [read[id(row)] for _, row in numbered if read[id(row)]]
