@@ -970,13 +970,13 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     lora.check_rank(cfg, model_cfg)
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
-    # The data: questions to ask, examples to imitate, held-out questions.
-    questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
-    examples = examples_to_imitate(questions, tokenizer, cfg)
+    # The data. Held-out questions come first: a set may have none, and may take minutes to load.
     held_out = {
         name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
         for name, data in eval_sets(cfg).items()
     }
+    questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
+    examples = examples_to_imitate(questions, tokenizer, cfg)
     check_data(cfg, questions, examples)
 
     # Check that the run fits on the disk and in memory, given the longest prompt.

@@ -196,15 +196,15 @@ def decode_loops(*flags):
     """Compile decode loops of 128 rows. Returns a dict for each of them, all per device and step:
 
     layout; least, GB of the weights and the KV cache; compiled, GB read and written; moved, GB of
-    collectives; copied, the largest copy as a share of the KV cache; peak, GB of memory; bytes_ms
-    and clock_ms, the milliseconds by bytes and by the compiler's clock.
+    collectives; copied, the bytes written by copies as a share of the KV cache; peak, GB of memory;
+    bytes_ms and clock_ms, the milliseconds by bytes and by the compiler's clock.
     """
     bench = ROOT / "tools/bench_rollout.py"
     printed = compile_elsewhere(bench, "--prompt 1024 --answer 256", *flags)
     layouts = re.findall(r"^\S+ on \S+: (\w+)", printed, re.M)
     figures = re.findall(
         r"least ([\d.]+) GB .* compiled ([\d.]+) GB in ([\d.]+) ms, .* "
-        r"move ([\d.]+) GB; .* copy is ([\d.]+) of.* peak ([\d.]+) GB\n"
+        r"move ([\d.]+) GB; copies write ([\d.]+) of.* peak ([\d.]+) GB\n"
         r".* clock, not measured, a step takes ([\d.]+) ms \(slowest: (?:[^;]+ [\d.]+; ){4}",
         printed,
     )
@@ -232,6 +232,8 @@ def check_reads_only_weights_and_cache(loop):
     # test_decoding_that_reads_more_is_found_out checks nearly the same, of 3B on v6e-8.
     pytest.param("3B", "v6e-16", 4.0, marks=pytest.mark.soak),
     ("7B", "v4-16", 7.5),
+    # With XLA's defaults it takes 4.3 ms: each layer copies a matrix of all layers.
+    ("Qwen3-0.6B", "v6e-8", 2.6),
 ])
 # fmt: on
 def test_decoding_reads_only_weights_and_cache(size, chips, most_ms, record_property):
@@ -256,7 +258,8 @@ def test_decoding_compiles_for_every_chip_and_head_size(record_property):
     for loop in loops:
         # In models this small, logits and (on a v5p) activations are a large part of the traffic.
         assert loop["compiled"] <= 1.5 * loop["least"], loop
-        assert loop["copied"] <= 0.3, loop
+        # On a v5p, the logits of a 0.5B are copied.
+        assert loop["copied"] <= 0.35, loop
         assert loop["moved"] <= 0.1, loop
     record_property("ms by the compiler's clock", [loop["clock_ms"] for loop in loops])
 

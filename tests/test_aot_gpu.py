@@ -174,7 +174,7 @@ def test_decoding_for_gpus_reads_weights_and_cache_once(size, tmp_path, record_p
     printed = compile_for_gpus(bench, flags)
     figures = re.findall(
         r": (\w+) (\d+) x (\d+) devices.*?([\d.]+) of that; collectives move ([\d.]+) GB;"
-        r".*?copy is ([\d.]+) of",
+        r".*?copies write ([\d.]+) of",
         printed,
         re.S,
     )
@@ -188,5 +188,6 @@ def test_decoding_for_gpus_reads_weights_and_cache_once(size, tmp_path, record_p
         # With tp or all 128 rows on one GPU, activations are a larger share; they stay in L2.
         assert share <= 1.8, printed
         assert moved <= 1.1 * sums, printed
-        assert copied <= 0.05, printed
+        # The logits of a 7B are copied, 0.1 of this cache. The keys of all layers would be half.
+        assert copied <= 0.15, printed
     record_property("bytes / those of weights and cache, GB moved, copied", figures)

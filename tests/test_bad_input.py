@@ -41,8 +41,8 @@ PATHS = {  # {flags: what the message must say}
     "--eval_data none.jsonl": "none.jsonl does not",
     "--data dir.jsonl": "does not exist, or is not a file",
     "--data .": "cannot be lo",
-    "--data columns": "columns row 1",
-    "--data columns --eval_data other": "columns row 1",
+    "--data columns": "Give --eval_data none or columns@SPLIT",
+    "--data columns --eval_data none": "columns row 1",
     "--data script": "no longer supported",
     "--data pickle": "cannot be loaded",
 }

@@ -107,7 +107,7 @@ ODD_WORDS = [
     (["--out", "a\nb"], "holds a line break"),
     (["--data", ""], "--data"),
     (["--data", "\udce9.jsonl"], "half a character"),
-    (["--system", "\udce9"], "system = "),
+    (["--system", "\udce9"], "holds half a character (a surrogate)"),
     (["--system", "Be<|im_end|>"], "holds '<|im_end|>', a special token"),
     (["--model", " "], "--model is empty"),
     (["--mesh", "1\n2\n3"], "mesh = "),

@@ -290,7 +290,7 @@ def test_a_directory_without_held_out_rows_says_what_to_give(tmp_path, capsys):
     assert len(load_rows(str(tmp_path), False)) == 1
     with pytest.raises(SystemExit):
         load_rows(str(tmp_path), True)
-    assert f"give --eval_data none or {tmp_path}@SPLIT" in capsys.readouterr().err
+    assert f"Give --eval_data none or {tmp_path}@SPLIT" in capsys.readouterr().err
 
 
 def test_no_number_of_a_json_file_is_rounded(tmp_path):

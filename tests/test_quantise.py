@@ -223,8 +223,8 @@ def test_activations_and_the_cache_stay_in_the_compute_dtype(dtype, monkeypatch)
     cfg = CONFIGS["tied"]
     layout, _ = layouts.rollout_layout("replicated", cfg, mesh(), dtype, INT8)
     weights = layouts.to_rollout(place(random_weights(cfg), mesh()), layout, dtype, True)
-    decode = mock.Mock(wraps=engine.decode)
-    monkeypatch.setattr(engine, "decode", decode)
+    decode = mock.Mock(wraps=engine.jitted_decode("cpu"))
+    monkeypatch.setattr(engine, "jitted_decode", lambda platform: decode)
     sampled(weights, cfg, layout, random_prompts(cfg, (3, 4)), 0)
     (_, state, *_), _ = decode.call_args
     assert {a.dtype for a in jax.tree.leaves(state)} == {jnp.dtype(dtype)}

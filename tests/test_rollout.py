@@ -293,7 +293,7 @@ def test_greedy_answers_equal_on_meshes():
 def test_decode_works_in_place_and_ends(monkeypatch):
     """decode consumes the cache that goes in, and writes no more slots once all rows have ended."""
     cfg = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V)))
-    decode = engine.decode
+    decode = engine.jitted_decode("cpu")
     taken, left = [], []
 
     def watched(weights, state, *args, **options):
@@ -302,7 +302,7 @@ def test_decode_works_in_place_and_ends(monkeypatch):
         left.append(new_state)
         return new_state, out
 
-    monkeypatch.setattr(engine, "decode", watched)
+    monkeypatch.setattr(engine, "jitted_decode", lambda platform: watched)
     params = random_params(cfg, mesh())
     out = generate(params, cfg, random_prompts(cfg, (4, 4)), 24, at_once=1, stage=9)
     assert len(taken) == 10

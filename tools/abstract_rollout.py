@@ -101,7 +101,7 @@ def lower_decode(
     rows = Rows(prompt_length_B=integers, id_B=integers, live_B=booleans)
     key = jax.eval_shape(jax.random.key, 0)
     # Sample at temperature 1, as training does by default.
-    return engine.decode.lower(
+    return engine.jitted_decode(layout.platform).lower(
         weights,
         state,
         rows,

@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
 
     device_memory: int  # read and written by instructions
     moved: int  # operands and results of collectives
-    largest_copy: int  # written by the copy or relayout that writes the most
+    copied: int  # written by copies, relayouts and conversions
 
 
 def loop_traffic(hlo: str, layers: int) -> Traffic:
@@ -156,7 +156,7 @@ class Program:
 
     def traffic(self, computation: str) -> Traffic:
         """Returns the traffic of one execution of a computation."""
-        device_memory = moved = largest_copy = 0
+        device_memory = moved = copied = 0
         for name, instruction in self.computations[computation].items():
             # A `while` is an inner loop, such as the loop over the layers.
             if instruction.op == "while":
@@ -164,15 +164,16 @@ class Program:
                 trips = self.trips(instruction)
                 device_memory += trips * inside.device_memory
                 moved += trips * inside.moved
-                largest_copy = max(largest_copy, trips * inside.largest_copy)
+                copied += trips * inside.copied
             else:
                 if is_collective(instruction.op):
                     moved += self.bytes_moved(computation, name)
                 device_memory += self.bytes_touched(computation, name)
             if self.is_copy(instruction):
-                sizes = [n for n, in_memory in array_sizes(instruction.type) if in_memory]
-                largest_copy = max([largest_copy, *sizes])
-        return Traffic(device_memory, moved, largest_copy)
+                # The first array of a copy-start is the destination; the second is the source.
+                size, in_memory = array_sizes(instruction.type)[0]
+                copied += size * in_memory
+        return Traffic(device_memory, moved, copied)
 
     def bytes_moved(self, computation: str, name: str) -> int:
         """Returns the bytes of the operands and results of a collective."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from infra.host import chips, files
 from infra.host.console import say
 from infra.host.files import CheckpointError
+from infra.rollout import engine
 from infra.update import fit
 from tools import clock, hlo
 from tools.clock import Clock
@@ -79,8 +80,10 @@ def path_of(lowered, mesh, counted: tuple = ()) -> str:
     flags = [os.environ.get(name, "") for name in VARIABLES]
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())
-    digest.update(repr((devices, versions(), flags, counted)).encode())
-    # The remembered time depends on the code of the clock and on the figures of the chips.
-    for module in (clock, hlo, chips):
+    options = engine.TPU_OPTIONS
+    digest.update(repr((devices, versions(), flags, options, counted)).encode())
+    # The remembered memory depends on the code that sums it; the time depends on the code of the
+    # clock and on the figures of the chips.
+    for module in (fit, clock, hlo, chips):
         digest.update(Path(module.__file__).read_bytes())
     return os.path.expanduser(f"~/.cache/podgrpo/compiled/{digest.hexdigest()[:16]}.json")

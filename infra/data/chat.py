@@ -137,7 +137,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
         with exit_on(Exception, f"{path} is not a readable tokenizer"):
             source = default_template(directory)
         unknown = {"<|im_start|>", "<|im_end|>"} - {token.content for token in added}
-        why = f", though {' and '.join(sorted(unknown))} are not tokens of it" if unknown else ""
+        why = f", though its tokenizer has no {' or '.join(sorted(unknown))}" if unknown else ""
         say(f"{directory} has no chat template: prompts are written in ChatML{why}")
     with exit_on(Exception, f"the chat template of {directory} cannot be read"):
         template = compile_template(source)

@@ -180,10 +180,12 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
             # This error itself does not say what is wrong with the data.
             raise e.__cause__ or e from None
         except ValueError as e:
-            # This error lists the configs on its next lines.
-            if "Config name is missing" not in str(e):
-                raise
-            raise ValueError(f"{' '.join(str(e).split())} Give one as {path}:CONFIG") from None
+            message = " ".join(str(e).split())
+            if held_out and not split and "Unknown split" in message:
+                message += f" Give --eval_data none or {name}@SPLIT"
+            elif "Config name is missing" in message:
+                message += f" Give one as {path}:CONFIG"
+            raise ValueError(message) from None
 
     failure = f"{name} cannot be loaded"
     if kind:
@@ -196,8 +198,6 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
         )
         return rows
     default = "test" if held_out else "train"
-    if held_out and not split:
-        failure += f" (if it has no split named test, give --eval_data none or {name}@SPLIT)"
     # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
     # The directory may exist on some hosts and not on others.
     with together(name):

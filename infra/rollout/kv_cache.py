@@ -79,8 +79,7 @@ def decode_attention(
     are consecutive, and all prompts have the same number of rows. answer_length_B: tokens of each
     answer, the new one included. Returns ([B, N, 1, H], cache).
     """
-    device = layout.mesh.devices.flat[0]
-    is_tpu = device.platform == "tpu"
+    is_tpu = layout.platform == "tpu"
     attend = attend_pallas if is_tpu else attend_plain
 
     def on_device(q, k, v, layer, answers, prompts, slot, prompt_length_B, answer_length_B):

@@ -61,8 +61,12 @@ class Layout:
         return [1] * L if self.by_layer else [L]
 
     @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def is_on_cpu(self) -> bool:
-        return self.mesh.devices.flat[0].platform == "cpu"
+        return self.platform == "cpu"
 
     @property
     def sharing(self) -> int:

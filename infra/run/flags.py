@@ -144,12 +144,15 @@ def check_texts(cfg) -> None:
     """Exit with code 2 if a text cannot be a name, or if the system prompt cannot be encoded."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
+        forbidden = NO_NAME
+        fault = "a line break, another control character or half a character, or is too long"
         # Only the system prompt may have several lines.
-        forbidden = HALF_CHARACTER if field.name == "system" else NO_NAME
+        if field.name == "system":
+            forbidden = HALF_CHARACTER
+            fault = "half a character (a surrogate)"
         check(
             field.type is not str or not re.search(forbidden, value),
-            f"{field.name} = {str(value)[:50]!r} holds a line break, another control "
-            "character or half a character, or is too long",
+            f"{field.name} = {str(value)[:50]!r} holds {fault}",
         )
     # For other flags, "" has a meaning: a default, or nothing, such as no system prompt.
     for name in ("model", "data"):
