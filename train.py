@@ -970,7 +970,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     lora.check_rank(cfg, model_cfg)
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
-    # The data. Held-out questions come first: a set may have none, and may take minutes to load.
+    # The data. A set may lack held-out questions, so load them before its training questions.
     held_out = {
         name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
         for name, data in eval_sets(cfg).items()

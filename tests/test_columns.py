@@ -285,12 +285,16 @@ def test_data_that_cannot_be_read_is_refused_with_the_reason(name, text, words, 
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_directory_without_held_out_rows_says_what_to_give(tmp_path, capsys):
+def test_a_directory_without_a_split_says_what_to_give(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": ASK, "answer": "2"}))
     assert len(load_rows(str(tmp_path), False)) == 1
     with pytest.raises(SystemExit):
         load_rows(str(tmp_path), True)
     assert f"Give --eval_data none or {tmp_path}@SPLIT" in capsys.readouterr().err
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    with pytest.raises(SystemExit):
+        load_rows(str(tmp_path), False)
+    assert f"Give {tmp_path}@SPLIT" in capsys.readouterr().err
 
 
 def test_no_number_of_a_json_file_is_rounded(tmp_path):

@@ -180,12 +180,10 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
             # This error itself does not say what is wrong with the data.
             raise e.__cause__ or e from None
         except ValueError as e:
-            message = " ".join(str(e).split())
-            if held_out and not split and "Unknown split" in message:
-                message += f" Give --eval_data none or {name}@SPLIT"
-            elif "Config name is missing" in message:
-                message += f" Give one as {path}:CONFIG"
-            raise ValueError(message) from None
+            fix = what_to_give(str(e), name, held_out)
+            if not fix:
+                raise
+            raise ValueError(f"{' '.join(str(e).split())} Give {fix}") from None
 
     failure = f"{name} cannot be loaded"
     if kind:
@@ -205,6 +203,16 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
             with exit_on(Exception, failure):
                 return read()
         return hub.ask(name, read, failure)
+
+
+def what_to_give(error: str, name: str, held_out: bool) -> str:
+    """Returns what to give instead of a data set's name, after an error of `datasets`, or ""."""
+    whole, _, split = name.partition("@")
+    if "Config name is missing" in error:
+        return f"one as {whole}:CONFIG"
+    if "Unknown split" in error and not split:
+        return f"--eval_data none or {name}@SPLIT" if held_out else f"{name}@SPLIT"
+    return ""
 
 
 def share_repeats(rows: Iterable[dict]) -> list[dict]:
