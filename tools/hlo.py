@@ -170,9 +170,11 @@ class Program:
                     moved += self.bytes_moved(computation, name)
                 device_memory += self.bytes_touched(computation, name)
             if self.is_copy(instruction):
+                written = array_sizes(instruction.type)
                 # The first array of a copy-start is the destination; the second is the source.
-                size, in_memory = array_sizes(instruction.type)[0]
-                copied += size * in_memory
+                if instruction.op.endswith("-start"):
+                    written = written[:1]
+                copied += sum(size for size, in_memory in written if in_memory)
         return Traffic(device_memory, moved, copied)
 
     def bytes_moved(self, computation: str, name: str) -> int:
@@ -194,7 +196,7 @@ class Program:
         if costs:
             return costs["bytes_accessed"]
         if instruction.op.endswith("-start"):
-            # The first two arrays are source and destination. If only a slice is copied, the source
+            # The first two arrays are destination and source. If only a slice is copied, the source
             # is larger.
             ends = array_sizes(instruction.type)[:2]
             moved = min(size for size, _ in ends)
