@@ -179,9 +179,9 @@ def jax_backward(head_VD, z_CV, h_CD, row_C, per_token, dW_VD, is_first_chunk):
 # ---------------------------------------------------------------- a chunk in Pallas
 # The two kernels work on tiles of z' [vocabulary, tokens]: sums over the vocabulary run along
 # sublanes, and per-token values lie along lanes. The forward saves z - max in the dtype of h, where
-# max is the maximum of `step_rows` rows. Rounding errors are smallest for logits near the maximum,
-# which matter most. The backward computes dz in VMEM and uses it for both GEMMs. Exponentials have
-# base 2, because the hardware computes powers of 2.
+# max is a token's maximum over `step_rows` rows of W. Rounding errors are smallest for logits near
+# the maximum, which matter most. The backward computes dz in VMEM and uses it for both GEMMs.
+# Exponentials have base 2, because the hardware computes powers of 2.
 @dataclass(frozen=True)
 class Blocks:
     """The sizes of a chunk, and of the tiles that the kernels split it into."""
@@ -243,7 +243,7 @@ def compiler_params(blocks):
 
 
 def forward_kernel(scale, step_rows, h_CD, head_VD, *outputs):
-    """Compute the logits z of a tile, in base 2, and reduce them in steps of `step_rows` rows.
+    """Compute a tile's logits z, times log2(e), and reduce them in steps of `step_rows` rows.
 
     With p = 2 ** (z - max), write for each step: z - max (only if there is an output for it), max,
     the sum of p, and the sum of (z - max) p.
@@ -747,7 +747,7 @@ def grpo_loss(
     mesh: Mesh,  # its size must divide N, and fsdp * tp must divide D
     *,
     temperature: float = 1.0,
-    impl: str = "jax",  # or pallas (only TPUs, else ValueError), or full (all logits, to compare)
+    impl: str = "jax",  # or pallas (chips in VMEM_MIB), or full (all logits, to compare)
     blocks: Blocks | None = None,  # None: chosen by block_sizes
     **options,  # see `grpo_terms`
 ) -> tuple[Array, dict]:

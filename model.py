@@ -264,7 +264,7 @@ def shapes(cfg: ModelConfig) -> dict:
 def spec(name: str) -> P:
     """PartitionSpec of a parameter in training."""
     dims = letters(name)
-    # Matrices are sharded over fsdp along D, and over tp along heads or F.
+    # Matrices are sharded over fsdp along D; matrices and biases over tp along heads or F.
     axes = {"N": "tp", "K": "tp", "F": "tp", "D": "fsdp"}
     if "V" in dims:
         # fsdp * tp may not divide V, so the embedding and the head shard D over both axes.
@@ -487,7 +487,7 @@ def rotate(x, rope: tuple) -> jax.Array:
 
 
 def attention(q_BNTH, k_BKSH, v_BKSH, mask_BTS) -> jax.Array:
-    """Grouped-query attention, which does not repeat keys. Returns float32 [B, N, T, H].
+    """Grouped-query attention without repeated keys and values. Returns float32 [B, N, T, H].
 
     q_BNTH: already scaled by H ** -0.5. mask_BTS: whether a query attends to a key.
     """
@@ -566,7 +566,7 @@ REMAT = {
     "none": jax.checkpoint_policies.save_only_these_names("dot", "elementwise"),
 }
 # Maximum number of tokens that a device runs through a layer at once, unless a row is longer.
-# This is enough for large matmuls. More tokens would only take more memory for activations.
+# Matmuls of this many tokens are efficient; more would only take more memory for activations.
 TOKENS_AT_ONCE = 2048
 
 

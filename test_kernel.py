@@ -18,7 +18,7 @@ os.environ.setdefault("NPROC", "32")
 # Compute float32 products in float32 on GPUs and TPUs, too.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # Tests compute little, so compile fast: without LLVM's optimisation and, with jaxlib 0.10, without
-# the emitters of fusions. jaxlib 0.12 refuses the second flag.
+# fusion emitters. jaxlib 0.12 refuses the second flag.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
@@ -109,9 +109,9 @@ def blocks(impl, cores=1):
 def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.float32):
     """Returns random (hidden [N, 24], head [V, 24], targets [N], {vector: [N]}, cotangents [2, N]).
 
-    The largest logit of every third token is +-top. Ratios stay away from the clip bounds, so that
-    rounding does not decide what is clipped. Masked tokens hold NaN and infinity in all but their
-    targets and weights.
+    The largest absolute logit of every third token is `top`. Ratios stay away from the clip bounds,
+    so that rounding does not decide what is clipped. Masked tokens hold NaN and infinity in all but
+    their targets and weights.
     """
     rng = np.random.default_rng(seed)
     hidden = rng.standard_normal((N, 24))
@@ -154,7 +154,7 @@ def loss_inputs(N, V, T, seed, have=VECTORS, masked=0.4, top=20.0, dtype=np.floa
 def numpy_token(logp, entropy, token, knobs):
     """The formulas of kernel.py for one token. token: {vector: number}.
 
-    Returns (loss, dloss/dlogp, dloss/dentropy, {statistic: number}, its clip and cap cases).
+    Returns (loss, dloss/dlogp, dloss/dentropy, {statistic: number}, [clip case, cap case]).
     """
     weight = token["weight"]
     advantage = token["advantage"]
@@ -323,7 +323,7 @@ def check_loss(impl, inputs, T, of="loss", eps=1e-5, **knobs):
 
     errors = [
         abs(tokens["logp"] - want_tokens["logp"]).max(),
-        # The terms of the sum have both signs: divide the error by the sum of their sizes.
+        # The terms have both signs and may cancel: divide by the sum of their magnitudes.
         abs(loss - want_N.sum()) / abs(want_N).sum(),
         relative(dh, want_dh),
         relative(dW, want_dW),
@@ -371,7 +371,7 @@ def test_loss_equals_numpy(impl, record_property):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_masked_tokens_are_as_if_they_were_not_there(impl):
+def test_masked_tokens_have_no_effect(impl):
     """Masked tokens may contain anything. If all tokens are masked, all results are 0."""
     # loss_inputs puts NaN and infinity into masked tokens; replace these by zeros.
     dirty_inputs = loss_inputs(136, 107, 1.3, 9)
@@ -443,7 +443,7 @@ def test_loss_equals_liger(kind, record_property):
     assert len(cases) == 8
     assert min(cases.values()) > 10
     errors = []
-    # The loss types differ in the weights alone, so one of them is enough for all implementations.
+    # The loss types differ only in the weights, so one of them is enough for all implementations.
     for impl in IMPLS if kind == "grpo" else ["jax"]:
         loss, _, dh, dW = run_loss(impl, inputs, 0.7, entropy_bonus=0.0)
         errors += [relative(loss, want.detach()), relative(dh, h.grad), relative(dW, W.grad)]

@@ -427,8 +427,8 @@ def known_rewards(scores, faults: dict) -> np.ndarray:
 def are_equal(reward_GQ) -> np.ndarray:
     """Whether all rewards of a group are equal, up to rounding: bool [G, 1]."""
     # Rewards are rounded sums (0.1 + 0.2 differs from 0.3), so compare them with a tolerance. The
-    # tolerance is absolute below 1, because 0.1 + 0.2 - 0.3 is 6e-17, not 0. A standard deviation
-    # is rounded, too, and may differ from 0 even if all rewards are equal.
+    # tolerance is relative above 1, and absolute below 1, because 0.1 + 0.2 - 0.3 is 6e-17, not 0.
+    # A standard deviation of 0 would not do as a test: it is rounded, too, even for equal rewards.
     best_G1 = reward_GQ.max(1, keepdims=True)
     worst_G1 = reward_GQ.min(1, keepdims=True)
     largest_G1 = np.maximum(abs(best_G1), abs(worst_G1))
@@ -551,7 +551,7 @@ def make_batches(
             rows = make_rows(
                 packed, prompts, answers, advantages, plan.shape, cfg, sampler_logprobs
             )
-            # If all answers of a minibatch are masked, there is nothing to normalise.
+            # If all answers of a minibatch are masked, the normaliser is 0: avoid 0 / 0.
             rows["weight"] /= max(1, normaliser)
             # Each host passes its own rows; together they form one global array.
             batch.append({name: to_global(array) for name, array in rows.items()})
@@ -700,7 +700,8 @@ def optimizer_step(param, state, grad, factor, lr, *, name, cfg):
     """Take an optimizer step on one parameter. Returns (parameter, its optimizer state), unchanged
     if factor is NaN.
 
-    With --offload, arrays come from host memory, one layer at a time, and return to it.
+    Arrays that --offload keeps in host memory are copied to the device and back, layer by layer if
+    they stack layers.
     """
     rule = optimizer(cfg, name)
     # An update that is not finite has a factor of NaN: keep the old values.
@@ -887,7 +888,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, n_faults, cfg, setup)
     table = all_gather_processes(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
     column = dict(zip(per_answer, table.T, strict=True))
-    # A group whose rewards are all equal teaches nothing.
+    # For group/zero_variance, below: a group whose rewards are all equal has no advantages.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
     return means | {
         "reward/std": float(reward_GQ.std()),
@@ -970,7 +971,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     lora.check_rank(cfg, model_cfg)
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
-    # The data. A set may lack held-out questions, so load them before its training questions.
+    # The data. If a set has no held-out questions, end before the training questions are loaded.
     held_out = {
         name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
         for name, data in eval_sets(cfg).items()

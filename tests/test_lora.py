@@ -553,7 +553,7 @@ def test_adapters_of_another_base_are_refused(tmp_path, capsys):
     # PEFT names the base, and does not describe it.
     (tmp_path / "adapter/base.json").unlink()
     lora.check_base(cfg, merged_model)
-    assert "were trained on some/base; they are of use only if" in capsys.readouterr().err
+    assert "were trained on some/base; they are useful only if" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the command line

@@ -2,8 +2,8 @@
 
 Prompts have a KV cache of their own, which holds each prompt once for a group of its answers. The
 answers have a second KV cache, in which all rows write the same slot in each step. The answers'
-cache grows from stage to stage, and rows that have ended leave the batch between stages. If a
-device cannot hold all of its rows at once, the rows are decoded in waves.
+cache grows from stage to stage. Rows that have ended leave the batch between stages if that saves
+enough time. If a device cannot hold all of its rows at once, the rows are decoded in waves.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from model import ModelConfig
 # Maximum prompt tokens that a device computes in one call of `prefill`, unless a single prompt is
 # longer.
 PREFILL_TOKENS = 4096
-# Maximum tokens per answer in one call of `decode`. Rows that have ended leave the batch between
-# calls. On CPUs, each row that leaves saves time, so calls are shorter.
+# Maximum tokens per answer in one call of `decode`. Between calls, rows that have ended may leave
+# the batch (see `resize_wave`). On CPUs, each row that leaves saves time, so calls are shorter.
 STAGE = 128
 STAGE_ON_CPU = 64
-# For TPUs, decode is compiled with this option. XLA may hold an array of all layers in VMEM, and
-# copy it to HBM or back in every layer. At the default of 0.5, a step of some models and lengths
-# takes almost twice as long. At 1, XLA gives an array no place in VMEM if more bytes are copied
-# than used.
+# For TPUs, decode is compiled with this option. XLA may place an array that stacks all layers in
+# VMEM, and copy it from or to HBM in every layer. At the default of 0.5, a decode step of some
+# models and lengths takes almost twice as long. At 1, XLA keeps an array in HBM if placing it in
+# VMEM would copy more bytes than are used there.
 TPU_OPTIONS = {"xla_tpu_msa_inefficient_use_to_copy_ratio": 1.0}
 
 
@@ -210,7 +210,7 @@ def make_engine(
     size = size_of_step(cfg, host_count(mesh), longest_prompt)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, size)
     rows_that_fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, size, resting)
-    # A prompt has eval_samples answers in evaluations, and a group of answers in training.
+    # A prompt has eval_samples answers in evaluations, and npq answers in training.
     rows_by_group = {group: rows_that_fit(group) for group in (cfg.eval_samples, size.group)}
     dtypes = cfg.dtype, cfg.rollout_dtype
     return Engine(
@@ -236,7 +236,7 @@ def pad_prompts(prompts: list) -> tuple:
     """Returns (prompts of all processes, padded on the right, int32 [B, T]; their lengths [B])."""
     longest = max(len(prompt) for prompt in prompts)
     width = padded_length(int(all_gather_processes(longest).max()))
-    # Pad with token 0. Any token would do, since only pads attend to pads.
+    # Pad with token 0. Any token would do, since only padding attends to padding.
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -283,7 +283,7 @@ def empty_answers(B: int, max_answer: int) -> dict:
 
 def record(answers: dict, new: dict, ids_B, t: int, until: int) -> None:
     """Write tokens t .. until - 1, as returned by `decode`, into the answers of rows ids_B."""
-    # The last wave may have places without a row; their id is -1.
+    # The last wave may have padding rows; their id is -1.
     is_row = ids_B >= 0
     ids = ids_B[is_row]
     for name in ("tokens_BT", "logprobs_BT"):
@@ -367,7 +367,7 @@ def prefill(
     # was not intended.
     n, width = prompts_PT.shape
     say(f"tracing prefill: {n} prompts of {width} tokens")
-    # Pads come last, so all prompts begin at position 0.
+    # Padding comes last, so all prompts begin at position 0.
     positions = jnp.broadcast_to(jnp.arange(width), prompts_PT.shape)
     attend = partial(kv_cache.prefill_attention, first=first, layout=layout)
     attends = [attend] * len(state.prompts)

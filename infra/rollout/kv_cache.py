@@ -32,7 +32,7 @@ class Cache(NamedTuple):
 
 # ---------------------------------------------------------------- what a layer calls
 def prefill_attention(q_BNTH, k_BKTH, v_BKTH, layer, cache: Cache, first, layout) -> tuple:
-    """Attention of prompts to themselves. Also writes their keys and values to the cache.
+    """Causal self-attention of prompts. Also writes their keys and values to the cache.
 
     On each device, keys and values go to the cache's rows from `first` on. All prompts begin in
     slot 0. Returns ([B, N, T, H], cache).
@@ -56,7 +56,7 @@ def causal_attention(q_BNTH, k_BKTH, v_BKTH) -> jax.Array:
 
     def attend(start):
         own_q = lax.dynamic_slice_in_dim(q_BNTH, start, size, 2)
-        # Pads need no mask: they come after the prompt, so only pads attend to them.
+        # Padding needs no mask: it comes after the prompt, so only padding tokens attend to it.
         causal = start + jnp.arange(size)[:, None] >= jnp.arange(T)
         return model.attention(own_q, k_BKTH, v_BKTH, causal[None])
 
@@ -176,7 +176,7 @@ def own_rows(a):
 
 def split_like_cache(a_B, layout):
     """Split an array with one entry per row like the rows of the cache. With a sharding constraint
-    instead of a shard_map, XLA would split the activations of each layer in the same way."""
+    instead of a shard_map, XLA would propagate this split to the activations of every layer."""
     if layout.sharing == 1:
         return a_B
     split = partial(jax.shard_map, mesh=layout.mesh, check_vma=False)
@@ -239,7 +239,7 @@ def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
     k_BKSH = lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)
     v_BKSH = lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)
     scores = model.matmul("BKMH,BKSH->BKMS", q_BKMH, k_BKSH)
-    # Slots beyond length_B are not written yet, or hold the pads of a prompt.
+    # Slots beyond length_B are not written yet, or hold the padding of a prompt.
     slots = jnp.arange(scores.shape[-1])
     is_filled_BS = slots < length_B[:, None]
     is_filled_BKMS = is_filled_BS[:, None, None]

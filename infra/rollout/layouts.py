@@ -70,8 +70,8 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """In the layout tp, the number of devices with the same key/value heads; 1 in others. These
-        devices have the same rows outside of attention, and split the rows in attention."""
+        """The number of devices with the same key/value heads in the layout tp; 1 in other layouts.
+        These devices have the same rows outside of attention, and split the rows in attention."""
         return self.mesh.shape["fsdp"] if self.kind == "tp" else 1
 
     @property
@@ -146,8 +146,8 @@ def layout_of(kind: str, tp: int, cfg: ModelConfig, mesh: Mesh) -> Layout:
 
 
 def seconds_halfway(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> float:
-    """Estimate the seconds of a decode step halfway through a rollout, when half of the answers to
-    each prompt have ended and half of the slots are filled, with replicated weights or tp.
+    """Estimate the seconds of a decode step halfway through a rollout, for replicated weights or
+    tp. Halfway, half of the answers to each prompt have ended and half of the slots are filled.
 
     The estimate is the time to read the weights and the KV cache at full memory bandwidth, plus the
     time of the collectives and of elementwise operations.
@@ -219,8 +219,8 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     # the weights reads and writes the activations of all their rows.
     longest = 1.03 * min(ms.values())
     chosen = next(layout for layout in fitting if ms[layout] <= longest)
-    rule = "the least split within 3%"
-    return chosen, f"estimated step halfway, {rule}: {', '.join(estimates)}"
+    rule = "least split within 3% of the fastest step halfway"
+    return chosen, f"{rule}: {', '.join(estimates)}"
 
 
 def name_of(layout: Layout) -> str:
@@ -473,7 +473,7 @@ def rows_that_fit(
         rows = 0.5 * free_bytes / bytes_per_row
         if rows >= part:
             break
-    # The memory of an unknown device is infinite.
+    # If the memory of a device is unknown, it counts as infinite.
     return max(1, int(min(2**30, rows)))
 
 

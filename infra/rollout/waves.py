@@ -17,15 +17,15 @@ class Rows(NamedTuple):
 
     prompt_length_B: jax.Array  # tokens of the row's prompt
     id_B: jax.Array  # index among the rows of all waves and processes, counted from `place`
-    live_B: jax.Array  # whether there is a row, and the row has no stop token yet
+    live_B: jax.Array  # whether the row is not padding, and has no stop token yet
 
 
 @dataclass(frozen=True)
 class Wave:
     """Rows that decode together. The NumPy arrays are the same on every process."""
 
-    row_ids: np.ndarray  # [parts, rows of a part]: index among all rows; -1 if there is no row
-    is_live: np.ndarray  # same shape: whether there is a row, and the row has no stop token yet
+    row_ids: np.ndarray  # [parts, rows of a part]: index among all rows; -1 for padding rows
+    is_live: np.ndarray  # same shape: whether the row is not padding, and has no stop token yet
     group: int  # number of consecutive rows that share a prompt
     slots: int  # slots of the answers' KV cache
     state: DecodeState
@@ -33,9 +33,9 @@ class Wave:
 
 def rows_of(wave: Wave, prompt_length_B: np.ndarray, place: int, layout: Layout) -> Rows:
     """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout. place:
-    the id that row 0 of the rollout has in draws."""
-    # The last wave may have places without a row. Their id is -1, which picks the length of the
-    # last row; their results are not used.
+    the id of row 0 of the rollout, see `Engine.generate`."""
+    # The last wave may have padding rows. Their id is -1, which picks the length of the last row;
+    # their results are not used.
     id_B = wave.row_ids.ravel()
     live_B = wave.is_live.ravel()
     # Split these arrays like the rows: each device has the entries of its own rows.
@@ -58,11 +58,11 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
     rows = B // shards
     at_once = min(at_once, rows)
     # A part may begin inside a group. Cut each group into equal pieces whose size also divides a
-    # part, so that no piece is in two parts. Take the largest such size.
+    # part, so that no piece is in two parts. Take the largest such size that fits in a wave.
     group = math.gcd(group, rows)
     group = max(n for n in range(1, at_once + 1) if group % n == 0)
-    # Waves have equal sizes, so that one compiled program serves them all; the last one may have
-    # places without a row.
+    # Waves have equal sizes, so that one compiled program serves them all; the last one may end
+    # in padding rows.
     most_rows = at_once // group * group
     n_waves = math.ceil(rows / most_rows)
     wave_rows = math.ceil(rows / n_waves / group) * group
@@ -74,7 +74,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
 def smaller_groups(count: int) -> list[int]:
     """Divisors of the count, each the largest proper divisor of the one before: 12, 6, 3, 1."""
-    # XLA compiles a program for each size, and this leads to few sizes.
+    # XLA compiles a program for each size, so keep the number of sizes small.
     found = [count]
     while found[-1] > 1:
         last = found[-1]
@@ -96,11 +96,12 @@ def fewer_rows(
     """Returns (prompts of a part of the rows, answers per prompt) that the next stage decodes.
 
     Among the sizes that have room for every part's live answers, and whose cache is no larger than
-    now, chooses the one whose decode step reads the fewest bytes. Keeps the present size unless the
-    new one saves a tenth of the bytes. A prompt with more live answers than
-    the new group size is kept and counted several times. is_live_RPG: P prompts of G answers in
-    each of R parts of the rows. prompt_bytes, answer_bytes: KV cache of one prompt, and of one
-    answer. row_bytes: see `layouts.bytes_of_row`.
+    now, chooses the one whose decode step reads the fewest bytes. Keeps the current size unless the
+    new one saves a tenth of the bytes. A prompt with more live answers than the new group size is
+    kept and counted several times.
+
+    is_live_RPG: P prompts of G answers in each of R parts of the rows. prompt_bytes, answer_bytes:
+    KV cache of one prompt, and of one answer. row_bytes: see `layouts.bytes_of_row`.
     """
     _, prompts, group = is_live_RPG.shape
     live_RP = is_live_RPG.sum(2)

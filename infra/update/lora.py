@@ -75,19 +75,19 @@ def trained_shapes(cfg, model_cfg: model.ModelConfig) -> dict:
 
 
 def check_rank(cfg, model_cfg: model.ModelConfig) -> None:
-    """Exit with code 2 if the rank exceeds the hidden size, which no matrix's rank exceeds."""
+    """Exit with code 2 if the rank exceeds the hidden size, the largest rank of these matrices."""
     check(
         cfg.lora <= model_cfg.D,
-        f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, which no matrix's rank "
-        "exceeds; try --lora 16",
+        f"lora = {cfg.lora} is more than the hidden size {model_cfg.D}, the largest rank that "
+        "an adapted matrix can have; try --lora 16",
     )
 
 
 def flops_of_a_token(cfg, model_cfg: model.ModelConfig) -> int:
-    """Operations that --lora adds per token of a packed sequence; negative if it saves operations.
+    """FLOPs that --lora adds per token of a packed sequence; negative if it saves FLOPs.
 
-    Training takes six operations per parameter and token. A frozen parameter takes four, since
-    its gradient is not computed.
+    Training takes six FLOPs per parameter and token. A frozen parameter takes four, since its
+    gradient is not computed.
     """
     if not cfg.lora:
         return 0
@@ -265,8 +265,8 @@ def read(cfg, model_cfg: model.ModelConfig) -> dict | None:
 
 
 def check_base(cfg, base: dict) -> None:
-    """Exit with code 2 if the directory --adapter says that its adapters were trained on other
-    weights. base: the result of `base_of`."""
+    """Exit with code 2 if base.json in --adapter records other weights than `base`, the result of
+    `base_of`. Without base.json, warn if PEFT's config names another base."""
     path = f"{cfg.adapter}/{BASE}"
     if os.path.exists(path):
         fault = difference(files.read_json(path), base)
@@ -276,7 +276,7 @@ def check_base(cfg, base: dict) -> None:
     name = files.read_json(f"{cfg.adapter}/{CONFIG}").get("base_model_name_or_path")
     if name != cfg.model and jax.process_index() == 0:
         warn(
-            f"the adapters in {cfg.adapter} were trained on {name}; they are of use only if "
+            f"the adapters in {cfg.adapter} were trained on {name}; they are useful only if "
             f"{cfg.model} has the same weights"
         )
 

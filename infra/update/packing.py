@@ -12,7 +12,7 @@ from infra.host.processes import all_gather_processes, host_count
 from infra.update import lora
 
 # Short sequences share rows of up to SHARED_WIDTH tokens, if each device then has LEAST_ROWS rows
-# or more, and attention takes at most MOST_ATTENTION times as many operations as the matmuls.
+# or more, and attention takes at most MOST_ATTENTION times as many FLOPs as the matmuls.
 SHARED_WIDTH = 512
 LEAST_ROWS = 8
 MOST_ATTENTION = 0.05
@@ -41,10 +41,10 @@ class RowShape(NamedTuple):
 def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape:
     """Choose the width of rows for sequences of at most `longest` tokens.
 
-    A row has room for k of the longest sequences. If most sequences are much shorter, rows with
-    k = 1 would be mostly padding. A larger k packs several of them into a row and wastes less.
+    A row has room for k of the longest sequences. With k = 1, no two sequences longer than half a
+    row can share a row. A wider row packs several of them and wastes less.
     """
-    # In the forward, matmuls take 2 operations per token and parameter. Attention over W tokens
+    # In the forward, matmuls take 2 FLOPs per token and parameter. Attention over W tokens
     # takes 4 * W * N * H per token and layer.
     of_width = 2 * model_cfg.L * model_cfg.N * model_cfg.H
     widest = min(SHARED_WIDTH, MOST_ATTENTION * model_cfg.n_multiplied / of_width)
@@ -151,10 +151,10 @@ def count_tokens(lengths, answer_lengths, is_packed, slots, cfg, model_cfg) -> d
 
 
 def flops(cfg, model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
-    """Operations of a forward and backward over sequences, without recomputation.
+    """FLOPs of a forward and backward over sequences, without recomputation.
 
-    Each token takes 6 operations per trained matmul parameter, and 4 per frozen one. Each pair of a
-    query and a key that it attends to takes 12 * N * H operations per layer (arXiv 2204.02311,
+    Each token takes 6 FLOPs per trained matmul parameter, and 4 per frozen one. Each pair of a
+    query and a key that it attends to takes 12 * N * H FLOPs per layer (arXiv 2204.02311,
     appendix B). The LM head counts for all tokens, although the loss skips most prompt tokens.
     """
     of_parameters = 6 * model_cfg.n_multiplied + lora.flops_of_a_token(cfg, model_cfg)

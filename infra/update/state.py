@@ -42,8 +42,9 @@ def is_stepped_by_layer(name: str, offload: str) -> bool:
 
 
 def step_in_place(step, param, opt_state, grad, name: str, offload: str) -> tuple:
-    """Returns step(param, opt_state, grad), a new (param, opt_state), in the memory that holds
-    them. The step runs on the device. An offloaded parameter with layers is stepped layer by layer.
+    """Returns the (param, opt_state) that step(param, opt_state, grad) returns, each in the memory
+    that holds it. The step runs on the device. If the optimizer state of a parameter is offloaded
+    and the parameter stacks layers, the step runs for one layer at a time.
     """
     param_memory, opt_memory = memory_of(name, offload)
     # Scalars, such as Adam's step count, stay on the device.
