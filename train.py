@@ -879,10 +879,12 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, n_faults, cfg, setup)
     }
     per_answer |= setup.reward_pool.by_name(scores)
     if SOLVED is correct:
-        # `correct` reads the final number, so a solved answer has one: do not parse it again.
+        # `correct` reads the final number, so a solved answer has one: do not parse it again. Nor
+        # parse truncated answers, which are the longest.
+        is_known = (scores[:, 0] > 0) | out["truncated_B"]
         per_answer["no_number"] = [
-            not solved and final_number(text) is None
-            for solved, text in zip(scores[:, 0], texts, strict=True)
+            not known and final_number(text) is None
+            for known, text in zip(is_known, texts, strict=True)
         ]
     table = np.column_stack(list(per_answer.values()))
     table = all_gather_processes(table).reshape(-1, len(per_answer))

@@ -100,7 +100,7 @@ def test_messages_may_come_in_parts_and_beside_empty_columns(tmp_path):
         {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": "2"}]},
         {"problem": ASK, "expected_answer": 2, "solution": "1 + 1"},
         {"messages": [{"role": "user", "content": ASK, "from": None}], "answer": "2"},
-        {"input": ASK, "instruction": "Solve it.", "answer": 2},
+        {"input": ASK, "instruction": "", "answer": 2},
     ],
 )  # fmt: skip
 def test_other_usual_forms_are_read(row, tmp_path):
@@ -117,14 +117,34 @@ def test_rows_without_an_answer_are_skipped_in_a_set_that_users_cannot_mend(tmp_
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = load_rows(str(tmp_path / "set"), False)
     assert [row["answer"] for row in found] == ["2", "3"]
-    assert "2 rows have no question or no answer, such as row 2" in capsys.readouterr().out
+    assert "2 rows are skipped, such as row 2: ValueError: answer = ' '" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         load_rows(str(path), False)
-    assert "train.jsonl line 2 needs" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "train.jsonl line 2 needs" in said and "the columns are question, answer" in said
     path.write_text(json.dumps({"ask": ASK, "reply": "2"}))
     with pytest.raises(SystemExit):
         load_rows(str(tmp_path / "set"), False)
-    assert "no answer; the columns are ask, reply; give --columns" in capsys.readouterr().err
+    assert "KeyError: 'answer'); the columns are ask, reply; give" in capsys.readouterr().err
+
+
+def test_a_malformed_row_of_a_set_that_users_cannot_mend_is_skipped(tmp_path, capsys):
+    rows = [{"question": [{"role": "user", "content": text}], "answer": "2"} for text in (ASK, "")]
+    rows.append({"question": [{"role": "tool", "content": ASK}], "answer": "2"})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = load_rows(str(tmp_path), False)
+    assert found["question"] == ASK
+    assert "2 rows are skipped, such as row 2: ValueError: question = ''" in capsys.readouterr().out
+
+
+def test_instructions_are_joined_with_inputs_that_may_be_empty(tmp_path):
+    """Alpaca's form."""
+    rows = [("What is 2 + 3?", "", "5"), ("Add the numbers.", "2, 3", "5")]
+    names = "instruction", "input", "output"
+    lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    found = load_rows(f"{tmp_path}/rows.jsonl", False)
+    assert [row["question"] for row in found] == ["What is 2 + 3?", "Add the numbers. 2, 3"]
 
 
 def test_a_column_of_32_bit_numbers_keeps_its_digits(tmp_path):
@@ -168,7 +188,7 @@ def test_a_set_of_several_configs_asks_for_one(tmp_path, capsys, monkeypatch):
         load_rows("sums", False)
     said = capsys.readouterr().err.splitlines()[-1]
     assert "['main', 'socratic']" in said
-    assert "Give one as sums:CONFIG" in said
+    assert "; give one as sums:CONFIG" in said
     assert len(load_rows("sums:main", False)) == 1
     # A directory may have such a name itself.
     (tmp_path / "sums/main").rename(tmp_path / "sums@v:1")
@@ -290,11 +310,11 @@ def test_a_directory_without_a_split_says_what_to_give(tmp_path, capsys):
     assert len(load_rows(str(tmp_path), False)) == 1
     with pytest.raises(SystemExit):
         load_rows(str(tmp_path), True)
-    assert f"Give --eval_data none or {tmp_path}@SPLIT" in capsys.readouterr().err
+    assert f"; give --eval_data none or {tmp_path}@SPLIT" in capsys.readouterr().err
     (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
     with pytest.raises(SystemExit):
         load_rows(str(tmp_path), False)
-    assert f"Give {tmp_path}@SPLIT" in capsys.readouterr().err
+    assert f"; give {tmp_path}@SPLIT" in capsys.readouterr().err
 
 
 def test_no_number_of_a_json_file_is_rounded(tmp_path):

@@ -56,22 +56,32 @@ OPERATIONS = set("root half third quarter twice double triple reciprocal".split(
 UNITS = set(
     "cm mm km kg mg lb lbs oz ft in mi mph kph min mins hr hrs sec secs ml mL dB Hz kHz MHz GHz kW "
     "MW kWh Wh am pm AM PM th st nd rd deg ms ns sq yd yds pt qt gal cal kcal MB GB TB KB mol atm "
-    "pts usd USD EUR GBP RMB yr yrs kgs kJ nm tsp tbsp dm wk wks ppl kmph rpm".split()
+    "pts pcs usd USD EUR GBP RMB Rs yr yrs kgs kJ nm tsp tbsp dm wk wks ppl kmph rpm".split()
 )
-SHORT_WORDS = set("of is at on as an if we he it so am be my are was has had her his".split())
+SHORT_WORDS = set(
+    "of is at on as an if we he it so am be my are was has had her his to by do go up no".split()
+)
 LETTERS_AS_UNITS = set("mgshlL")
 LETTERS_AS_WORDS = set("aAI")
 # Words that multiply a number by a power of ten, with the power's exponent.
-TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+TIMES = dict(hundred=2, thousand=3, lakh=5, million=6, crore=7, billion=9, trillion=12)
+# Words that divide a number, as in 2 thirds.
+PARTS = set("half halves third thirds fourths fifths sixths eighths tenths hundredths".split())
 
 # A measure that a second number continues, as in "5 hours 30 minutes".
 MEASURE = re.compile(
-    r"\d\s?(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?|dollars?)"
-    r"(?:\s+and)?\s+\Z"
+    r"\d\s*(?:hours?|hrs?|minutes?|mins?|days?|weeks?|months?|years?|feet|foot|ft|yards?|pounds?|"
+    r"lbs?|dollars?|kg|km|m|小时|分钟)(?:\s+and)?\s+\Z"
 )
-# After a number, these words add a fraction to it.
-AND_A_HALF = re.compile(r"\s+and an? (?:half|third|quarter)\b")
+# After a number, these words add a fraction to it, as in 2 hours and a half.
+AND_A_HALF = re.compile(r"(?:\s+[^\W\d_]+)?\s+and an? (?:half|third|quarter)\b")
+# After one of these, a new formula begins.
+ARROWS = re.compile(r"[→⇒⟹∴]|\\(?:Rightarrow|rightarrow|implies|therefore)(?![A-Za-z])")
+# The left side of an equation may be one of these names: x, x_1, \theta, f(3), \angle A.
+NAME = re.compile(r"(?:\\angle)?\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\(-?\w+\))?")
 
+# A line such as "#### Step 2", "#### 2. Add both" or "#### (2) Total" is a heading of Markdown.
+HEADING = r"\(?\d+(?:[.):]|\s[-\u2013])[^\S\n]+\S"
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 # A reference is more than an answer if it has several lines or sentences, or if it begins with a
@@ -140,7 +150,7 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
 def is_worked_out(reference: str) -> bool:
     """Whether a reference is read by its last number, because it has a sentence and no marks."""
     text = without_thoughts(reference)
-    return has_sentence(text) and not marked_parts(text)
+    return not marked_parts(text) and has_sentence(text)
 
 
 def has_sentence(reference: str) -> bool:
@@ -158,14 +168,15 @@ def marked_parts(text: str) -> list[str]:
     if "\\boxed" not in text:
         text = re.sub(r"\\fbox\s?\{", r"\\boxed{", text)
     text = re.sub(r"\\boxed\s(-?[\d.,/]*\d)", r"\\boxed{\1}", text)
-    # Move the sign of -\boxed{5} into the box, unless the box is subtracted from something.
-    text = re.sub(r"(?<![\w)\]}])(?<![\w)\]}]\s)-\s?\\boxed\s?\{", r"\\boxed{-", text)
+    # Move the sign of -\boxed{5} into the box, unless the box is subtracted from something. In
+    # "- \boxed{5}", the sign may be a bullet or a dash, except after = or "is".
+    text = re.sub(r"(?<![\w)\]}])(?<![\w)\]}]\s)-\\boxed\s?\{", r"\\boxed{-", text)
+    text = re.sub(r"([=$(\[{]|\bis)\s?-\s?\\boxed\s?\{", r"\1 \\boxed{-", text)
     return (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S | re.I)
         or BOXED.findall(text)
-        # A line such as "#### Step 2" or "#### 2. Add both" is a heading of Markdown.
         or re.findall(
-            r"####[^\S\n]*\*{0,2}(?!\d+\.[^\S\n]+\S)(?=[-+\u2212\u2013$€£¥₹\\(.\d])(.*)", text
+            rf"####[^\S\n]*\*{{0,2}}(?!{HEADING})(?=[-+\u2212\u2013$€£¥₹\\(.\d])(.*)", text
         )
     )
 
@@ -179,16 +190,20 @@ def usual(text: str) -> str:
     # U+2212 is a minus and never a dash, even with a space after it.
     text = re.sub(r"\u2212[^\S\n]*", "-", text)
     # ½ is 1/2, and 3½ is 3 1/2.
-    fractions_of_one = "[\u00bc-\u00be\u2150-\u215e]"
-    text = re.sub(fractions_of_one, lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
+    fraction = "[\u00bc-\u00be\u2150-\u215e]"
+    text = re.sub(rf"(?<=\d)(?={fraction})", " ", text)
+    text = re.sub(fraction, lambda m: unicodedata.normalize("NFKC", m[0]), text)
+    # Narrow and no-break spaces group digits, as in 10 000.
+    text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))", "", text)
+    text = text.translate({ord("º"): "\u00b0", ord("˚"): "\u00b0", ord("％"): "%"})
     text = text.replace("\u2044", "/").translate(EAST_ASIAN)
-    return re.sub(rf"(?<={BESIDE})(?=[-\d])|(?<=\d)(?={BESIDE})", " ", text)
+    return re.sub(rf"(?<={BESIDE})(?=(?:\*\*)?[-\d])|(?<=\d)(?={BESIDE})", " ", text)
 
 
 def plain(text: str) -> str:
     """Rewrite LaTeX as plain text: 3\\frac12 becomes 3 1/2."""
     # A "-" that begins a formula is a minus.
-    text = re.sub(r"(?<=\$|\()-\s+(?=[\d.\\])", "-", usual(text)).replace("{,}", ",")
+    text = re.sub(r"([$(]\s?)-\s+(?=[\d.\\])", r"\1-", usual(text)).replace("{,}", ",")
     # Drop Markdown's marks of code and of italics, and the calculations in GSM8K's << >>.
     text = re.sub(r"<<[^<>]*>>|`", " ", text)
     text = re.sub(r"(?<![\w*)])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*(])", r"\1", text)
@@ -205,18 +220,19 @@ def plain(text: str) -> str:
     text = re.sub(r"\A\s*\{([^{}]*)\}\s*\Z", r"\1", text)
     text = re.sub(r"\\([%$])", r"\1", text)
     text = re.sub(r"\^?\{?(?:\\circ|\\degree)(?![A-Za-z])\s?\}?", "\u00b0", text)
-    text = re.sub(r"\u00b0\s?[CF]\b", "\u00b0", text)
+    text = re.sub(r"\u00b0\s*[CF]\b", "\u00b0", text)
     text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])|[\u00d7\u00b7]", "*", text)
     text = re.sub(r"\\(?:approx|simeq)(?![A-Za-z])", "\u2248", text)
     # Fractions of numbers, as in \frac{1}{2}, \frac1{2} and \frac12.
     argument = rf"\s?(?:\{{\s?(-?{DECIMAL})\s?\}}|(\d))"
     text = re.sub(rf"(\d\s?)?\\[cdt]?frac{argument}{argument}", fraction_text, text)
-    # Powers: 10^{-3}, 10**3, 10⁻³. Other pairs of stars are Markdown's bold type.
+    # Powers: 10^{-3}, 10**3, 10⁻³. Other pairs of stars are Markdown's bold type, which may follow
+    # a Chinese letter without a space.
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
-    text = re.sub(r"(?<=\w)\*\*(?=[-\w])", "^", text).replace("**", "")
+    text = re.sub(r"(?<=[A-Za-z0-9])\*\*(?=[-A-Za-z0-9])", "^", text).replace("**", "")
     text = re.sub(r"\^\{\s?([-+]?\d+)\s?\}", r"^\1", text)
     # An x between two numbers is a sign of multiplication.
-    text = re.sub(r"(?<=\d)\s?x\s?(?=\d)", "*", text)
+    text = re.sub(r"(?<=[\d)%])\s?x\s?(?=[$€£(]?\.?\d)", "*", text)
     # Drop the exponent of a unit, as in 25 cm^2 or 25 m^2: it is not a number of its own.
     text = re.sub(r"((?<=\d)[\s$]*[A-Za-z]{2,}|\s[mL]|/[mshL])\^-?\d\b", r"\1", text)
     # km / h is one unit.
@@ -249,6 +265,8 @@ def read_number(text: str, is_marked: bool) -> fractions.Fraction | None:
         # Also strip control characters such as \x1f, which `\s` matches and `int` refuses.
         return fractions.Fraction(int(text.strip()))
     text = plain(text)
+    if not is_marked:
+        text = ARROWS.sub("\n", text)
     tokens = list(TOKEN.finditer(text))
     places = [i for i, token in enumerate(tokens) if token["number"]]
     if not places or (is_marked and DATE.fullmatch(text)):
@@ -348,13 +366,15 @@ def word_scale(word: str, is_attached: bool) -> int | None:
     times = TIMES.get(word.lower().removesuffix("s"))
     if times:
         return 10**times
+    if word.lower() in PARTS:
+        return None
     if is_east_asian(word):
         return None if word[0] in EAST_ASIAN_SCALES else 1
     parts = re.split("[/-]", word)
     if is_attached and parts[0] not in UNITS:
         return None
     # Abbreviations such as CDs, and words such as T-shirts, are words.
-    if re.fullmatch("[A-Z]{2,}s|[A-Z]-[a-z]{3,}", word):
+    if re.fullmatch("[A-Z]{2,}s|[A-Za-z]-[a-z]{3,}", word):
         return 1
     for part in parts:
         is_known = part in UNITS | SHORT_WORDS | LETTERS_AS_UNITS | LETTERS_AS_WORDS
@@ -399,13 +419,13 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
             token["number"] or is_maths(token) or token[0].lower() in OPERATIONS for token in before
         )
         has_variable = any(is_variable(token) for token in before)
-        return not (has_formula or has_variable or is_call(before, number))
+        return not (has_formula or has_variable or (before and is_call(before[-1])))
     for place in reversed(range(len(before))):
         token = before[place]
         earlier = before[place - 1] if place else None
         if token["line"] or (is_end_of_sentence(token) and not is_semicolon_in_list(token)):
             return True
-        if token["number"] or is_maths(token) or is_call(before[: place + 1], number):
+        if token["number"] or is_maths(token) or is_call(token):
             return False
         if token["word"]:
             is_pair = token[0] in JOINING and earlier and earlier["number"]
@@ -426,7 +446,7 @@ def follows_equation(before: list[re.Match], left: list[re.Match], is_marked: bo
     """Whether an equation is one of several with different values, as in `x = 2 or x = 3` and
     `width = 5, length = 10`. before: the tokens before its value. left: its left side."""
     # 2 + 3 = 5 is a calculation.
-    if left and not any(token["word"] for token in left):
+    if left and not any(token["word"] or token["command"] for token in left):
         return False
     earlier = before[: -1 - len(left)]
     if not left and is_marked:
@@ -443,11 +463,11 @@ def is_variable(token: re.Match) -> bool:
     return is_letter(token) and token[0] not in LETTERS_AS_WORDS
 
 
-def is_call(before: list[re.Match], number: re.Match) -> bool:
-    """Whether the number is an argument, or a factor in brackets: f(5), (3)(5)."""
-    if not before or before[-1][0] not in OPENING:
-        return False
-    return bool(re.search(r"[\w)\]]\Z", number.string[: before[-1].start()]))
+def is_call(token: re.Match) -> bool:
+    """Whether a token opens brackets around an argument or a factor, as in f(5) and (3)(5)."""
+    place = token.start()
+    before = token.string[place - 1 : place] if place else ""
+    return token[0] in OPENING and bool(re.match(r"[\w)\]]", before))
 
 
 def formula_at_end(tokens: list[re.Match]) -> Iterator[re.Match]:
@@ -462,12 +482,13 @@ def formula_at_end(tokens: list[re.Match]) -> Iterator[re.Match]:
 def is_left_side(tokens: list[re.Match]) -> bool:
     """Whether an equation with this left side states a number, as x = 5 and 2 + 3 = 5 do."""
     letters = [token for token in tokens if token["word"]]
-    if len(tokens) == 1 and letters:
+    # The tokens are in reverse order.
+    if NAME.fullmatch("".join(token[0] for token in reversed(tokens))):
         return True
-    signs = set("+-*/()%=\u2248.:,\u00f7^{}") | {"\\sqrt"}
-    # In p + q = 25 + 9 = 34, the last left side is a calculation. The tokens are in reverse order.
+    signs = set("+-\u2013\u2014*/()%=\u2248.:,\u00f7^{}") | {"\\sqrt"}
+    # In p + q = 25 + 9 = 34 and x = 60/3 = 20, the last left side is a calculation.
     last = list(itertools.takewhile(lambda token: token[0] not in EQUALS, tokens))
-    other_signs = set(",:;<>")
-    is_calculation = letters and len(last) > 1 and not any(t[0] in other_signs for t in tokens)
-    sides = last if is_calculation else tokens
+    is_calculation = len(last) > 1 or (last and last[0]["denominator"])
+    has_other_signs = any(token[0] in set(",:;<>") for token in tokens)
+    sides = last if letters and is_calculation and not has_other_signs else tokens
     return all(token["number"] or token[0] in signs for token in sides)

@@ -9,11 +9,11 @@ from typing import Any
 # The usual names of columns. If a data set has several of these names, the first one counts: a data
 # set with both `answer` and `solution` has the derivation in `solution`. `outer.inner` is the key
 # `inner` of the dicts in a column `outer`. `body+question` is two columns with a space between
-# them: in some sets of word problems, `body` has the story.
+# them: in some sets of word problems, `body` has the story. In Alpaca's form, `input` may be empty.
 NAMES = {
     "question": (
-        *("body+question", "question", "problem", "prompt", "query", "input", "instruction"),
-        *("messages", "conversations"),
+        *("body+question", "question", "problem", "prompt", "query"),
+        *("instruction+input", "input", "instruction", "messages", "conversations"),
     ),
     "answer": (
         *("answer", "final_answer", "expected_answer", "ground_truth", "target"),
@@ -76,12 +76,6 @@ def has_value(rows: Sequence, name: str) -> bool:
         return all(value and isinstance(value, str) for value in values)
 
     return any(map(has_texts, rows))
-
-
-def is_empty(row: dict) -> bool:
-    """Whether a row, after `rename`, lacks its question or its answer."""
-    values = row.get("question"), row.get("answer")
-    return any(value in (None, []) or not str(value).strip() for value in values)
 
 
 def is_clear(rows: Sequence, chosen: dict[str, str]) -> bool:

@@ -4,7 +4,6 @@ A row is a dict of all columns of the data. Its `question`, `answer` and optiona
 are strings. Reward functions get the other columns as they are in the data.
 """
 
-import contextlib
 import decimal
 import hashlib
 import json
@@ -22,7 +21,7 @@ from infra.data import columns, hub
 from infra.data.answers import final_number, is_worked_out
 from infra.data.chat import HALF_CHARACTER, Tokenizer
 from infra.data.tiny import arith
-from infra.host.console import check, exit_on, say
+from infra.host.console import check, exit_on, first_line, say
 from infra.host.processes import together
 
 # ---------------------------------------------------------------- rows of files and of the hub
@@ -61,9 +60,8 @@ def load_rows(
 
     named: --columns, for data whose columns have unusual names. is_other_set: whether this is not
     --data, so that `named` counts only where it fits. refused: a regular expression that
-    no text may match. Exits with code 2 if the data cannot be loaded, or if a row has no question
-    or answer. In a directory or a data set of the hub, such rows are skipped. Equal rows are one
-    object.
+    no text may match. Exits with code 2 if the data cannot be loaded, or if a row is malformed. In
+    a directory or a data set of the hub, such rows are skipped. Equal rows are one object.
     """
     if name == "arith":
         return arith(held_out)
@@ -79,27 +77,28 @@ def load_rows(
     first = [row for _, row in numbered[:1000]]
     with exit_on(ValueError, f"{name}: --columns cannot be used"):
         chosen = columns.choose_columns(first, named, is_other_set)
-    # {id of a row as it was read: the row to return, or None if that is empty}
+    # {id of a row as it was read: the row to return, or None if it is malformed}
     read = {}
+    faults = []
     for number, row in numbered:
         if id(row) in read:
             continue
-        with exit_on_bad_row(name, number, row):
-            renamed = columns.rename(row, chosen)
-            # Users can fix their own file. In a directory or on the hub, skip empty rows.
-            is_skipped = columns.is_empty(renamed) and not os.path.isfile(name)
-            read[id(row)] = None if is_skipped else check_row(renamed, refused)
+        read[id(row)] = None
+        try:
+            read[id(row)] = check_row(columns.rename(row, chosen), refused)
+        except Exception as e:
+            faults.append(f"row {number}: {first_line(e)}")
+            # Users can mend their own file. In a directory or on the hub, skip such rows.
+            check(not os.path.isfile(name), bad_row(name, number, row, e))
     rows = [read[id(row)] for _, row in numbered if read[id(row)]]
-    empty = [number for number, row in numbered if not read[id(row)]]
-    if empty:
-        lack = "no question or no answer"
+    if faults:
         found = ", ".join(map(str, first[0]))
         check(
             rows,
-            f"{name} row {empty[0]} and all others have {lack}; the columns are {found}; give "
+            f"{name} has no question with an answer ({faults[0]}); the columns are {found}; give "
             "--columns question=...,answer=...",
         )
-        say(f"{name}: {len(empty)} rows have {lack}, such as row {empty[0]}; they are skipped")
+        say(f"{name}: {len(numbered) - len(rows)} rows are skipped, such as {faults[0]}")
     if not columns.is_clear(first, chosen):
         say(f"{name}: " + ", ".join(f"{ours} = {theirs}" for ours, theirs in chosen.items()))
     return rows
@@ -119,9 +118,11 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if text and text not in rows:
-            with exit_on_bad_row(path, number, line):
-                # This raises if the line was not UTF-8, so that the message names the line.
+            place = f"{path} line {number}"
+            # This raises if the line was not UTF-8, so that the message names the line.
+            with exit_on(UnicodeEncodeError, f"{place} is not UTF-8; convert the file"):
                 line.encode()
+            with exit_on(Exception, f"{place} is not JSON: {line[:50]!r}"):
                 rows[text] = json.loads(text)
         if text:
             yield number, rows[text]
@@ -176,14 +177,14 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
                 return share_repeats(row for row in found if kind != "csv" or any(row.values()))
             found = datasets.load_dataset(path, config or None, split=split or default)
             return share_repeats(found)
-        except datasets.exceptions.DatasetGenerationError as e:
-            # This error itself does not say what is wrong with the data.
-            raise e.__cause__ or e from None
-        except ValueError as e:
-            fix = what_to_give(str(e), name, held_out)
+        except (datasets.exceptions.DatasetGenerationError, ValueError) as e:
+            # A DatasetGenerationError itself does not say what is wrong with the data.
+            cause = e if isinstance(e, ValueError) else e.__cause__ or e
+            fix = what_to_give(e, name, held_out)
             if not fix:
-                raise
-            raise ValueError(f"{' '.join(str(e).split())} Give {fix}") from None
+                raise cause from None
+            why = " ".join(str(cause).split())[:300].rstrip(".")
+            raise ValueError(f"{why}; give {fix}") from None
 
     failure = f"{name} cannot be loaded"
     if kind:
@@ -205,13 +206,18 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
         return hub.ask(name, read, failure)
 
 
-def what_to_give(error: str, name: str, held_out: bool) -> str:
+def what_to_give(error: Exception, name: str, held_out: bool) -> str:
     """Returns what to give instead of a data set's name, after an error of `datasets`, or ""."""
     whole, _, split = name.partition("@")
-    if "Config name is missing" in error:
+    if "Config name is missing" in str(error):
         return f"one as {whole}:CONFIG"
-    if "Unknown split" in error and not split:
+    if "Unknown split" in str(error) and not split:
         return f"--eval_data none or {name}@SPLIT" if held_out else f"{name}@SPLIT"
+    # A ValueError comes from the arguments; any other error, from the files. `datasets` reads all
+    # files of a directory, whatever the split, and they must have the same columns.
+    if os.path.isdir(name) and not isinstance(error, ValueError):
+        files = f"--data {name}/FILE --eval_data {name}/OTHER"
+        return f"{files}, each by itself, if the files differ in columns or types"
     return ""
 
 
@@ -239,14 +245,14 @@ def csv_options(named: str) -> dict:
     return dict(converters=as_written, keep_default_na=False, na_values=[""])
 
 
-def exit_on_bad_row(name: str, number: int, row: Any) -> contextlib.AbstractContextManager:
-    """Exit with code 2 on any error in the context. The message names the line of a .jsonl file, or
-    the row of other data, and shows the first characters."""
+def bad_row(name: str, number: int, row: Any, error: Exception) -> str:
+    """What to tell the user about a malformed row: the line of a .jsonl file, or the row of other
+    data, its first characters, and its columns."""
     place = "line" if name.endswith(".jsonl") else "row"
-    return exit_on(
-        Exception,
-        f"{name} {place} {number} needs a string as question, and a string or number as answer; if "
-        f"its columns have unusual names, give --columns: {str(row)[:50]!r}",
+    found = f"; the columns are {', '.join(map(str, row))}" if isinstance(row, dict) else ""
+    return (
+        f"{name} {place} {number} needs a string as question, and a string or number as answer: "
+        f"{str(row)[:50]!r}: {first_line(error)}{found}; if they have unusual names, give --columns"
     )
 
 
@@ -282,7 +288,8 @@ def number_text(number: int | float) -> str:
     # A column of 32-bit numbers holds 0.1 as 0.10000000149011612. Nobody writes so many digits.
     with np.errstate(over="ignore"):
         short = np.float32(number)
-    is_short = float(short) == number and len(repr(number)) > 16
+    digits = repr(number).partition("e")[0].replace(".", "").lstrip("-0")
+    is_short = float(short) == number and len(digits) > 15 and not number.is_integer()
     return np.format_float_positional(short if is_short else number, trim="0")
 
 

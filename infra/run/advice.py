@@ -52,12 +52,13 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
     if mean.get("no_number", 0) > 0.5:
         return (
             f"{mean['no_number']:.0%} of the answers do not end with a number: ask for <answer>"
-            "number</answer> with --system, or begin with --sft_steps; look at samples.jsonl"
+            "number</answer> with --system, or begin with --sft_steps; compare formulas with "
+            "math-verify (README); look at samples.jsonl"
         )
     if mean["solved"] < FEW:
         return (
-            f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps, or use "
-            "easier questions; look at samples.jsonl"
+            f"{1 - mean['solved']:.0%} of the answers are wrong: begin with --sft_steps on worked "
+            "answers (column `demonstration`), or use easier questions; look at samples.jsonl"
         )
     if constant:
         return constant
