@@ -91,6 +91,7 @@ def test_greedy_answers_of_a_real_model_equal_transformers(real):
 WAYS = {
     "tp, growing": ((2, 4, 1), "tp", dict(stage=8)),
     "fsdp, waves": ((1, 8, 1), "fsdp", dict(at_once=2)),
+    "maxtext": ((2, 2, 1), "maxtext", {}),
     "by layer": ((1, 2, 1), "replicated", dict(by_layer=True)),
 }
 
