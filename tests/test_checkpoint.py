@@ -386,6 +386,26 @@ def test_files_of_the_first_save_of_some_processes_are_not_used(tmp_path, capsys
         assert newest(tmp_path, capsys)[0] == 0
 
 
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_processes_on_gpus_keep_programs_only_on_a_disk_they_share(backend, tmp_path, monkeypatch):
+    """XLA for GPUs would wait for a process that finds a program which the others compile."""
+    (tmp_path / "claim.json").write_text("{}")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(run_dir.compilation_cache, "reset_cache", mock.Mock())
+    chosen = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with process(1, other_has=np.zeros_like):
+            run_dir.keep_compiled(str(tmp_path))
+        is_kept = bool(jax.config.jax_compilation_cache_dir)
+        assert is_kept == (backend == "cpu")
+        with process(1, other_has=np.copy):
+            run_dir.keep_compiled(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/compiled"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+
+
 def test_checkpoints_that_are_all_damaged_end_the_run(two_checkpoints, capsys):
     for step in (1, 2):
         victim = two_checkpoints / f"step_{step:06}" / DAMAGED
