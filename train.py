@@ -27,14 +27,14 @@ import kernel
 import model
 from infra.data import hf, rewards
 from infra.data.answers import final_number, without_thoughts
-from infra.data.chat import load_tokenizer
+from infra.data.chat import Tokenizer, load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
-from infra.data.questions import examples_to_imitate, has_held_out, load_questions
+from infra.data.questions import check_same_data, examples_to_imitate, has_held_out, load_questions
 from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
-from infra.host.processes import all_gather_processes, connect, host_count, run_process
+from infra.host.processes import all_gather_processes, connect, host_count, run_process, together
 from infra.rollout.engine import Engine, Sampling, answer_tokens, with_stop_ids
 from infra.rollout.layouts import LAYOUTS
 from infra.run import flags
@@ -950,6 +950,22 @@ def reward_pool(cfg: Config) -> RewardPool:
     return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
 
 
+def load_data(cfg: Config, tokenizer: Tokenizer) -> tuple[list[dict], list[dict], dict]:
+    """Load and check the data. Returns `questions`, `examples` and `held_out` of Setup."""
+    # If a process lacks a file, all processes exit.
+    with together("the data"):
+        # If a set has no held-out questions, end before the training questions are loaded.
+        held_out = {
+            name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
+            for name, data in eval_sets(cfg).items()
+        }
+        questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
+        examples = examples_to_imitate(questions, tokenizer, cfg)
+    check_same_data(questions, examples, held_out)
+    check_data(cfg, questions, examples)
+    return questions, examples, held_out
+
+
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     """Prepare the run, and report the user's mistakes before weights load. The caller has claimed
@@ -971,16 +987,8 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     lora.check_rank(cfg, model_cfg)
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
-    # The data. If a set has no held-out questions, end before the training questions are loaded.
-    held_out = {
-        name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
-        for name, data in eval_sets(cfg).items()
-    }
-    questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
-    examples = examples_to_imitate(questions, tokenizer, cfg)
-    check_data(cfg, questions, examples)
-
-    # Check that the run fits on the disk and in memory, given the longest prompt.
+    # The data. Check that the run fits on the disk and in memory, given the longest prompt.
+    questions, examples, held_out = load_data(cfg, tokenizer)
     asked = itertools.chain(questions, *held_out.values())
     longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
