@@ -818,7 +818,7 @@ def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
 def evaluate(params, step, cfg, setup, run) -> None:
     """Answer the held-out questions, `eval_samples` times each. Append the answers to evals.jsonl,
     and the metrics of each set of questions to metrics.jsonl."""
-    began = time.time()
+    began = time.monotonic()
     asked = [(name, row) for name, rows in setup.held_out.items() for row in rows]
     samples = cfg.eval_samples
     per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count())
@@ -850,7 +850,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
     metrics = {"step": step}
     # A single set needs no name.
     is_single = len(setup.held_out) == 1
-    took = f"{time.time() - began:.1f}s" + ("" if is_single else " for all sets")
+    took = f"{time.monotonic() - began:.1f}s" + ("" if is_single else " for all sets")
     for name in setup.held_out:
         solved = [answer["solved"] for answer in answered if answer["set"] == name]
         found = eval_metrics(np.reshape(solved, (-1, samples)))
@@ -1047,7 +1047,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
     sequences = cfg.batch * cfg.npq
     for step in range(run.step + 1, cfg.sft_steps + 1):
         run.begin_step(step)
-        t_start = time.time()
+        t_start = time.monotonic()
         rows = rows_of_step(setup.examples, step - 1, sequences, cfg)
         prompts = [row["prompt_ids"] for row in rows]
         answers = [row["demonstration_ids"] for row in rows]
@@ -1058,7 +1058,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
             # The reference is the policy at the start of GRPO. Without supervised steps,
             # initial_state has set it.
             state["ref"] = reference(state["params"], cfg.dtype)
-        t_end = time.time()
+        t_end = time.monotonic()
         metrics = {"step": step}
         metrics |= update_metrics(parts, norms, counts, cfg, setup)
         metrics |= step_metrics(step, counts, t_start, t_start, t_end, cfg, run)
@@ -1085,7 +1085,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
     for step in range(run.step + 1, run.total_steps + 1):
         run.begin_step(step)
-        t_start = time.time()
+        t_start = time.monotonic()
         # ------------------------------------------------ questions: each host has its own
         grpo_steps_done = step - 1 - cfg.sft_steps
         rows = rows_of_step(setup.questions, grpo_steps_done, cfg.batch, cfg)
@@ -1097,14 +1097,14 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
         out, texts = sample_answers(rows, cfg.npq, key, Sampling(cfg.temperature), setup, run)
         setup.engine.unload()  # the update needs the memory
-        t_rollout = time.time()
+        t_rollout = time.monotonic()
 
         # ------------------------------------------------ rewards, and advantages in each group
         scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
         n_faults = setup.reward_pool.report(faults)
         reward_B = rewards_of(scores)
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
-        t_reward = time.time()
+        t_reward = time.monotonic()
 
         # ------------------------------------------------ update: ppo_epochs over all minibatches
         answers = answer_tokens(out)
@@ -1113,7 +1113,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         )
         run.show("update", step)
         state, parts, norms = update_policy(state, batches, step, cfg, setup)
-        t_end = time.time()
+        t_end = time.monotonic()
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
         metrics = {"step": step}
