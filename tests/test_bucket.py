@@ -141,8 +141,6 @@ def test_processes_that_share_a_disk_fetch_one_after_another(tmp_path, waits, mo
 @pytest.mark.parametrize(
     "stderr",
     [
-        FORBIDDEN,
-        "ERROR: (gcloud.storage.rsync) PERMISSION_DENIED: no",
         "WARNING: slow\nERROR: (gcloud.storage.rsync) gs://bucket not found: 404.",
         "ERROR: (gcloud.storage.ls) You do not currently have an active account selected.\n"
         "Please run:\n\n  $ gcloud auth login\n\nto obtain new credentials.",
@@ -154,6 +152,29 @@ def test_what_can_never_succeed_is_not_tried_again(stderr, tmp_path, waits):
         with pytest.raises(buckets.RefusedError):
             ask(RUN)
     assert waits == []
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        FORBIDDEN,
+        "ERROR: (gcloud.storage.rsync) PERMISSION_DENIED: no",
+        "ERROR: (gcloud.storage.rsync) HTTPError 401: Invalid Credentials",
+    ],
+)
+def test_a_permission_that_is_missing_for_a_minute_does_not_end_a_run(stderr, tmp_path, waits):
+    """A login may expire during a transfer, and a new permission takes a while to arrive."""
+    bucket = tmp_path / "gs/bucket/run"
+    fail(bucket, "rsync", stderr, times=5)
+    buckets.send_all_but_checkpoints(RUN)
+    assert (bucket / "final/model.safetensors").read_text() == "weights"
+    assert 60 <= sum(waits) <= 80, waits
+    # A permission that does not arrive is refused, and not waited for as long as a broken service.
+    waits.clear()
+    fail(bucket, "rsync", stderr, times=99)
+    with pytest.raises(buckets.RefusedError):
+        buckets.send_all_but_checkpoints(RUN)
+    assert 60 <= sum(waits) <= 80, waits
 
 
 def test_nothing_there_and_no_gcloud_are_answers_at_once(tmp_path, waits, monkeypatch):

@@ -30,34 +30,49 @@ MARKER = "final/podgrpo.json"
 PATIENCE = (2, 5, 10, 20, 40, 80, 160)
 # gcloud prints this if the source does not exist, as for a run that has not begun.
 ABSENT = r"matched no objects|Did not find existing container"
-# gcloud prints this if no retry would help: no permission, no login, no such bucket, a full disk.
-REFUSED = (
-    r"(Error|code|status|:) ?40[13]\b|PERMISSION_DENIED|does not have|not found: 404|"
-    r"do not currently have an active account|No space left on device"
-)
+# gcloud prints this if no retry would help: no login, no such bucket, a full disk.
+REFUSED = r"not found: 404|do not currently have an active account|No space left on device"
+# gcloud prints this if there is no permission.
+FORBIDDEN = r"(Error|code|status|:) ?40[13]\b|PERMISSION_DENIED|does not have"
 
 
 class BucketError(OSError):
     """A gcloud command failed; the message ends with the last error that gcloud printed."""
 
+    # Seconds to wait, in all, for the fault to pass.
+    patience = sum(PATIENCE)
+
 
 class AbsentError(BucketError):
     """The object to be read or removed is not in the bucket."""
+
+    patience = 0
 
 
 class RefusedError(BucketError):
     """The bucket cannot be used, and no retry would help."""
 
+    patience = 0
+
+
+class ForbiddenError(RefusedError):
+    """There is no permission, and waiting has not helped."""
+
+    # A login may expire during a transfer, and a new permission takes a while to arrive.
+    patience = 80
+
 
 def gcloud_retrying(*words: str, tries: int = 1 + len(PATIENCE), **run_options) -> str:
     """Run `gcloud storage ...`, with at most `tries` tries. Returns its output, or raises
     BucketError. run_options: for subprocess.run."""
+    waited = 0
     for seconds in PATIENCE[: tries - 1]:
         try:
             return gcloud_once(*words, **run_options)
-        except (AbsentError, RefusedError):
-            raise
         except BucketError as e:
+            waited += seconds
+            if waited > e.patience:
+                raise
             warn(f"gcloud storage {words[0]} failed; trying again in {seconds} s: {e}")
             time.sleep(seconds)
     return gcloud_once(*words, **run_options)
@@ -79,6 +94,8 @@ def gcloud_once(*words, **run_options):
             raise AbsentError(text)
         if re.search(REFUSED, text):
             raise RefusedError(text)
+        if re.search(FORBIDDEN, text):
+            raise ForbiddenError(text)
         raise BucketError(text)
     return run.stdout
 
