@@ -27,14 +27,14 @@ import kernel
 import model
 from infra.data import hf, rewards
 from infra.data.answers import final_number, without_thoughts
-from infra.data.chat import load_tokenizer
+from infra.data.chat import Tokenizer, load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
-from infra.data.questions import examples_to_imitate, has_held_out, load_questions
+from infra.data.questions import check_same_data, examples_to_imitate, has_held_out, load_questions
 from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
-from infra.host.processes import all_gather_processes, connect, host_count, run_process
+from infra.host.processes import all_gather_processes, connect, host_count, run_process, together
 from infra.rollout.engine import Engine, Sampling, answer_tokens, with_stop_ids
 from infra.rollout.layouts import LAYOUTS
 from infra.run import flags
@@ -818,7 +818,7 @@ def is_evaluated_after(step: int, cfg: Config, setup: Setup) -> bool:
 def evaluate(params, step, cfg, setup, run) -> None:
     """Answer the held-out questions, `eval_samples` times each. Append the answers to evals.jsonl,
     and the metrics of each set of questions to metrics.jsonl."""
-    began = time.time()
+    began = time.monotonic()
     asked = [(name, row) for name, rows in setup.held_out.items() for row in rows]
     samples = cfg.eval_samples
     per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count())
@@ -850,7 +850,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
     metrics = {"step": step}
     # A single set needs no name.
     is_single = len(setup.held_out) == 1
-    took = f"{time.time() - began:.1f}s" + ("" if is_single else " for all sets")
+    took = f"{time.monotonic() - began:.1f}s" + ("" if is_single else " for all sets")
     for name in setup.held_out:
         solved = [answer["solved"] for answer in answered if answer["set"] == name]
         found = eval_metrics(np.reshape(solved, (-1, samples)))
@@ -952,6 +952,22 @@ def reward_pool(cfg: Config) -> RewardPool:
     return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
 
 
+def load_data(cfg: Config, tokenizer: Tokenizer) -> tuple[list[dict], list[dict], dict]:
+    """Load and check the data. Returns `questions`, `examples` and `held_out` of Setup."""
+    # If a process lacks a file, all processes exit.
+    with together("the data"):
+        # If a set has no held-out questions, end before the training questions are loaded.
+        held_out = {
+            name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
+            for name, data in eval_sets(cfg).items()
+        }
+        questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
+        examples = examples_to_imitate(questions, tokenizer, cfg)
+    check_same_data(questions, examples, held_out)
+    check_data(cfg, questions, examples)
+    return questions, examples, held_out
+
+
 @exit_on(OSError, "a file cannot be read or written; fix that, or choose another --out")
 def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     """Prepare the run, and report the user's mistakes before weights load. The caller has claimed
@@ -973,16 +989,8 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     lora.check_rank(cfg, model_cfg)
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
-    # The data. If a set has no held-out questions, end before the training questions are loaded.
-    held_out = {
-        name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
-        for name, data in eval_sets(cfg).items()
-    }
-    questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
-    examples = examples_to_imitate(questions, tokenizer, cfg)
-    check_data(cfg, questions, examples)
-
-    # Check that the run fits on the disk and in memory, given the longest prompt.
+    # The data. Check that the run fits on the disk and in memory, given the longest prompt.
+    questions, examples, held_out = load_data(cfg, tokenizer)
     asked = itertools.chain(questions, *held_out.values())
     longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
@@ -1041,7 +1049,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
     sequences = cfg.batch * cfg.npq
     for step in range(run.step + 1, cfg.sft_steps + 1):
         run.begin_step(step)
-        t_start = time.time()
+        t_start = time.monotonic()
         rows = rows_of_step(setup.examples, step - 1, sequences, cfg)
         prompts = [row["prompt_ids"] for row in rows]
         answers = [row["demonstration_ids"] for row in rows]
@@ -1052,7 +1060,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
             # The reference is the policy at the start of GRPO. Without supervised steps,
             # initial_state has set it.
             state["ref"] = reference(state["params"], cfg.dtype)
-        t_end = time.time()
+        t_end = time.monotonic()
         metrics = {"step": step}
         metrics |= update_metrics(parts, norms, counts, cfg, setup)
         metrics |= step_metrics(step, counts, t_start, t_start, t_end, cfg, run)
@@ -1079,7 +1087,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
 
     for step in range(run.step + 1, run.total_steps + 1):
         run.begin_step(step)
-        t_start = time.time()
+        t_start = time.monotonic()
         # ------------------------------------------------ questions: each host has its own
         grpo_steps_done = step - 1 - cfg.sft_steps
         rows = rows_of_step(setup.questions, grpo_steps_done, cfg.batch, cfg)
@@ -1091,14 +1099,14 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
         out, texts = sample_answers(rows, cfg.npq, key, Sampling(cfg.temperature), setup, run)
         setup.engine.unload()  # the update needs the memory
-        t_rollout = time.time()
+        t_rollout = time.monotonic()
 
         # ------------------------------------------------ rewards, and advantages in each group
         scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
         n_faults = setup.reward_pool.report(faults)
         reward_B = rewards_of(scores)
         advantages = group_advantages(reward_B, cfg.npq, cfg.advantage)
-        t_reward = time.time()
+        t_reward = time.monotonic()
 
         # ------------------------------------------------ update: ppo_epochs over all minibatches
         answers = answer_tokens(out)
@@ -1107,7 +1115,7 @@ def train(cfg: Config, setup: Setup, run: Run) -> None:
         )
         run.show("update", step)
         state, parts, norms = update_policy(state, batches, step, cfg, setup)
-        t_end = time.time()
+        t_end = time.monotonic()
 
         # ------------------------------------------------ metrics, evaluation, checkpoint
         metrics = {"step": step}

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import IMPATIENT, ROOT, arguments, read_jsonl, run, without_times
+from conftest import IMPATIENT, ROOT, arguments, read_jsonl, run, until, without_times
 from safetensors.numpy import load_file
 
 from infra.run import bucket as buckets
@@ -82,7 +82,8 @@ def waits(tmp_path, monkeypatch):
     (final / "model.safetensors").write_text("weights")
     (final / "podgrpo.json").write_text('{"step": 4}')
     waited = []
-    monkeypatch.setattr("time.sleep", waited.append)
+    # `subprocess` also sleeps, so replace the sleep of infra/run/bucket.py alone.
+    monkeypatch.setattr(buckets, "time", mock.Mock(sleep=waited.append))
     return waited
 
 
@@ -141,8 +142,6 @@ def test_processes_that_share_a_disk_fetch_one_after_another(tmp_path, waits, mo
 @pytest.mark.parametrize(
     "stderr",
     [
-        FORBIDDEN,
-        "ERROR: (gcloud.storage.rsync) PERMISSION_DENIED: no",
         "WARNING: slow\nERROR: (gcloud.storage.rsync) gs://bucket not found: 404.",
         "ERROR: (gcloud.storage.ls) You do not currently have an active account selected.\n"
         "Please run:\n\n  $ gcloud auth login\n\nto obtain new credentials.",
@@ -154,6 +153,61 @@ def test_what_can_never_succeed_is_not_tried_again(stderr, tmp_path, waits):
         with pytest.raises(buckets.RefusedError):
             ask(RUN)
     assert waits == []
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        FORBIDDEN,
+        "ERROR: (gcloud.storage.rsync) PERMISSION_DENIED: no",
+        "ERROR: (gcloud.storage.rsync) HTTPError 401: Invalid Credentials",
+    ],
+)
+def test_a_permission_that_is_missing_for_a_minute_does_not_end_a_run(stderr, tmp_path, waits):
+    """A login may expire during a transfer, and a new permission takes a while to arrive."""
+    bucket = tmp_path / "gs/bucket/run"
+    fail(bucket, "rsync", stderr, times=5)
+    buckets.send_all_but_checkpoints(RUN)
+    assert (bucket / "final/model.safetensors").read_text() == "weights"
+    assert 60 <= sum(waits) <= 80, waits
+    # A permission that does not arrive is refused, and not waited for as long as a broken service.
+    waits.clear()
+    fail(bucket, "rsync", stderr, times=99)
+    with pytest.raises(buckets.RefusedError):
+        buckets.send_all_but_checkpoints(RUN)
+    assert 60 <= sum(waits) <= 80, waits
+
+
+def test_a_call_that_hangs_is_ended_with_its_children_and_tried_again(tmp_path, waits, monkeypatch):
+    gcloud = tmp_path / "bin/gcloud"
+    gcloud.parent.mkdir()
+    # The first call waits for a child, as gcloud waits for the processes that copy files.
+    hangs = f"sleep 600 & echo $! > {tmp_path}/child; wait"
+    gcloud.write_text(f"#!/bin/sh\nif mkdir {tmp_path}/called; then {hangs}; fi; echo listed\n")
+    gcloud.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{gcloud.parent}:/usr/bin:/bin")
+    assert buckets.gcloud_retrying("ls", "gs://bucket/run", seconds=3) == "listed\n"
+    assert waits == [2]
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+
+    def is_gone():
+        # A process that has ended is a zombie, Z, until its parent notices.
+        return not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    assert until(is_gone, seconds=30)
+
+
+def test_a_copy_has_time_for_its_size(tmp_path, waits, monkeypatch):
+    call = mock.Mock(return_value="")
+    monkeypatch.setattr(buckets, "gcloud_once", call)
+    with open(f"{RUN}/final/model.safetensors", "w") as f:
+        f.truncate(10**10)
+    buckets.send_all_but_checkpoints(RUN)
+    buckets.fetch_all_but_checkpoints(RUN, final=True)
+    sent, fetched = [call.kwargs["seconds"] for call in call.call_args_list]
+    assert 1600 <= sent < 1601
+    # The size of the files in the bucket is unknown.
+    assert fetched > 3600
 
 
 def test_nothing_there_and_no_gcloud_are_answers_at_once(tmp_path, waits, monkeypatch):

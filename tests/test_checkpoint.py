@@ -213,6 +213,24 @@ def test_a_run_that_ends_waits_until_all_processes_have_saved(tmp_path, monkeypa
     assert checkpoint.saved_steps(str(tmp_path)) == [8]
 
 
+def test_the_part_of_one_process_is_not_called_a_saved_step(tmp_path):
+    """After a fault, a process saves on its own, since the others may be gone."""
+    saver = checkpoint.Saver(str(tmp_path), keep=2, newest=0)
+    state = {"params": {"norm_D": jnp.ones(4)}}
+    part = "of step {}, only this process's part is known to be saved"
+    with mock.patch.object(jax, "process_count", lambda: 2):
+        saver.remember(4, state, 0)
+        assert saver.save_before_exit() == f"nothing is saved yet; {part.format(4)}"
+        # All processes have written step 4, as `finish` learns.
+        saver.newest = saver.complete = 4
+        saver.remember(5, state, 0)
+        said = saver.save_before_exit()
+    assert said == f"step 4 is saved; give the same command again to resume; {part.format(5)}"
+    # A process that is alone writes all of a checkpoint.
+    saver.remember(6, state, 0)
+    assert saver.save_before_exit() == "step 6 is saved; give the same command again to resume"
+
+
 def test_arrays_laid_out_by_columns_are_saved_by_rows(tmp_path):
     # A TPU may lay out an array by columns.
     by_columns = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[0]))
@@ -384,6 +402,27 @@ def test_files_of_the_first_save_of_some_processes_are_not_used(tmp_path, capsys
     write_checkpoint(tmp_path, 2, parts=[0, 3])
     with process(1, other_has=np.copy):
         assert newest(tmp_path, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_processes_on_gpus_keep_programs_only_on_a_disk_they_share(backend, tmp_path, monkeypatch):
+    """XLA for GPUs would wait for a process that finds a program which the others compile."""
+    (tmp_path / "claim.json").write_text("{}")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(run_dir.compilation_cache, "reset_cache", mock.Mock())
+    # The tests share a cache, but a run with a chosen cache needs none of its own.
+    chosen = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with process(1, other_has=np.zeros_like):
+            run_dir.keep_compiled(str(tmp_path))
+        is_kept = bool(jax.config.jax_compilation_cache_dir)
+        assert is_kept == (backend == "cpu")
+        with process(1, other_has=np.copy):
+            run_dir.keep_compiled(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/compiled"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", chosen)
 
 
 def test_checkpoints_that_are_all_damaged_end_the_run(two_checkpoints, capsys):

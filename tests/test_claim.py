@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import ROOT, lives, read_jsonl, running, until
 
+from infra.run import bucket as buckets
 from infra.run import claim
 from infra.run.bucket import BucketError
 
@@ -235,7 +237,7 @@ def test_a_claim_is_read_with_patience_and_its_signs_do_not_wait(
     other = {"host": "elsewhere", "pid": 7, "since": "noon", "signs": 3}
     claim.write_claim(f"{out}/claim.json", bucket, other)
     waited = []
-    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr(buckets, "time", mock.Mock(sleep=waited.append))
 
     def fail(times):
         rule = {"match": "storage (cp|rm)", "stderr": "ERROR: HTTPError 503", "times": times}
@@ -253,6 +255,18 @@ def test_a_claim_is_read_with_patience_and_its_signs_do_not_wait(
     with claim.signs_of_life(f"{out}/claim.json", bucket, other):
         pass
     assert waited == []
+
+
+def test_a_sign_that_hangs_is_given_up(tmp_path, monkeypatch):
+    """The next sign must come before another launch stops looking."""
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text("#!/bin/sh\nsleep 600\n")
+    gcloud.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    lost = claim.SECONDS_BETWEEN_SIGNS + claim.SECONDS_OF_A_SIGN
+    assert lost + claim.SECONDS_BETWEEN_SIGNS < claim.SECONDS_TO_LOOK
+    monkeypatch.setattr(claim, "SECONDS_OF_A_SIGN", 0.5)
+    claim.write_claim(f"{tmp_path}/claim.json", "gs://bucket/run", {"signs": 3})
 
 
 # ---------------------------------------------------------------- complete runs

@@ -34,7 +34,14 @@ from safetensors.numpy import load_file
 import train
 from infra.data import answers, hf
 from infra.data.chat import Tokenizer, load_tokenizer
-from infra.data.questions import check_row, examples_to_imitate, load_questions, load_rows
+from infra.data.questions import (
+    check_row,
+    check_same_data,
+    checksum,
+    examples_to_imitate,
+    load_questions,
+    load_rows,
+)
 from infra.data.reward_pool import data_columns
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
 from infra.host.console import first_line
@@ -152,6 +159,29 @@ def test_equal_rows_of_a_set_are_one_question(tiny_directory, tmp_path, capsys):
     assert "4 questions; 2 repeats left out" in capsys.readouterr().out
     (only,) = load_questions(path, True, tokenizer, dataclasses.replace(cfg, eval_n=1))
     assert only["index"] == 0
+
+
+def test_processes_with_different_data_are_refused(monkeypatch, capsys):
+    """Each machine may have its own copy of a file."""
+    rows = [{"prompt_ids": [i], "answer": str(i)} for i in range(3)]
+    assert checksum(rows) == checksum([dict(row) for row in rows])
+    example = rows[2] | {"demonstration_ids": [4]}
+    others = rows[:2], [rows[1], rows[0], rows[2]], [*rows[:2], example]
+    others = *others, [*rows[:2], rows[2] | {"answer": "9"}]
+    assert len({checksum(other) for other in (rows, *others)}) == 5
+
+    def gather(own):
+        return np.array([own, own, [2, 3, own[2]]])
+
+    monkeypatch.setattr("infra.data.questions.all_gather_processes", lambda own: np.array([own]))
+    check_same_data(rows, [], {"set": rows})
+    monkeypatch.setattr("infra.data.questions.all_gather_processes", gather)
+    with pytest.raises(SystemExit) as end:
+        check_same_data(rows, [], {"set": rows})
+    said = capsys.readouterr().err
+    counts = "2 questions and 3 held out, and process 0 has 3 questions and 3 held out"
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert f"process 2 has other data than process 0: {counts}" in said, said
 
 
 def test_references_that_are_sentences_are_counted(tiny_directory, tmp_path, capsys):

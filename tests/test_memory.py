@@ -171,9 +171,37 @@ def test_all_processes_take_what_fits_least(tmp_path, monkeypatch):
     """Processes may know different limits of their devices: process 0 alone reads its memory."""
     monkeypatch.setenv("HOME", str(tmp_path))
     others = [60.0, 15.0, 61.0, 16.5]
-    monkeypatch.setattr(fit, "all_gather_processes", lambda own: np.array([own, others]))
+    gathered = lambda own: np.array([own, others if np.ndim(own) else True])  # noqa: E731
+    monkeypatch.setattr(fit, "all_gather_processes", gathered)
     found = fit.search_or_remember(lambda: (64, {64: (15.5, True)}), math.inf, 64, ("a",))
     assert found == others
+
+
+def test_all_processes_search_if_one_has_not_searched(tmp_path, monkeypatch):
+    """XLA for GPUs would wait for the processes that do not compile."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    search = mock.Mock(return_value=(9, {9: (15.0, True), 10: (16.5, False)}))
+    for _ in range(2):
+        found = fit.search_or_remember(search, 16.0, 64, ("a",))
+    assert search.call_count == 1
+    # Another process gathers that it lacks the key.
+    gathered = lambda own: np.stack([own, own if np.ndim(own) else True])  # noqa: E731
+    monkeypatch.setattr(fit, "all_gather_processes", gathered)
+    assert fit.search_or_remember(search, 16.0, 64, ("a",)) == found
+    assert search.call_count == 2
+
+
+def test_an_update_must_fit_on_the_smallest_device_of_all_processes(monkeypatch):
+    cfg = train.resolve(train.Config(batch=1, npq=3, max_answer=12), mesh())
+    fit.update_gib.cache_clear()
+    monkeypatch.setattr(chips, "device_memory", lambda device: 99.0)
+    # Another process has a device without room for the state.
+    monkeypatch.setattr(chips, "all_gather_processes", lambda own: np.stack([own, own * 0]))
+    compile = mock.Mock(return_value=(1.0, True))
+    update = RowShape(32, 3), cfg, SMALL, mesh(), train.UPDATE
+    assert not fit.update_gib(1, *update, compile=compile)[1]
+    assert not compile.called
+    fit.update_gib.cache_clear()
 
 
 def test_a_device_of_unknown_memory_takes_what_is_asked():

@@ -1,10 +1,13 @@
 """A run has the same numbers on any number of processes and any mesh, and ends if a host falls
 silent."""
 
+import itertools
 import math
 import shutil
 import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +27,7 @@ from conftest import (
 from jax.experimental import multihost_utils
 from safetensors.numpy import load_file
 
-from infra.host.processes import all_gather_processes
+from infra.host.processes import Processes, all_gather_processes, roll_call
 
 # (processes, devices of all processes, mesh)
 # fmt: off
@@ -48,6 +51,18 @@ def test_processes_gather_64_bit_numbers_exactly(monkeypatch):
     for value in (1.1, 2**40 + 1, [[0.1, math.pi]], True, np.float32(0.1), [1, 2**31]):
         found = all_gather_processes(value)
         assert found.shape == (2, *np.shape(value)) and (found == np.asarray(value)).all(), value
+
+
+def test_a_clock_that_is_set_does_not_end_the_roll_call(monkeypatch):
+    """A machine that has just started may correct its clock by hours."""
+    days = itertools.count()
+    monkeypatch.setattr(time, "time", lambda: next(days) * 86400.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    found = [Processes(address, ["", ""], i) for i in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        faults = list(threads.map(lambda process: roll_call(process, {"flag": 1}, 60), found))
+    assert faults == ["", ""]
 
 
 def losses(out):

@@ -216,13 +216,13 @@ def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
         """Times each step, and saves the weights that will be evaluated."""
 
         def on_train_begin(self, *_, **__):
-            self.began = time.time()
+            self.began = time.monotonic()
 
         def on_step_end(self, args, state, control, **_):
             step, rest = divmod(state.global_step, cfg.minibatches * cfg.ppo_epochs)
             if rest:
                 return
-            scorer.rows[-1]["time/step_s"] = time.time() - self.began
+            scorer.rows[-1]["time/step_s"] = time.monotonic() - self.began
             say(f"trl: {scorer.rows[-1]}")
             if step in evaluated_steps(cfg):
                 directory = f"{cfg.out}/step_{step}"
@@ -234,7 +234,7 @@ def train_with_trl(cfg: train.Config, pool: RewardPool) -> None:
                     if path.suffix in (".json", ".jinja") and not is_index:
                         shutil.copy(path, directory)
             # Start the next step's time here, so that saving is not timed.
-            self.began = time.time()
+            self.began = time.monotonic()
 
     trainer = trl.GRPOTrainer(
         model=policy,

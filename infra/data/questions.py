@@ -6,10 +6,12 @@ are strings. Reward functions get the other columns as they are in the data.
 
 import decimal
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -22,7 +24,7 @@ from infra.data.answers import final_number, is_worked_out
 from infra.data.chat import HALF_CHARACTER, Tokenizer
 from infra.data.tiny import arith
 from infra.host.console import check, exit_on, first_line, say
-from infra.host.processes import together
+from infra.host.processes import all_gather_processes, together
 
 # ---------------------------------------------------------------- rows of files and of the hub
 # {extension of a file of questions: name of its loader in `datasets`}. JSON files are read here
@@ -405,3 +407,31 @@ def examples_to_imitate(questions: list[dict], tokenizer: Tokenizer, cfg: Any) -
         if len(demonstration) <= cfg.max_answer
     }
     return [example_of[id(row)] for row in questions if id(row) in example_of]
+
+
+# ---------------------------------------------------------------- the same data everywhere
+def checksum(rows: list[dict]) -> int:
+    """A checksum of the prompts, answers and demonstrations of rows, in the order of the rows."""
+    names = "prompt_ids", "answer", "demonstration_ids"
+    # Equal rows are one object, so read each object once.
+    crc_of = {
+        id(row): zlib.crc32(repr([row.get(name) for name in names]).encode())
+        for row in without_repeats(rows)
+    }
+    return zlib.crc32(np.array([crc_of[id(row)] for row in rows], np.uint32))
+
+
+def check_same_data(questions: list[dict], examples: list[dict], held_out: dict) -> None:
+    """Exit with code 2 in all processes unless all have loaded the same data: each machine may have
+    its own copy of a file. held_out: {name of a set: its rows}. Every process must call this."""
+    held = list(itertools.chain(*held_out.values()))
+    own = [len(questions), len(held), checksum([*questions, *examples, *held])]
+    found = all_gather_processes(own).tolist()
+    different = [i for i, facts in enumerate(found) if facts != found[0]]
+    counts = ["{} questions and {} held out".format(*facts) for facts in found]
+    other = min(different, default=0)
+    check(
+        not different,
+        f"process {other} has other data than process 0: {counts[other]}, and process 0 has "
+        f"{counts[0]}; put the same files on every machine",
+    )

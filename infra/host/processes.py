@@ -204,9 +204,9 @@ def roll_call(processes: Processes, facts: dict, seconds: float) -> str:
 def answer_the_roll(processes, names, facts, seconds):
     """Report to process 0, which may not have started yet. Returns its verdict on all processes."""
     server, port = processes.address.rsplit(":", 1)
-    deadline = time.time() + seconds
+    deadline = time.monotonic() + seconds
     cause = ""
-    while time.time() < deadline:
+    while time.monotonic() < deadline:
         try:
             with (
                 socket.create_connection((server, port), 5) as connection,
@@ -232,14 +232,14 @@ def call_the_roll(processes, names, facts, seconds):
     """Wait for the other processes, compare their facts, and send all of them the same verdict.
     Returns the verdict."""
     port = int(processes.address.rsplit(":", 1)[1])
-    deadline = time.time() + seconds
+    deadline = time.monotonic() + seconds
     facts_of = {0: facts}
     # Keep the connections open to send the verdict.
     files = []
     absent = list(range(1, len(names)))
     with socket.create_server(("", port), backlog=len(names)) as server:
-        while absent and time.time() < deadline:
-            server.settimeout(max(0.1, min(10, deadline - time.time())))
+        while absent and time.monotonic() < deadline:
+            server.settimeout(max(0.1, min(10, deadline - time.monotonic())))
             try:
                 connection, _ = server.accept()
                 connection.settimeout(5)

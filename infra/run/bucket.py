@@ -11,6 +11,7 @@ import fcntl
 import glob
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import time
@@ -28,59 +29,98 @@ CHECKPOINTS = r"step_\d{6}/"
 MARKER = "final/podgrpo.json"
 # Seconds to wait before each retry. Google fixes most of its own faults within minutes.
 PATIENCE = (2, 5, 10, 20, 40, 80, 160)
+# A call of gcloud that takes longer is ended and counts as failed. Otherwise, a call that hangs
+# would stop the run or its signs of life.
+SECONDS_OF_A_CALL = 360
+# The same for a copy of files whose size is unknown.
+SECONDS_OF_A_COPY = 6 * 3600
+# If the size is known, a copy may take 600 seconds, and as long as it takes at this speed.
+BYTES_PER_SECOND = 10e6
 # gcloud prints this if the source does not exist, as for a run that has not begun.
 ABSENT = r"matched no objects|Did not find existing container"
-# gcloud prints this if no retry would help: no permission, no login, no such bucket, a full disk.
-REFUSED = (
-    r"(Error|code|status|:) ?40[13]\b|PERMISSION_DENIED|does not have|not found: 404|"
-    r"do not currently have an active account|No space left on device"
-)
+# gcloud prints this if no retry would help: no login, no such bucket, a full disk.
+REFUSED = r"not found: 404|do not currently have an active account|No space left on device"
+# gcloud prints this if there is no permission.
+FORBIDDEN = r"(Error|code|status|:) ?40[13]\b|PERMISSION_DENIED|does not have"
 
 
 class BucketError(OSError):
     """A gcloud command failed; the message ends with the last error that gcloud printed."""
 
+    # Seconds to wait, in all, for the fault to pass.
+    patience = sum(PATIENCE)
+
 
 class AbsentError(BucketError):
     """The object to be read or removed is not in the bucket."""
+
+    patience = 0
 
 
 class RefusedError(BucketError):
     """The bucket cannot be used, and no retry would help."""
 
+    patience = 0
+
+
+class ForbiddenError(RefusedError):
+    """There is no permission, and waiting has not helped."""
+
+    # A login may expire during a transfer, and a new permission takes a while to arrive.
+    patience = 80
+
 
 def gcloud_retrying(*words: str, tries: int = 1 + len(PATIENCE), **run_options) -> str:
     """Run `gcloud storage ...`, with at most `tries` tries. Returns its output, or raises
-    BucketError. run_options: for subprocess.run."""
+    BucketError. run_options: for `gcloud_once`."""
+    waited = 0
     for seconds in PATIENCE[: tries - 1]:
         try:
             return gcloud_once(*words, **run_options)
-        except (AbsentError, RefusedError):
-            raise
         except BucketError as e:
+            waited += seconds
+            if waited > e.patience:
+                raise
             warn(f"gcloud storage {words[0]} failed; trying again in {seconds} s: {e}")
             time.sleep(seconds)
     return gcloud_once(*words, **run_options)
 
 
-def gcloud_once(*words, **run_options):
+def gcloud_once(
+    *words: str,
+    seconds: float = SECONDS_OF_A_CALL,
+    text: str | None = None,
+    env: dict | None = None,
+) -> str:
+    """Run `gcloud storage ...`, for at most `seconds`. Returns its output, or raises BucketError.
+    text: the standard input of gcloud. env: its environment."""
     command = ["gcloud", "storage", *words]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:
-        run = subprocess.run(command, capture_output=True, text=True, check=False, **run_options)
+        # In a session of its own, gcloud can be ended together with the processes that it starts.
+        run = subprocess.Popen(command, text=True, env=env, start_new_session=True, **pipes)
     except FileNotFoundError:
         raise RefusedError("gcloud is not installed here") from None
+    with run:
+        try:
+            output, said = run.communicate(text, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            raise BucketError(f"gcloud did not end within {seconds:.0f} s") from None
     if run.returncode:
         # The last error says what went wrong. Progress and warnings may come before it.
-        lines = (run.stderr.strip() or "gcloud failed").splitlines()
+        lines = (said.strip() or "gcloud failed").splitlines()
         errors = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
         first = errors[-1] if errors else -1
-        text = " ".join(lines[first:])
-        if re.search(ABSENT, text):
-            raise AbsentError(text)
-        if re.search(REFUSED, text):
-            raise RefusedError(text)
-        raise BucketError(text)
-    return run.stdout
+        error = " ".join(lines[first:])
+        if re.search(ABSENT, error):
+            raise AbsentError(error)
+        if re.search(REFUSED, error):
+            raise RefusedError(error)
+        if re.search(FORBIDDEN, error):
+            raise ForbiddenError(error)
+        raise BucketError(error)
+    return output
 
 
 def bucket_of(out: str) -> str:
@@ -93,6 +133,10 @@ def bucket_of(out: str) -> str:
 def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> None:
     """Copy the files that differ, except those that match an `excluded` pattern. Raises a
     BucketError that names source and target."""
+    seconds = SECONDS_OF_A_COPY
+    if os.path.isdir(source):
+        size = sum(directory_bytes(path) for path, _, _ in os.walk(source))
+        seconds = 600 + size / BYTES_PER_SECOND
     words = ["rsync", "--recursive", "--exclude", "|".join(excluded), *flags, source, target]
     try:
         # gcloud writes lists of the files in `source` and `target`, named after the two. By default
@@ -100,7 +144,7 @@ def rsync(source: str, target: str, excluded: Iterable[str], *flags: str) -> Non
         # lists, and each would then send the files of another process.
         with tempfile.TemporaryDirectory() as lists:
             where = {"CLOUDSDK_STORAGE_RSYNC_FILES_DIRECTORY": lists}
-            gcloud_retrying(*words, env=os.environ | where)
+            gcloud_retrying(*words, seconds=seconds, env=os.environ | where)
     except AbsentError:
         # The source does not exist yet, so there is nothing to copy.
         return
@@ -245,4 +289,5 @@ def put_aside(out: str, old: str, pattern: str) -> None:
         if re.fullmatch(pattern, name):
             # An earlier try that seemed to fail may have moved the object.
             with contextlib.suppress(AbsentError):
-                gcloud_retrying("mv", f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}")
+                places = f"{bucket_of(out)}/{name}", f"{bucket_of(out)}/{old}/{name}"
+                gcloud_retrying("mv", *places, seconds=SECONDS_OF_A_COPY)

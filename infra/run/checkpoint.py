@@ -361,7 +361,7 @@ class Saver:
         """`save_before_exit` in all processes at once. Returns when the last one has saved: once a
         process is gone, JAX aborts the others."""
         self.save_before_exit()
-        self.newest = int(all_gather_processes(self.newest).min())
+        self.newest = self.complete = int(all_gather_processes(self.newest).min())
         return self.last_saved()
 
     def save_before_exit(self) -> str:
@@ -384,10 +384,15 @@ class Saver:
         return self.last_saved()
 
     def last_saved(self) -> str:
-        """A message that names the last saved step."""
-        if self.newest:
-            return f"step {self.newest} is saved; give the same command again to resume"
-        return "nothing is saved yet"
+        """A message that names the newest complete checkpoint, and a newer part of this process."""
+        # A process that is alone has written the whole checkpoint.
+        complete = self.newest if jax.process_count() == 1 else self.complete
+        text = "nothing is saved yet"
+        if complete:
+            text = f"step {complete} is saved; give the same command again to resume"
+        if self.newest > complete:
+            text += f"; of step {self.newest}, only this process's part is known to be saved"
+        return text
 
 
 def too_old(steps: list, newest: int, step: int, kept: int) -> list:

@@ -20,8 +20,10 @@ from typing import Any
 from infra.run.bucket import AbsentError, BucketError, gcloud_retrying
 
 SECONDS_BETWEEN_SIGNS = 20
-# Long enough to see a late sign, or the next sign if one did not reach the bucket.
-SECONDS_TO_LOOK = 3 * SECONDS_BETWEEN_SIGNS
+# A sign that takes longer than this does not reach the bucket.
+SECONDS_OF_A_SIGN = 20
+# Long enough to see the sign that comes after one that did not reach the bucket.
+SECONDS_TO_LOOK = 2 * (SECONDS_BETWEEN_SIGNS + SECONDS_OF_A_SIGN)
 # A run looks for a claim, and then writes its own. Both together take less time than this, even in
 # a bucket.
 SECONDS_TO_ARBITRATE = 5
@@ -73,7 +75,8 @@ def write_claim(path: str, bucket: str, claim: dict) -> None:
         # Send the text and not the file, which a full disk would keep from changing. Do not retry:
         # a sign that comes minutes late is of no use.
         with contextlib.suppress(BucketError):
-            gcloud_retrying("cp", "-", f"{bucket}/claim.json", tries=1, input=text)
+            words = "cp", "-", f"{bucket}/claim.json"
+            gcloud_retrying(*words, tries=1, seconds=SECONDS_OF_A_SIGN, text=text)
 
 
 def in_use(out: str, holder: dict) -> InUse:

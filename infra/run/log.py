@@ -49,7 +49,7 @@ class Terminal:
         self.first_step = done + 1
         # The current phase, and when it began.
         self.phase = ""
-        self.began = time.time()
+        self.began = time.monotonic()
         # Parts of the status: the phase with its step, and how many questions are done.
         self.place = ""
         self.asked = ""
@@ -59,10 +59,10 @@ class Terminal:
         # step, and when the first and the last of these steps ended.
         self.ended = 0
         self.last_step = done
-        self.first_end = self.last_end = time.time()
+        self.first_end = self.last_end = time.monotonic()
         # Tokens per second of each phase, now or when the phase last ran.
         self.rates = {}
-        self.printed = time.time()
+        self.printed = time.monotonic()
         # Metrics of the last GRPO steps, and the step after which advice was last given.
         self.recent = []
         self.advised = -math.inf
@@ -80,7 +80,7 @@ class Terminal:
         self.place = f"{phase} | {kind} {step}/{self.total_steps}"
         self.asked = f" | {done}/{total} questions" if total else ""
         self.left = (total - done) * samples if total else math.inf
-        self.began = time.time()
+        self.began = time.monotonic()
         self.show()
 
     def decoded(self, answers: int, tokens: int) -> None:
@@ -88,7 +88,7 @@ class Terminal:
         tokens decoded so far, of all answers."""
         # Right after prefill, no token has been decoded yet.
         if tokens:
-            self.rates[self.phase] = tokens / (time.time() - self.began)
+            self.rates[self.phase] = tokens / (time.monotonic() - self.began)
         # An evaluation also decodes rows beyond the last question, which do not count.
         self.show(f" | {min(answers, self.left)} answers")
 
@@ -98,7 +98,7 @@ class Terminal:
         if rate := self.rates.get(self.phase):
             text += f" | {rate:.0f} tok/s"
         show_status(text)
-        if not sys.stdout.isatty() and time.time() - self.printed > QUIET_SECONDS:
+        if not sys.stdout.isatty() and time.monotonic() - self.printed > QUIET_SECONDS:
             self.print(text)
 
     def time_left(self) -> str:
@@ -113,7 +113,7 @@ class Terminal:
         end = self.sft_steps if is_supervised else self.total_steps
         # This includes evaluations and checkpoints between steps.
         pace = (self.last_end - self.first_end) / (self.ended - 1)
-        seconds = pace * (end - self.last_step) - (time.time() - self.last_end)
+        seconds = pace * (end - self.last_step) - (time.monotonic() - self.last_end)
         minutes, seconds = divmod(max(0, round(seconds)), 60)
         hours, minutes = divmod(minutes, 60)
         goal = " to GRPO" if is_supervised and end < self.total_steps else ""
@@ -126,7 +126,7 @@ class Terminal:
         is_supervised = step <= self.sft_steps
         self.ended += 1
         self.last_step = step
-        self.last_end = time.time()
+        self.last_end = time.monotonic()
         if self.ended == 1:
             self.first_end = self.last_end
         self.rates["update"] = metrics["valid_tokens"] / metrics["time/update_s"]
@@ -151,7 +151,7 @@ class Terminal:
             self.print(line)
 
     def print(self, line: str) -> None:
-        self.printed = time.time()
+        self.printed = time.monotonic()
         say(line)
 
 

@@ -77,7 +77,7 @@ class Run:
         setup: the trainer's Setup, which is printed.
         """
         cfg = self.cfg
-        self.began = time.time()
+        self.began = time.monotonic()
         base = {"base": json.dumps(self.base)} if self.base else {}
         self.saver = checkpoint.Saver(self.out, cfg.keep, self.step, base)
         self.metrics = log.JsonLines(f"{self.out}/metrics.jsonl")
@@ -201,7 +201,7 @@ class Run:
             about = {"step": self.total_steps, "commit": commit(), "system": cfg.system}
             final = self.out, setup.model_dir, params, setup.model_cfg, setup.mesh, about
             hf.write_final(*final, cfg.lora_scale, partial(self.write_adapter, params, setup))
-        log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.time() - self.began)
+        log.print_summary(self.out, cfg.sft_steps, cfg.steps, time.monotonic() - self.began)
         for file in (self.metrics, self.samples, self.evals):
             if file.lost:
                 warn(f"{file.path} lacks {file.lost} lines, which could not be written; see above")

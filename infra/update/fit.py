@@ -158,6 +158,7 @@ def update_gib(
     micro_batch, shape: RowShape, cfg, model_cfg, mesh, programs, compile: Callable | None = None
 ) -> tuple[float, bool]:
     """Returns (GiB that an update takes on a device, whether it fits). The GiB include the state.
+    Every process must call this.
 
     micro_batch: rows per device. compile: replaces `compiled_gib`; called for the gradients, then
     for an optimizer step. Results are cached in the process.
@@ -166,7 +167,8 @@ def update_gib(
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     resting_gib = device_bytes((state, grads)) / GIB
-    limit = chips.local_memory(mesh)
+    # All processes must try the same micro-batches, even if their devices differ.
+    limit = chips.least_memory(mesh)
     if resting_gib > limit:
         # The state and gradients alone are too large, so there is no need to compile.
         return resting_gib, False
@@ -349,7 +351,8 @@ def advice(cfg) -> str:
 
 def search_or_remember(search, limit, most, program):
     """Returns (largest micro-batch that fits, its GiB, one that does not fit, its GiB) from the
-    process on which the fewest rows fit. The last two are 0 if every micro-batch tried fits.
+    process on which the fewest rows fit. The last two are 0 if every micro-batch tried fits. Every
+    process must call this.
 
     search() -> (largest that fits, {n: (GiB, whether n rows fit)}). program: everything else that
     the result depends on.
@@ -361,7 +364,9 @@ def search_or_remember(search, limit, most, program):
     cache = {}
     with contextlib.suppress(CheckpointError):
         cache = files.read_json(path)
-    if key not in cache:
+    # All processes search if one has to: a process that compiles alone for GPUs would wait for the
+    # others, because XLA divides the timing of kernels among all processes.
+    if all_gather_processes(key not in cache).any():
         chosen, tried = search()
         # If nothing fits, `chosen` is 0, which the search has not tried.
         gib, _ = tried.get(chosen, (0, False))
