@@ -565,6 +565,27 @@ def test_a_run_that_exits_with_75_has_failed(tmp_path):
     assert "failed first, with exit code 1;" in text, text
 
 
+@pytest.mark.parametrize(
+    "ready, works, pauses, code",
+    [(5, "false", 5, 75), (99, "true", 1, 143), (99, "false", 20, 143)],
+)
+def test_a_spot_run_that_got_sigterm_waits_for_news_of_its_vm(tmp_path, ready, works, pauses, code):
+    """SIGTERM comes from a preemption, which the API may tell late, or from a user's stop. After a
+    stop the VM runs commands, so the launcher ends after one pause."""
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    run_id=7.7 hosts=1 scratch=. name=pod type=v4-8 options=() dry_run= spot=1 delete_when_done=
+    say() {{ echo "$1"; }}
+    sleep() {{ echo >>slept; }}
+    patiently() {{ if [ $(wc -l <slept) -lt {ready} ]; then echo READY; else echo PREEMPTED; fi; }}
+    workers() {{ if [ "$2" = true ]; then {works}; else echo '[w0] exit 143 1.5 7.7'; fi; }}
+    follow 1
+    """
+    text = run("bash", "-c", script, cwd=tmp_path, code=code)
+    assert len((tmp_path / "slept").read_text()) == pauses, text
+    assert ("failed first, with exit code 143" in text) == (code == 143), text
+
+
 def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
     """Without --reserved, "insufficient reserved capacity" means that a zone is full, and the zones
     are tried again. With --reserved, the user has to name another zone."""

@@ -488,14 +488,25 @@ follow() { # LINE of worker 0's log to begin with
   [ -n "$worker" ] || return 0
   # Do not trust text from a VM. 75 has another meaning here.
   case "$code" in '' | 75 | *[!0-9]*) code=1 ;; esac
-  # When a spot VM is preempted, its run fails before the VM is gone, usually from SIGTERM.
-  if [ -n "$spot" ] && [ "$code" != 2 ]; then
-    sleep 60
-    if now="$(patiently state_now)" && [ "$now" != READY ]; then return 75; fi
-  fi
+  if [ -n "$spot" ] && [ "$code" != 2 ] && is_going; then return 75; fi
   say "$worker failed first, with exit code $code; its last lines:"
   workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
   return "$code"
+}
+
+# Succeed if the VM leaves READY within ten minutes. When a spot VM is preempted, its run fails first, usually from
+# SIGTERM, while the API still says READY. Google turns the VM off 30 seconds after it gives notice, so workers that run
+# a command before and after such a pause will stay.
+is_going() {
+  local now look worked=0 end=$((SECONDS + 600))
+  for ((look = 0; look < 20 && SECONDS < end; look++)); do
+    if workers all true; then worked=$((worked + 1)); else worked=0; fi
+    [ "$worked" -lt 2 ] || return 1
+    [ "$look" != 0 ] || say 'the run failed; looking whether its VM is being preempted, for up to 10 minutes'
+    sleep 30
+    if now="$(patiently state_now)" && [ "$now" != READY ]; then return 0; fi
+  done
+  return 1
 }
 
 # Pass on the workers' output. Write the `exit` line of each to file $1, and the number of worker 0's lines to file $2.
