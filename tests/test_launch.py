@@ -768,6 +768,32 @@ def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
     assert "[w0] train.py: argument --lr: invalid float value" in text, text
 
 
+@pytest.mark.parametrize("spot, code", [("1", 0), ("", 2)])
+@pytest.mark.parametrize("state", ["STOPPED", "REPAIRING"])
+def test_a_spot_vm_that_does_not_come_back_is_made_again(tmp_path, state, spot, code):
+    """If a run has lost its spot VM, a VM that is stopped, or is not READY for half an hour, is
+    deleted and made again."""
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    zones=a name=pod type=v4-8 options=() dry_run= spot={spot} queued= maybe_paid= scratch=.
+    say() {{ echo "$1"; }}
+    die() {{ echo "$1"; exit 2; }}
+    sleep() {{ :; }}
+    patiently() {{ cat state; }}
+    find_slice() {{ zone=a; }}
+    refuse_other_type() {{ :; }}
+    delete() {{ echo deleting; }}
+    create_or_find() {{ echo READY >state; }}
+    print_busy() {{ :; }}
+    send() {{ echo sending; exit 0; }}
+    follow() {{ return 75; }}
+    echo {state} >state
+    live_and_finish follow 1
+    """
+    text = run("bash", "-c", script, cwd=tmp_path, code=code)
+    assert ("deleting\npod in a is READY\nsending\n" in text) == (code == 0), text
+
+
 def test_a_vm_that_was_deleted_is_not_made_again(cloud):
     """`down` ends the costs, even while another launcher follows the run."""
     cloud.fail("follow", "", code=255, remove="spot")

@@ -247,7 +247,8 @@ delete_queued_resource() {
 
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
 # 1. If its queued request has FAILED, delete what is left, and return 2. Exit with a reason if waiting cannot help.
-wait_until_ready() {
+# With `again`, a run has lost its spot VM: a VM that is stopped, or not READY for half an hour, counts as preempted.
+wait_until_ready() { # [again]
   local now before='-' previous polls=0 error
   [ -z "$dry_run" ] || return 0
   while :; do
@@ -257,6 +258,7 @@ wait_until_ready() {
       say "$name in $zone is ${now:-gone}"
       before="$now" polls=0
     fi
+    case "${1:-}:$now:$polls" in again:STOP*:* | again:*:179) now=PREEMPTED ;; esac
     case "$now" in
       READY) return 0 ;;
       FAILED)
@@ -294,14 +296,14 @@ its disk: $(again down)"
   done
 }
 
-# Get a READY slice: the existing one, or a new one in the first zone that has room.
-up() {
+# Get a READY slice: the existing one, or a new one in the first zone that has room. For `again`, see wait_until_ready.
+up() { # [again]
   local worth_waiting code pause=60 failures=0
   find_slice
   if [ -n "$zone" ] && [ -z "$dry_run" ]; then
     maybe_paid=" $zone"
     refuse_other_type
-    if wait_until_ready; then return; fi
+    if wait_until_ready "$@"; then return; fi
   fi
   while :; do
     worth_waiting=''
@@ -310,7 +312,7 @@ up() {
       code=0
       create_or_find || code=$?
       if [ "$code" = 0 ]; then
-        wait_until_ready || code=$?
+        wait_until_ready "$@" || code=$?
         [ "$code" != 0 ] || return 0
         worth_waiting=1
         if [ "$code" = 2 ]; then failures=$((failures + 1)); fi
@@ -600,7 +602,7 @@ live_and_finish() { # up|start|follow LINE FLAGS...
 one_life() { # up|again|start|follow LINE FLAGS...
   local life="$1" line="$2"
   shift 2
-  case "$life" in up | again) up ;; esac
+  case "$life" in up) up ;; again) up ${spot:+again} ;; esac
   if [ "$life" = again ]; then
     # The run may have survived a repair.
     print_busy >"$scratch/busy" || return
