@@ -669,6 +669,18 @@ exec {shutil.which("tar")} "$@"
     assert "vm in us-east5-b may still exist and cost money" in text, text
 
 
+def test_a_tree_that_git_cannot_list_costs_nothing(cloud):
+    """A download without .git, or a repository without a commit, is refused before a VM exists."""
+    shutil.rmtree(cloud.clone / ".git")
+    for words in "not a git repository", "ambiguous argument 'HEAD'":
+        for action in ("--data README.md", "setup", "run --spot"):
+            text = cloud.launch("v6e-1", action, code=2)
+            assert f"git cannot list the files to send (fatal: {words}" in text, text
+            assert text.count("\n") == 1 and "git init && git add -A && git commit" in text, text
+        run("git", "-C", cloud.clone, "init", "-q")
+    assert not cloud.calls()
+
+
 def test_a_large_tree_is_told_before_it_is_sent(cloud):
     (cloud.clone / "weights.bin").write_bytes(os.urandom(110_000_000))
     (cloud.clone / "infra/small.txt").write_text("small")

@@ -380,6 +380,14 @@ persistently() {
   return 1
 }
 
+# Exit unless `pack` can list this tree's files and name their commit. Check this before a VM is created and paid for.
+check_git() {
+  local said
+  said="$(git -C "$here" rev-parse HEAD 2>&1 >/dev/null)" ||
+    die "git cannot list the files to send (${said%%$'\n'*}); clone podgrpo with git, or run in $here: \
+git init && git add -A && git commit -m podgrpo"
+}
+
 # Pack this tree into $to_send, without the files that git ignores. Pack it once: after a preemption, the same tree is
 # sent again. Check each command here, because `send` is called in conditions, where errexit is off.
 pack() {
@@ -626,6 +634,8 @@ cmd_tpu() { # ACTION ARGUMENTS...
   zone='' unseen='' maybe_paid='' all='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
+  # These actions send this tree, or send it again after a preemption.
+  case "$action$spot" in train* | setup* | test* | run1 | logs1) check_git ;; esac
   case "$action" in
     train | run)
       check_words "$@"
