@@ -681,6 +681,21 @@ def test_a_tree_that_git_cannot_list_costs_nothing(cloud):
     assert not cloud.calls()
 
 
+BAD_LINES = ["WANDB_API_KEY = s3cret", "HF_TOKEN=a$s3cret", "HF_TOKEN=a$1"]
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_env_file_that_bash_cannot_read_costs_nothing(cloud, line):
+    """It is refused before a VM exists and before anything is installed, and is never printed."""
+    write(cloud.clone / ".env", f"{line}\nGOOD=1\n")
+    for call in "v6e-1", "v6e-1 setup", "v6e-1 logs --spot", "cpu --lr 1", "report out/a":
+        text = cloud.launch(call, code=2)
+        assert text.startswith("launch.sh: .env must have lines NAME=value"), text
+        assert text.count("\n") == 1 and "s3cret" not in text, text
+    assert not cloud.calls() and not (cloud.clone / ".venv").exists()
+    assert "there is no podgrpo-v6e-1" in cloud.launch("v6e-1 stop", code=2)
+
+
 def test_a_large_tree_is_told_before_it_is_sent(cloud):
     (cloud.clone / "weights.bin").write_bytes(os.urandom(110_000_000))
     (cloud.clone / "infra/small.txt").write_text("small")

@@ -635,7 +635,7 @@ cmd_tpu() { # ACTION ARGUMENTS...
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
   # These actions send this tree, or send it again after a preemption.
-  case "$action$spot" in train* | setup* | test* | run1 | logs1) check_git ;; esac
+  case "$action$spot" in train* | setup* | test* | run1 | logs1) check_git && check_env ;; esac
   case "$action" in
     train | run)
       check_words "$@"
