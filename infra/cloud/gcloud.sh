@@ -271,6 +271,9 @@ wait_until_ready() { # [again]
         return 2
         ;;
       PREEMPTED | TERMINATED | SUSPENDED)
+        # Only a spot VM is preempted. Without --spot, the new VM would cost more.
+        [ -n "$spot" ] || [ "$now" != PREEMPTED ] ||
+          die "$name was a spot VM and is preempted; to create it again, add --spot; or delete it: $(again down)"
         delete || exit 1
         return 1
         ;;
