@@ -885,6 +885,28 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     assert "the run may have ended with it" in text and "no run was started" not in text, text
 
 
+@pytest.mark.parametrize("cut", ["-0", "-3"])
+def test_flags_are_read_once_although_a_connection_breaks(tmp_path, cut):
+    """gcloud repeats a command whose connection broke, and what it printed before stays."""
+    for name, text in {"run.log": "waits\n", "run.id": "7.7\n", "run.flags": "--lr\0a b\0"}.items():
+        write(tmp_path / name, text)
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    scratch=. dry_run=
+    need_slice() {{ :; }}
+    refuse_other_type() {{ :; }}
+    persistently() {{
+      echo keygen
+      bash -c "$3" >once
+      head -c {cut} once
+      cat once
+    }}
+    live_and_finish() {{ printf '%s|' "$run_id" "$@"; }}
+    cmd_tpu_logs
+    """
+    assert run("bash", "-c", script, cwd=tmp_path) == "7.7|follow|1|--lr|a b|"
+
+
 def test_logs_without_a_run_and_logs_that_cannot_be_read_differ(cloud):
     cloud.launch("v6e-1 up --name fresh")
     # This is the first ssh from this machine, so ssh-keygen speaks, too.

@@ -682,24 +682,27 @@ cmd_tpu_run() {
 }
 
 cmd_tpu_logs() {
-  local lines='' flag flags=() there="$scratch/there"
+  local lines='' word words=() there="$scratch/there" mark="record-$$-$RANDOM" print
   need_slice
   refuse_other_type
-  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each flag ends in a NUL.
-  persistently workers 0 '[ ! -f run.id ] || { wc -l <run.log && cat run.id run.flags; }' >"$there" || {
+  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each word ends in a NUL.
+  print="printf '\\0%s\\0%s\\0%s\\0' $mark \"\$(wc -l <run.log)\" \"\$(cat run.id)\" && cat run.flags"
+  persistently workers 0 "[ ! -f run.id ] || { $print; }" >"$there" || {
     [ $? != 75 ] || say "the run may have ended with it. $RESUMES"
     exit 1
   }
-  [ -n "$dry_run" ] || {
-    # The first ssh from a machine also prints ssh-keygen's output: skip those lines.
-    while read -r lines && [[ ! "$lines" =~ ^[0-9]+$ ]]; do :; done
-    [ -n "$lines" ] || die "no run was started there: $(again run)" 1
-    read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
-  } <"$there"
+  # Take what follows the last mark: ssh-keygen may have printed before it, and so may a try whose connection broke.
+  while IFS= read -r -d '' word; do
+    if [ "$word" = "$mark" ]; then words=(); else words+=("$word"); fi
+  done <"$there"
+  if [ -z "$dry_run" ]; then
+    [ ${#words[@]} -gt 0 ] || die "no run was started there: $(again run)" 1
+    [ ${#words[@]} -gt 2 ] || die "run.flags on worker 0 has no flags" 1
+    lines="${words[0]}" run_id="${words[1]}"
+  fi
   case "$lines$run_id" in *[!0-9.]*) die "run.log or run.id on worker 0 cannot be read" 1 ;; esac
-  [ ${#flags[@]} -gt 0 ] || [ -n "$dry_run" ] || die "run.flags on worker 0 has no flags" 1
   # Print the last 50 lines of the log first.
-  live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${flags[@]+"${flags[@]}"}
+  live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${words[@]+"${words[@]:2}"}
 }
 
 cmd_tpu_status() {
