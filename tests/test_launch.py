@@ -293,6 +293,10 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v6e-8 --eval_data=gsm8k,mine=out/mine.jsonl": "--eval_data out/mine.jsonl is not sent",
         "slurm --nodes 2 --mem 64G": "--mem is not a flag; see bash launch.sh cpu --help, or",
         "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",
+        "v6e-8 up --name my_run": "--name my_run cannot name a VM; use small letters, digits and -",
+        "v6e-8 --name Run": "--name Run cannot name a VM",
+        "v6e-8 stop --name run-": "--name run- cannot name a VM",
+        "v6e-8 up --zone ,": "--zone , names no zone; give one, such as --zone us-east5-b",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
         "cpu --processes 0": "not a number of 1 or more",
@@ -601,6 +605,10 @@ def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
 
 
 def test_a_wrong_flag_of_gcloud_is_told_at_once(cloud):
+    said = "ERROR: (gcloud.x) INVALID_ARGUMENT: Cloud TPU received an invalid argument."
+    cloud.fail("describe", said)
+    text = cloud.launch("v6e-1 status --name vm --zone us-east5-b", code=1)
+    assert "look at --name, --zone and the flags" in text and "trying again" not in text, text
     text = cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal_ip"], code=1)
     assert "unrecognized arguments: --internal_ip" in text, text
     assert "look at the flags in --ssh" in text and "trying again" not in text, text

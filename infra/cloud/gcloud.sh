@@ -89,6 +89,7 @@ refused; publickey; run: ssh-add ~/.ssh/google_compute_engine
 host_key; Host key verification failed; another machine had this address: \
 remove its lines from ~/.ssh/google_compute_known_hosts
 unsent; infra/cloud/worker.sh: No such file; send the tree first: $(again setup)
+invalid; INVALID_ARGUMENT; look at --name, --zone and the flags in --create
 internal; nternal error|INTERNAL; see its state: $(again status)
 other; ERROR; see its state: $(again status)
 command; .*; see its state: $(again status)
@@ -637,6 +638,9 @@ cmd_tpu() { # ACTION ARGUMENTS...
   zone='' unseen='' maybe_paid='' all='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
+  [[ "$name" =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
+    die "--name $name cannot name a VM; use small letters, digits and -, with a letter first and no - at the end"
+  [ -n "${zones//[, ]/}" ] || die "--zone $zones names no zone; give one, such as --zone ${all_zones%%,*}"
   # These actions send this tree, or send it again after a preemption.
   case "$action$spot" in train* | setup* | test* | run1 | logs1) check_git && check_env ;; esac
   case "$action" in
