@@ -876,6 +876,29 @@ def test_a_worker_does_not_fall_back_to_the_cpu(tmp_path):
         assert (tmp_path / "run.log").read_text() == f"platforms {wanted}\n"
 
 
+def test_a_run_whose_exit_code_is_lost_has_failed(tmp_path):
+    """A full disk takes no exit code, and the file that should have it may be empty."""
+    shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
+    write(tmp_path / "bin/curl", "#!/bin/sh\necho 0\n", 0o755)
+    write(tmp_path / "launch.sh", "")
+    for name in "run.commit", "run.log", "run.exit":
+        write(tmp_path / name, "")
+
+    def worker(words, code=0):
+        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        worker_sh = "infra/cloud/worker.sh"
+        return run("bash", worker_sh, *words.split(), cwd=tmp_path, code=code, PATH=path)
+
+    lost = "[w0] exit 137 9999999999 7.7\n"
+    assert worker("follow +1 20 7.7") == lost
+    worker("train")
+    assert worker("follow +1 20 7.7").startswith("[w0] exit 0 1")
+    (tmp_path / "run.exit").unlink()
+    (tmp_path / "run.exit.new").symlink_to("/dev/full")
+    worker("train", code=1)
+    assert worker("follow +1 20 7.7") == lost
+
+
 def test_logs_of_a_spot_run_resume_it(cloud):
     """`logs --spot` creates a preempted VM again and resumes its run with the flags that it had."""
     cloud.launch("v6e-1 --spot --name spot", POD_FLAGS, ENDS, "--system", ["it's $HOME"], code=2)
