@@ -747,6 +747,10 @@ def test_workers_are_reached_as_the_site_wants(cloud):
     cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal-ip"])
     calls = cloud.worker_calls()
     assert calls and all("--internal-ip" in argv for argv in calls), calls
+    # Neither ssh nor scp may wait for a dead worker for ever.
+    for argv in calls:
+        for option in "ConnectTimeout=30", "ServerAliveInterval=30":
+            assert f"--{argv[3]}-flag=-o{option}" in argv, argv
     before = len(cloud.calls())
     tunnel = ["--ssh", "--tunnel-through-iap"]
     text = cloud.launch("v6e-1 ssh --name vm", tunnel, "0 pwd")

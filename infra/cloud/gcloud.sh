@@ -54,9 +54,11 @@ cloud() {
   return "$code"
 }
 vm() { cloud compute tpus tpu-vm "$1" "$name" --zone="$zone" "${@:2}"; }
-# Run ssh or scp with the flags of --ssh. Only `gcloud alpha` can go through the Identity-Aware Proxy.
+# Run ssh or scp with the flags of --ssh. Without the two timeouts, they could wait for a dead worker for ever. Only
+# `gcloud alpha` can go through the Identity-Aware Proxy.
 reach() { # ssh|scp ARGUMENTS...
-  cloud ${alpha:+"$alpha"} compute tpus tpu-vm "$@" --zone="$zone" ${ssh_flags[@]+"${ssh_flags[@]}"}
+  cloud ${alpha:+"$alpha"} compute tpus tpu-vm "$@" --zone="$zone" "--$1-flag=-oConnectTimeout=30" \
+    "--$1-flag=-oServerAliveInterval=30" ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
@@ -348,7 +350,7 @@ at_end() { # EXIT_CODE
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
 # Run command $2 in ~/podgrpo on worker $1, or on `all`. It must be safe to repeat: gcloud runs it again if ssh breaks.
 workers() {
-  reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
+  reach ssh "$name" --worker="$1" --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
 }
 
 # Like `workers`, but then print what gcloud and ssh wrote to stderr.
