@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pods
@@ -866,6 +868,27 @@ def test_a_vm_of_another_type_is_refused(cloud):
     for action in ("", "run", "logs"):
         text = cloud.launch(f"v6e-8 {action} --name pod", code=2)
         assert "pod is a v6e-1, not a v6e-8; give --name a name that no other VM has" in text, text
+
+
+def test_a_worker_asks_for_its_number_without_a_proxy(tmp_path):
+    shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
+    attribute = tmp_path / "computeMetadata/v1/instance/attributes/agent-worker-number"
+    write(attribute, "3")
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    )
+    env = {"GCE_METADATA_HOST": f"127.0.0.1:{server.server_port}"}
+    env |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    with server, ThreadPoolExecutor(1) as thread:
+        thread.submit(server.serve_forever)
+        try:
+            status = "bash", tmp_path / "infra/cloud/worker.sh", "status"
+            assert run(*status, **env).startswith("[w3] no run")
+            attribute.unlink()
+            text = run(*status, code=1, **env)
+        finally:
+            server.shutdown()
+    assert text.startswith("launch.sh: this worker cannot learn its number: curl http://127"), text
 
 
 def test_a_worker_does_not_fall_back_to_the_cpu(tmp_path):

@@ -107,9 +107,13 @@ stop() {
   return 1
 }
 
-# This worker's number in its slice.
-host="${GCE_METADATA_HOST:-metadata.google.internal}"
-me="$(curl -sf -H 'Metadata-Flavor: Google' "http://$host/computeMetadata/v1/instance/attributes/agent-worker-number")"
+# This worker's number in its slice. Only this VM can ask for it, so use no proxy.
+attributes="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
+me="$(curl -sf -m 10 --retry 3 --retry-connrefused --noproxy '*' -H 'Metadata-Flavor: Google' \
+  "$attributes/agent-worker-number")" || {
+  echo "launch.sh: this worker cannot learn its number: curl $attributes/agent-worker-number fails with code $?" >&2
+  exit 1
+}
 label() { while IFS= read -r line || [ -n "$line" ]; do printf '[w%s] %s\n' "$me" "$line"; done; }
 action="$1"
 shift
