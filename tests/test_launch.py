@@ -742,6 +742,10 @@ def test_every_call_of_gcloud_is_in_one_log(cloud):
     assert re.search(r"gcloud compute tpus tpu-vm create vm .*\nexit code 1\n", log), log
     assert log.count("exit code ") == len(cloud.calls()), log
     assert "all calls of gcloud" not in cloud.launch("v6e-1 up --name vm --zone us-east5-b")
+    shutil.rmtree(cloud.clone / "out/launch")
+    write(cloud.clone / "out/launch", "")
+    text = cloud.launch("v6e-1 up --name vm --zone us-east5-b", code=2)
+    assert text.startswith("launch.sh: cannot write to ") and text.count("\n") == 1, text
 
 
 def test_workers_are_reached_as_the_site_wants(cloud):
@@ -774,6 +778,11 @@ def test_a_command_runs_on_one_worker_or_on_all(cloud):
     # All words after the command's first one are the command's.
     assert cloud.launch("v4-16 ssh --name vm all echo -h --yes").count("-h --yes") == 2
     assert "needs a terminal" in cloud.launch("v4-16 ssh --name vm", code=2)
+    # Without ~/podgrpo, a command must not run elsewhere.
+    (cloud.stub / "vm/w1/podgrpo").rmdir()
+    write(cloud.stub / "vm/w1/podgrpo", "")
+    text = cloud.launch("v4-16 ssh --name vm 1 echo it runs", code=1)
+    assert "mkdir" in text and "it runs" not in text, text
 
 
 @pytest.mark.slow

@@ -350,7 +350,7 @@ at_end() { # EXIT_CODE
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
 # Run command $2 in ~/podgrpo on worker $1, or on `all`. It must be safe to repeat: gcloud runs it again if ssh breaks.
 workers() {
-  reach ssh "$name" --worker="$1" --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
+  reach ssh "$name" --worker="$1" --command="umask 077; mkdir -p podgrpo && cd podgrpo || exit; $2"
 }
 
 # Like `workers`, but then print what gcloud and ssh wrote to stderr.
@@ -664,7 +664,8 @@ cmd_tpu() { # ACTION ARGUMENTS...
   else
     command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
     log="$here/out/launch/$name-$(date +%Y%m%d-%H%M%S)-$$.log"
-    mkdir -p "$here/out/launch"
+    { mkdir -p "$here/out/launch" && touch "$log"; } 2>/dev/null ||
+      die "cannot write to $here/out/launch, where the log belongs; look at its permissions, and for a full disk"
   fi
   trap 'at_end $?' EXIT
   trap 'exit 130' INT # without this, Ctrl-C may skip the EXIT trap
