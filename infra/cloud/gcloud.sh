@@ -518,7 +518,7 @@ is_going() {
   for ((look = 0; look < 20 && SECONDS < end; look++)); do
     if workers all true; then worked=$((worked + 1)); else worked=0; fi
     [ "$worked" -lt 2 ] || return 1
-    [ "$look" != 0 ] || say 'the run failed; looking whether its VM is being preempted, for up to 10 minutes'
+    [ "$look" != 0 ] || say 'the run has ended; looking whether its VM is being preempted, for up to 10 minutes'
     sleep 30
     if now="$(patiently state_now)" && [ "$now" != READY ]; then return 0; fi
   done
