@@ -126,6 +126,14 @@ program() {
   set -- env ${platform:+"JAX_PLATFORMS=$platform"} "$venv/bin/python" -u "$path" "$@"
   if [ -z "$dry_run" ]; then exec "$@"; else run "$@"; fi
 }
+
+# Exit unless bash can source .env. A bash of its own tries, because `||` turns errexit off in this one. Discard what it
+# prints: an error may quote a secret.
+check_env() {
+  [ ! -f "$here/.env" ] || bash -euo pipefail -c '. "$0"' "$here/.env" >/dev/null 2>&1 </dev/null ||
+    die '.env must have lines NAME=value, without spaces around =; put values with special characters in single quotes'
+}
+
 # The program replaces the shell, or the subshell, that calls `train` or `plan`, so that signals reach the program.
 train() { program train.py "$@"; }      # PLATFORM FLAGS...
 plan() { program tools/plan.py "$@"; } # PLATFORM [TYPE] FLAGS...
@@ -378,6 +386,7 @@ if [ -n "$type" ]; then name="${name:-podgrpo-$type}" zones="${zones:-$all_zones
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 
+case "$command" in cpu | gpu | slurm | plan | report) check_env ;; esac
 case "$command" in
   cpu) cmd_cpu "$processes" "$@" ;;
   gpu | slurm | plan | report | test) "cmd_$command" "$@" ;;

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pods
@@ -293,6 +295,10 @@ def test_mistakes_in_the_call_are_told_in_one_line(cloud):
         "v6e-8 --eval_data=gsm8k,mine=out/mine.jsonl": "--eval_data out/mine.jsonl is not sent",
         "slurm --nodes 2 --mem 64G": "--mem is not a flag; see bash launch.sh cpu --help, or",
         "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",
+        "v6e-8 up --name my_run": "--name my_run cannot name a VM; use small letters, digits and -",
+        "v6e-8 --name Run": "--name Run cannot name a VM",
+        "v6e-8 stop --name run-": "--name run- cannot name a VM",
+        "v6e-8 up --zone ,": "--zone , names no zone; give one, such as --zone us-east5-b",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
         "cpu --processes 0": "not a number of 1 or more",
@@ -565,6 +571,27 @@ def test_a_run_that_exits_with_75_has_failed(tmp_path):
     assert "failed first, with exit code 1;" in text, text
 
 
+@pytest.mark.parametrize(
+    "ready, works, pauses, code",
+    [(5, "false", 5, 75), (99, "true", 1, 143), (99, "false", 20, 143)],
+)
+def test_a_spot_run_that_got_sigterm_waits_for_news_of_its_vm(tmp_path, ready, works, pauses, code):
+    """SIGTERM comes from a preemption, which the API may report late, or from a user's stop. After a
+    stop, the VM still runs commands, and the launcher ends after one pause."""
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    run_id=7.7 hosts=1 scratch=. name=pod type=v4-8 options=() dry_run= spot=1 delete_when_done=
+    say() {{ echo "$1"; }}
+    sleep() {{ echo >>slept; }}
+    patiently() {{ if [ $(wc -l <slept) -lt {ready} ]; then echo READY; else echo PREEMPTED; fi; }}
+    workers() {{ if [ "$2" = true ]; then {works}; else echo '[w0] exit 143 1.5 7.7'; fi; }}
+    follow 1
+    """
+    text = run("bash", "-c", script, cwd=tmp_path, code=code)
+    assert len((tmp_path / "slept").read_text()) == pauses, text
+    assert ("failed first, with exit code 143" in text) == (code == 143), text
+
+
 def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
     """Without --reserved, "insufficient reserved capacity" means that a zone is full, and the zones
     are tried again. With --reserved, the user has to name another zone."""
@@ -580,6 +607,10 @@ def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
 
 
 def test_a_wrong_flag_of_gcloud_is_told_at_once(cloud):
+    said = "ERROR: (gcloud.x) INVALID_ARGUMENT: Cloud TPU received an invalid argument."
+    cloud.fail("describe", said)
+    text = cloud.launch("v6e-1 status --name vm --zone us-east5-b", code=1)
+    assert "look at --name, --zone and the flags" in text and "trying again" not in text, text
     text = cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal_ip"], code=1)
     assert "unrecognized arguments: --internal_ip" in text, text
     assert "look at the flags in --ssh" in text and "trying again" not in text, text
@@ -648,6 +679,33 @@ exec {shutil.which("tar")} "$@"
     assert "vm in us-east5-b may still exist and cost money" in text, text
 
 
+def test_a_tree_that_git_cannot_list_costs_nothing(cloud):
+    """A download without .git, or a repository without a commit, is refused before a VM exists."""
+    shutil.rmtree(cloud.clone / ".git")
+    for words in "not a git repository", "ambiguous argument 'HEAD'":
+        for action in ("--data README.md", "setup", "run --spot"):
+            text = cloud.launch("v6e-1", action, code=2)
+            assert f"git cannot list the files to send (fatal: {words}" in text, text
+            assert text.count("\n") == 1 and "git init && git add -A && git commit" in text, text
+        run("git", "-C", cloud.clone, "init", "-q")
+    assert not cloud.calls()
+
+
+BAD_LINES = ["WANDB_API_KEY = s3cret", "HF_TOKEN=a$s3cret", "HF_TOKEN=a$1"]
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_env_file_that_bash_cannot_read_costs_nothing(cloud, line):
+    """It is refused before a VM exists and before anything is installed, and is never printed."""
+    write(cloud.clone / ".env", f"{line}\nGOOD=1\n")
+    for call in "v6e-1", "v6e-1 setup", "v6e-1 logs --spot", "cpu --lr 1", "report out/a":
+        text = cloud.launch(call, code=2)
+        assert text.startswith("launch.sh: .env must have lines NAME=value"), text
+        assert text.count("\n") == 1 and "s3cret" not in text, text
+    assert not cloud.calls() and not (cloud.clone / ".venv").exists()
+    assert "there is no podgrpo-v6e-1" in cloud.launch("v6e-1 stop", code=2)
+
+
 def test_a_large_tree_is_told_before_it_is_sent(cloud):
     (cloud.clone / "weights.bin").write_bytes(os.urandom(110_000_000))
     (cloud.clone / "infra/small.txt").write_text("small")
@@ -684,6 +742,10 @@ def test_every_call_of_gcloud_is_in_one_log(cloud):
     assert re.search(r"gcloud compute tpus tpu-vm create vm .*\nexit code 1\n", log), log
     assert log.count("exit code ") == len(cloud.calls()), log
     assert "all calls of gcloud" not in cloud.launch("v6e-1 up --name vm --zone us-east5-b")
+    shutil.rmtree(cloud.clone / "out/launch")
+    write(cloud.clone / "out/launch", "")
+    text = cloud.launch("v6e-1 up --name vm --zone us-east5-b", code=2)
+    assert text.startswith("launch.sh: cannot write to ") and text.count("\n") == 1, text
 
 
 def test_workers_are_reached_as_the_site_wants(cloud):
@@ -691,6 +753,10 @@ def test_workers_are_reached_as_the_site_wants(cloud):
     cloud.launch("v6e-1 setup --name vm", ["--ssh", "--internal-ip"])
     calls = cloud.worker_calls()
     assert calls and all("--internal-ip" in argv for argv in calls), calls
+    # Neither ssh nor scp may wait for a dead worker for ever.
+    for argv in calls:
+        for option in "ConnectTimeout=30", "ServerAliveInterval=30":
+            assert f"--{argv[3]}-flag=-o{option}" in argv, argv
     before = len(cloud.calls())
     tunnel = ["--ssh", "--tunnel-through-iap"]
     text = cloud.launch("v6e-1 ssh --name vm", tunnel, "0 pwd")
@@ -712,6 +778,11 @@ def test_a_command_runs_on_one_worker_or_on_all(cloud):
     # All words after the command's first one are the command's.
     assert cloud.launch("v4-16 ssh --name vm all echo -h --yes").count("-h --yes") == 2
     assert "needs a terminal" in cloud.launch("v4-16 ssh --name vm", code=2)
+    # Without ~/podgrpo, a command must not run elsewhere.
+    (cloud.stub / "vm/w1/podgrpo").rmdir()
+    write(cloud.stub / "vm/w1/podgrpo", "")
+    text = cloud.launch("v4-16 ssh --name vm 1 echo it runs", code=1)
+    assert "mkdir" in text and "it runs" not in text, text
 
 
 @pytest.mark.slow
@@ -747,6 +818,32 @@ def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
     assert "[w0] train.py: argument --lr: invalid float value" in text, text
 
 
+@pytest.mark.parametrize("spot, code", [("1", 0), ("", 2)])
+@pytest.mark.parametrize("state", ["STOPPED", "REPAIRING"])
+def test_a_spot_vm_that_does_not_come_back_is_made_again(tmp_path, state, spot, code):
+    """If a run has lost its spot VM, a VM that is stopped, or is not READY for half an hour, is
+    deleted and made again."""
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    zones=a name=pod type=v4-8 options=() dry_run= spot={spot} queued= maybe_paid= scratch=.
+    say() {{ echo "$1"; }}
+    die() {{ echo "$1"; exit 2; }}
+    sleep() {{ :; }}
+    patiently() {{ cat state; }}
+    find_slice() {{ zone=a; }}
+    refuse_other_type() {{ :; }}
+    delete() {{ echo deleting; }}
+    create_or_find() {{ echo READY >state; }}
+    print_busy() {{ :; }}
+    send() {{ echo sending; exit 0; }}
+    follow() {{ return 75; }}
+    echo {state} >state
+    live_and_finish follow 1
+    """
+    text = run("bash", "-c", script, cwd=tmp_path, code=code)
+    assert ("deleting\npod in a is READY\nsending\n" in text) == (code == 0), text
+
+
 def test_a_vm_that_was_deleted_is_not_made_again(cloud):
     """`down` ends the costs, even while another launcher follows the run."""
     cloud.fail("follow", "", code=255, remove="spot")
@@ -756,10 +853,13 @@ def test_a_vm_that_was_deleted_is_not_made_again(cloud):
 
 
 def test_a_preempted_vm_is_made_again_without_rights_on_queued_requests(cloud):
-    cloud.launch("v6e-1 up --name vm")
+    cloud.launch("v6e-1 up --spot --name vm")
     cloud.gcloud("preempt", "vm")
+    # Without --spot, the new VM would cost more.
+    text = cloud.launch("v6e-1 up --name vm", code=2)
+    assert "vm was a spot VM and is preempted; to create it again, add --spot" in text, text
     cloud.fail("queued-resources", "ERROR: (gcloud.x) PERMISSION_DENIED: no", times=99)
-    text = cloud.launch("v6e-1 up --name vm")
+    text = cloud.launch("v6e-1 up --spot --name vm")
     assert "vm in us-east5-b is READY" in text and cloud.count("tpu-vm create") == 2, text
 
 
@@ -779,6 +879,27 @@ def test_a_vm_of_another_type_is_refused(cloud):
         assert "pod is a v6e-1, not a v6e-8; give --name a name that no other VM has" in text, text
 
 
+def test_a_worker_asks_for_its_number_without_a_proxy(tmp_path):
+    shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
+    attribute = tmp_path / "computeMetadata/v1/instance/attributes/agent-worker-number"
+    write(attribute, "3")
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    )
+    env = {"GCE_METADATA_HOST": f"127.0.0.1:{server.server_port}"}
+    env |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    with server, ThreadPoolExecutor(1) as thread:
+        thread.submit(server.serve_forever)
+        try:
+            status = "bash", tmp_path / "infra/cloud/worker.sh", "status"
+            assert run(*status, **env).startswith("[w3] no run")
+            attribute.unlink()
+            text = run(*status, code=1, **env)
+        finally:
+            server.shutdown()
+    assert text.startswith("launch.sh: this worker cannot learn its number: curl http://127"), text
+
+
 def test_a_worker_does_not_fall_back_to_the_cpu(tmp_path):
     shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
     write(tmp_path / "bin/curl", "#!/bin/sh\necho 0\n", 0o755)
@@ -789,6 +910,29 @@ def test_a_worker_does_not_fall_back_to_the_cpu(tmp_path):
         command = "bash", "infra/cloud/worker.sh", "train"
         run(*command, cwd=tmp_path, PATH=path, JAX_PLATFORMS=given)
         assert (tmp_path / "run.log").read_text() == f"platforms {wanted}\n"
+
+
+def test_a_run_whose_exit_code_is_lost_has_failed(tmp_path):
+    """A full disk takes no exit code, and the file that should have it may be empty."""
+    shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
+    write(tmp_path / "bin/curl", "#!/bin/sh\necho 0\n", 0o755)
+    write(tmp_path / "launch.sh", "")
+    for name in "run.commit", "run.log", "run.exit":
+        write(tmp_path / name, "")
+
+    def worker(words, code=0):
+        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        worker_sh = "infra/cloud/worker.sh"
+        return run("bash", worker_sh, *words.split(), cwd=tmp_path, code=code, PATH=path)
+
+    lost = "[w0] exit 137 9999999999 7.7\n"
+    assert worker("follow +1 20 7.7") == lost
+    worker("train")
+    assert worker("follow +1 20 7.7").startswith("[w0] exit 0 1")
+    (tmp_path / "run.exit").unlink()
+    (tmp_path / "run.exit.new").symlink_to("/dev/full")
+    worker("train", code=1)
+    assert worker("follow +1 20 7.7") == lost
 
 
 def test_logs_of_a_spot_run_resume_it(cloud):
@@ -806,6 +950,28 @@ def test_logs_of_a_spot_run_resume_it(cloud):
     assert "spot is PREEMPTED; it is recreated only with --spot" in text, text
     text = cloud.launch("v6e-1 logs --name spot", code=1)
     assert "the run may have ended with it" in text and "no run was started" not in text, text
+
+
+@pytest.mark.parametrize("cut", ["-0", "-3"])
+def test_flags_are_read_once_although_a_connection_breaks(tmp_path, cut):
+    """gcloud repeats a command whose connection broke, and what it printed before stays."""
+    for name, text in {"run.log": "waits\n", "run.id": "7.7\n", "run.flags": "--lr\0a b\0"}.items():
+        write(tmp_path / name, text)
+    script = f"""
+    . {ROOT}/infra/cloud/gcloud.sh
+    scratch=. dry_run=
+    need_slice() {{ :; }}
+    refuse_other_type() {{ :; }}
+    persistently() {{
+      echo keygen
+      bash -c "$3" >once
+      head -c {cut} once
+      cat once
+    }}
+    live_and_finish() {{ printf '%s|' "$run_id" "$@"; }}
+    cmd_tpu_logs
+    """
+    assert run("bash", "-c", script, cwd=tmp_path) == "7.7|follow|1|--lr|a b|"
 
 
 def test_logs_without_a_run_and_logs_that_cannot_be_read_differ(cloud):

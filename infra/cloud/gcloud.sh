@@ -54,9 +54,11 @@ cloud() {
   return "$code"
 }
 vm() { cloud compute tpus tpu-vm "$1" "$name" --zone="$zone" "${@:2}"; }
-# Run ssh or scp with the flags of --ssh. Only `gcloud alpha` can go through the Identity-Aware Proxy.
+# Run ssh or scp with the flags of --ssh. Without the two timeouts, they could wait for a dead worker for ever. Only
+# `gcloud alpha` can go through the Identity-Aware Proxy.
 reach() { # ssh|scp ARGUMENTS...
-  cloud ${alpha:+"$alpha"} compute tpus tpu-vm "$@" --zone="$zone" ${ssh_flags[@]+"${ssh_flags[@]}"}
+  cloud ${alpha:+"$alpha"} compute tpus tpu-vm "$@" --zone="$zone" "--$1-flag=-oConnectTimeout=30" \
+    "--$1-flag=-oServerAliveInterval=30" ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 queued_resource() { cloud compute tpus queued-resources "$1" "$name" --zone="$zone" "${@:2}"; }
 
@@ -89,6 +91,7 @@ refused; publickey; run: ssh-add ~/.ssh/google_compute_engine
 host_key; Host key verification failed; another machine had this address: \
 remove its lines from ~/.ssh/google_compute_known_hosts
 unsent; infra/cloud/worker.sh: No such file; send the tree first: $(again setup)
+invalid; INVALID_ARGUMENT; look at --name, --zone and the flags in --create
 internal; nternal error|INTERNAL; see its state: $(again status)
 other; ERROR; see its state: $(again status)
 command; .*; see its state: $(again status)
@@ -247,7 +250,8 @@ delete_queued_resource() {
 
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
 # 1. If its queued request has FAILED, delete what is left, and return 2. Exit with a reason if waiting cannot help.
-wait_until_ready() {
+# With `again`, a run has lost its spot VM: a VM that is stopped, or not READY for half an hour, counts as preempted.
+wait_until_ready() { # [again]
   local now before='-' previous polls=0 error
   [ -z "$dry_run" ] || return 0
   while :; do
@@ -257,6 +261,7 @@ wait_until_ready() {
       say "$name in $zone is ${now:-gone}"
       before="$now" polls=0
     fi
+    case "${1:-}:$now:$polls" in again:STOP*:* | again:*:179) now=PREEMPTED ;; esac
     case "$now" in
       READY) return 0 ;;
       FAILED)
@@ -269,6 +274,9 @@ wait_until_ready() {
         return 2
         ;;
       PREEMPTED | TERMINATED | SUSPENDED)
+        # Only a spot VM is preempted. Without --spot, the new VM would cost more.
+        [ -n "$spot" ] || [ "$now" != PREEMPTED ] ||
+          die "$name was a spot VM and is preempted; to create it again, add --spot; or delete it: $(again down)"
         delete || exit 1
         return 1
         ;;
@@ -294,14 +302,14 @@ its disk: $(again down)"
   done
 }
 
-# Get a READY slice: the existing one, or a new one in the first zone that has room.
-up() {
+# Get a READY slice: the existing one, or a new one in the first zone that has room. For `again`, see wait_until_ready.
+up() { # [again]
   local worth_waiting code pause=60 failures=0
   find_slice
   if [ -n "$zone" ] && [ -z "$dry_run" ]; then
     maybe_paid=" $zone"
     refuse_other_type
-    if wait_until_ready; then return; fi
+    if wait_until_ready "$@"; then return; fi
   fi
   while :; do
     worth_waiting=''
@@ -310,7 +318,7 @@ up() {
       code=0
       create_or_find || code=$?
       if [ "$code" = 0 ]; then
-        wait_until_ready || code=$?
+        wait_until_ready "$@" || code=$?
         [ "$code" != 0 ] || return 0
         worth_waiting=1
         if [ "$code" = 2 ]; then failures=$((failures + 1)); fi
@@ -342,7 +350,7 @@ at_end() { # EXIT_CODE
 # ---------------------------------------------------------------- Google Cloud: a run on a slice
 # Run command $2 in ~/podgrpo on worker $1, or on `all`. It must be safe to repeat: gcloud runs it again if ssh breaks.
 workers() {
-  reach ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="umask 077; mkdir -p podgrpo; cd podgrpo; $2"
+  reach ssh "$name" --worker="$1" --command="umask 077; mkdir -p podgrpo && cd podgrpo || exit; $2"
 }
 
 # Like `workers`, but then print what gcloud and ssh wrote to stderr.
@@ -376,6 +384,14 @@ persistently() {
   done
   why "$fault"
   return 1
+}
+
+# Exit unless `pack` can list this tree's files and name their commit. Check this before a VM is created and paid for.
+check_git() {
+  local said
+  said="$(git -C "$here" rev-parse HEAD 2>&1 >/dev/null)" ||
+    die "git cannot list the files to send (${said%%$'\n'*}); clone podgrpo with git, or run in $here: \
+git init && git add -A && git commit -m podgrpo"
 }
 
 # Pack this tree into $to_send, without the files that git ignores. Pack it once: after a preemption, the same tree is
@@ -488,14 +504,25 @@ follow() { # LINE of worker 0's log to begin with
   [ -n "$worker" ] || return 0
   # Do not trust text from a VM. 75 has another meaning here.
   case "$code" in '' | 75 | *[!0-9]*) code=1 ;; esac
-  # When a spot VM is preempted, its run fails before the VM is gone, usually from SIGTERM.
-  if [ -n "$spot" ] && [ "$code" != 2 ]; then
-    sleep 60
-    if now="$(patiently state_now)" && [ "$now" != READY ]; then return 75; fi
-  fi
+  if [ -n "$spot" ] && [ "$code" != 2 ] && is_going; then return 75; fi
   say "$worker failed first, with exit code $code; its last lines:"
   workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
   return "$code"
+}
+
+# Succeed if the VM leaves READY within ten minutes. When a spot VM is preempted, its run fails first, usually from
+# SIGTERM, while the API still says READY. Google turns the VM off 30 seconds after it gives notice, so workers that run
+# a command before and after such a pause will stay.
+is_going() {
+  local now look worked=0 end=$((SECONDS + 600))
+  for ((look = 0; look < 20 && SECONDS < end; look++)); do
+    if workers all true; then worked=$((worked + 1)); else worked=0; fi
+    [ "$worked" -lt 2 ] || return 1
+    [ "$look" != 0 ] || say 'the run has ended; looking whether its VM is being preempted, for up to 10 minutes'
+    sleep 30
+    if now="$(patiently state_now)" && [ "$now" != READY ]; then return 0; fi
+  done
+  return 1
 }
 
 # Pass on the workers' output. Write the `exit` line of each to file $1, and the number of worker 0's lines to file $2.
@@ -589,7 +616,7 @@ live_and_finish() { # up|start|follow LINE FLAGS...
 one_life() { # up|again|start|follow LINE FLAGS...
   local life="$1" line="$2"
   shift 2
-  case "$life" in up | again) up ;; esac
+  case "$life" in up) up ;; again) up ${spot:+again} ;; esac
   if [ "$life" = again ]; then
     # The run may have survived a repair.
     print_busy >"$scratch/busy" || return
@@ -613,6 +640,11 @@ cmd_tpu() { # ACTION ARGUMENTS...
   zone='' unseen='' maybe_paid='' all='' run_id='' to_send="$scratch/tree" log='' alpha=''
   case " ${ssh_flags[*]-} " in *' --tunnel-through-iap '*) alpha=alpha ;; esac
   shift
+  [[ "$name" =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
+    die "--name $name cannot name a VM; use small letters, digits and -, with a letter first and no - at the end"
+  [ -n "${zones//[, ]/}" ] || die "--zone $zones names no zone; give one, such as --zone ${all_zones%%,*}"
+  # These actions send this tree, or send it again after a preemption.
+  case "$action$spot" in train* | setup* | test* | run1 | logs1) check_git && check_env ;; esac
   case "$action" in
     train | run)
       check_words "$@"
@@ -632,7 +664,8 @@ cmd_tpu() { # ACTION ARGUMENTS...
   else
     command -v gcloud >/dev/null || die 'no gcloud; see cloud.google.com/sdk/docs'
     log="$here/out/launch/$name-$(date +%Y%m%d-%H%M%S)-$$.log"
-    mkdir -p "$here/out/launch"
+    { mkdir -p "$here/out/launch" && touch "$log"; } 2>/dev/null ||
+      die "cannot write to $here/out/launch, where the log belongs; look at its permissions, and for a full disk"
   fi
   trap 'at_end $?' EXIT
   trap 'exit 130' INT # without this, Ctrl-C may skip the EXIT trap
@@ -656,24 +689,27 @@ cmd_tpu_run() {
 }
 
 cmd_tpu_logs() {
-  local lines='' flag flags=() there="$scratch/there"
+  local lines='' word words=() there="$scratch/there" mark="record-$$-$RANDOM" print
   need_slice
   refuse_other_type
-  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each flag ends in a NUL.
-  persistently workers 0 '[ ! -f run.id ] || { wc -l <run.log && cat run.id run.flags; }' >"$there" || {
+  # If this VM is preempted, the run needs its flags again on a new VM. Read them as data: each word ends in a NUL.
+  print="printf '\\0%s\\0%s\\0%s\\0' $mark \"\$(wc -l <run.log)\" \"\$(cat run.id)\" && cat run.flags"
+  persistently workers 0 "[ ! -f run.id ] || { $print; }" >"$there" || {
     [ $? != 75 ] || say "the run may have ended with it. $RESUMES"
     exit 1
   }
-  [ -n "$dry_run" ] || {
-    # The first ssh from a machine also prints ssh-keygen's output: skip those lines.
-    while read -r lines && [[ ! "$lines" =~ ^[0-9]+$ ]]; do :; done
-    [ -n "$lines" ] || die "no run was started there: $(again run)" 1
-    read -r run_id && while IFS= read -r -d '' flag; do flags+=("$flag"); done
-  } <"$there"
+  # Take what follows the last mark: ssh-keygen may have printed before it, and so may a try whose connection broke.
+  while IFS= read -r -d '' word; do
+    if [ "$word" = "$mark" ]; then words=(); else words+=("$word"); fi
+  done <"$there"
+  if [ -z "$dry_run" ]; then
+    [ ${#words[@]} -gt 0 ] || die "no run was started there: $(again run)" 1
+    [ ${#words[@]} -gt 2 ] || die "run.flags on worker 0 has no flags" 1
+    lines="${words[0]}" run_id="${words[1]}"
+  fi
   case "$lines$run_id" in *[!0-9.]*) die "run.log or run.id on worker 0 cannot be read" 1 ;; esac
-  [ ${#flags[@]} -gt 0 ] || [ -n "$dry_run" ] || die "run.flags on worker 0 has no flags" 1
   # Print the last 50 lines of the log first.
-  live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${flags[@]+"${flags[@]}"}
+  live_and_finish follow $((lines > 50 ? lines - 49 : 1)) ${words[@]+"${words[@]:2}"}
 }
 
 cmd_tpu_status() {

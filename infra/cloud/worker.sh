@@ -61,7 +61,8 @@ train() {
   # With this value, JAX fails if it cannot use the TPU, instead of training on the CPU.
   export JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}"
   PODGRPO_COMMIT="$(cat run.commit)" bash launch.sh task "$@" >run.log 2>&1 9>&- || code=$?
-  echo "$code $(date +%s.%N)" >run.exit
+  echo "$code $(date +%s.%N)" >run.exit.new # on a full disk, this fails, and leaves an empty file
+  mv run.exit.new run.exit
 }
 
 follow() {
@@ -71,8 +72,8 @@ follow() {
   if [ "$me" = 0 ] && [ "${1#+}" -le $(($(wc -l <run.log) + 1)) ]; then from="$1"; fi
   if ! is_free; then pid="$(cat run.pid)"; fi
   tail -n "$from" --pid="$pid" -F run.log 2>/dev/null
-  # If there is no run.exit, train.py was killed together with the shell that writes it.
-  echo "exit $(cat run.exit 2>/dev/null || echo 137 9999999999) $id"
+  # If run.exit is missing or empty, train.py was killed together with the shell that writes it, or the disk is full.
+  echo "exit $(grep . run.exit 2>/dev/null || echo 137 9999999999) $id"
 }
 
 status() {
@@ -106,9 +107,13 @@ stop() {
   return 1
 }
 
-# This worker's number in its slice.
-host="${GCE_METADATA_HOST:-metadata.google.internal}"
-me="$(curl -sf -H 'Metadata-Flavor: Google' "http://$host/computeMetadata/v1/instance/attributes/agent-worker-number")"
+# This worker's number in its slice. Only this VM can ask for it, so use no proxy.
+attributes="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes"
+me="$(curl -sf -m 10 --retry 3 --retry-connrefused --noproxy '*' -H 'Metadata-Flavor: Google' \
+  "$attributes/agent-worker-number")" || {
+  echo "launch.sh: this worker cannot learn its number: curl $attributes/agent-worker-number fails with code $?" >&2
+  exit 1
+}
 label() { while IFS= read -r line || [ -n "$line" ]; do printf '[w%s] %s\n' "$me" "$line"; done; }
 action="$1"
 shift
