@@ -19,9 +19,9 @@
 #     --name NAME  --zone A,B (tried in turn)  --spot (recreated when preempted)  --queued (wait for capacity)
 #     --create "FLAGS" (any other flags of gcloud's create)  --down (delete the VM after the run has finished)
 #     --ssh "FLAGS" (for every ssh and scp: --internal-ip, --tunnel-through-iap)  --yes (down does not ask)
-#   bash launch.sh plan [TYPE] [flags]          what fits on TYPE or here, and how long a step takes; needs no TPU
+#   bash launch.sh plan [TYPE] [flags]          what fits on TYPE or here, how long a step takes; needs no TPU or GPU
 #     TYPE is a TPU type, or a100-N, h100-N, h200-N: N GPUs in hosts of 8.  --sweep micro_batch=8,16 compares values
-#   bash launch.sh report OUT [OUT ...]         curves, flags and answers of runs, as a page: OUT/report.html
+#   bash launch.sh report OUT [OUT ...]         curves, flags and answers: OUT/report.html, or report.html for several
 #   bash launch.sh test [pytest arguments]      the quick tests; longer ones: -m slow, -m aot; see README
 #   bash launch.sh setup                        only make .venv
 # --dry-run, anywhere on the command line, prints the commands and runs nothing.

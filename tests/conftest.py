@@ -73,7 +73,8 @@ LONGEST = {
 
 
 def pytest_collection_modifyitems(items):
-    # Begin with the longest tests: otherwise one of two processes would end with one of them alone.
+    # Begin with the longest tests: otherwise one of the two processes may run a long test at the
+    # end, while the other has nothing left to do.
     items.sort(key=lambda item: item.originalname not in LONGEST)
 
 
@@ -81,8 +82,9 @@ TESTS_RUN = itertools.count()
 
 
 def pytest_runtest_teardown():
-    # Linux allows a process 65,530 memory mappings, and the programs of all tests need more. The
-    # list of mappings is long, so read it after every tenth test.
+    # Linux allows a process 65,530 memory mappings, and the programs of all tests need more. Drop
+    # the compiled programs when half of the mappings are in use. The list of mappings is long, so
+    # read it only after every tenth test.
     mappings = Path("/proc/self/maps")
     is_due = next(TESTS_RUN) % 10 == 0 and mappings.exists()
     if is_due and mappings.read_text().count("\n") > 65530 // 2:
@@ -377,13 +379,13 @@ def run(*command, code=0, cwd=ROOT, **env):
     return text
 
 
-# Starts train.py, which is the next argument.
+# The beginning of a command. The path of train.py and its flags must follow.
 IMPATIENT = sys.executable, ROOT / "tests/impatient.py"
 
 
 def run_train(*flags, devices=1, code=0, **env):
-    """Returns the output of `python train.py FLAGS` on `devices` CPU devices. Of arith's questions,
-    train.py encodes few."""
+    """Returns the output of `python train.py FLAGS` on `devices` CPU devices. To save time, arith
+    has only 1,000 questions to train on (see tests/impatient.py)."""
     command = [*IMPATIENT, ROOT / "train.py", *arguments(flags)]
     return run(*command, code=code, JAX_NUM_CPU_DEVICES=str(devices), **env)
 

@@ -181,7 +181,7 @@ def test_processes_with_different_data_are_refused(monkeypatch, capsys):
     said = capsys.readouterr().err
     counts = "2 questions and 3 held out, and process 0 has 3 questions and 3 held out"
     assert end.value.code == 2 and said.count("\n") == 1
-    assert f"process 2 has other data than process 0: {counts}" in said, said
+    assert f"process 2 has different data from process 0: {counts}" in said, said
 
 
 def test_references_that_are_sentences_are_counted(tiny_directory, tmp_path, capsys):
@@ -232,7 +232,7 @@ def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
     env = {"HF_ENDPOINT": closed, "HF_HUB_OFFLINE": "0"}
     text = run_train("--data gsm8k --out", tmp_path / "run", code=2, **env)
     (line,) = (line for line in text.splitlines() if not line.startswith("rollout: "))
-    assert "gsm8k cannot be loaded; the hub gives no answer" in line, text
+    assert "gsm8k cannot be loaded; the hub cannot be reached" in line, text
     assert "Connection refused" in line, text
 
 

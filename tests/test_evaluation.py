@@ -83,7 +83,7 @@ def test_sets_are_named_after_their_data_or_as_the_user_says():
         "easy": "b/test.csv",
     }
     assert train.eval_sets(train.Config(data="x.jsonl")) == {}
-    # Otherwise, the questions of training would be evaluated as if they were held out.
+    # Otherwise, the training questions would be evaluated as if they were held out.
     assert train.eval_sets(train.Config(data="org/AIME_2024@train")) == {}
     assert train.eval_sets(train.Config(data="arith")) == {"arith": "arith"}
 

@@ -576,8 +576,8 @@ def test_a_run_that_exits_with_75_has_failed(tmp_path):
     [(5, "false", 5, 75), (99, "true", 1, 143), (99, "false", 20, 143)],
 )
 def test_a_spot_run_that_got_sigterm_waits_for_news_of_its_vm(tmp_path, ready, works, pauses, code):
-    """SIGTERM comes from a preemption, which the API may report late, or from a user's stop. After a
-    stop, the VM still runs commands, and the launcher ends after one pause."""
+    """SIGTERM comes from a preemption, which the API may report late, or from a user's stop. After
+    a stop, the VM still runs commands, and the launcher ends after one pause."""
     script = f"""
     . {ROOT}/infra/cloud/gcloud.sh
     run_id=7.7 hosts=1 scratch=. name=pod type=v4-8 options=() dry_run= spot=1 delete_when_done=

@@ -158,7 +158,7 @@ def test_a_run_without_checkpoints_starts_anew(tmp_path, tmp_path_factory):
 
 # ---------------------------------------------------------------- kills
 def terminate(runs, log):
-    """Send SIGTERM to one process, and check that all end as a preempted run does. Returns the
+    """Send SIGTERM to one process, and check that all end as a preempted run does. Returns how many
     seconds that took."""
     began = time.time()
     runs[-1].terminate()
@@ -238,13 +238,13 @@ def check_kills(directory, flags_of_steps, kills, in_saves, processes, record_pr
     At least `in_saves` kills are in the first save, and as many in later saves. Returns the run's
     directory.
     """
-    flags = flags_of_steps(4 * (kills + 4))  # enough for as many lives
+    flags = flags_of_steps(4 * (kills + 4))  # each start of the run may take a few steps
     calm = directory / "calm"
     out = directory / "killed"
     run_to_end(calm, flags, processes)
     rollouts = [row for row in read_jsonl(calm / "metrics.jsonl") if "group/zero_variance" in row]
     learning = [row for row in rollouts if row["group/zero_variance"] < 1]
-    assert len(learning) > 2 * kills, "no group's answers differ in reward: advantages are 0"
+    assert len(learning) > 2 * kills, "in too few steps, the answers of a group differ in reward"
     rng = np.random.default_rng(0)
     ended = Counter()
 
@@ -417,7 +417,8 @@ def test_hosts_ask_different_questions_in_an_evaluation(host, wanted, monkeypatc
 
 
 def test_an_evaluation_says_that_solved_fails(monkeypatch, capsys):
-    """Functions of REWARDS may fail there, since they may need columns of the training data."""
+    """The failures of other functions are not reported: functions of REWARDS may need columns that
+    only the training data has."""
     missing = {0: "KeyError: 'words'", 1: "KeyError: 'words'"}
     evaluated(monkeypatch, questions=1, faults={"correct": missing, "formatted": missing})
     said = capsys.readouterr().out
@@ -499,8 +500,8 @@ def test_a_process_shows_the_traceback_of_an_unexpected_error(error, is_shown, m
 
 # ---------------------------------------------------------------- long runs
 def watch(process, log):
-    """Watch a process until it ends. Returns ({step: MiB of memory}, {n: the step in which program
-    n was traced})."""
+    """Watch a process until it ends. Returns ({steps done: MiB of memory}, {n: steps done when
+    program n was traced})."""
     used = {}
     traced = {}
     while process.poll() is None:
@@ -552,9 +553,9 @@ def test_memory_stays_flat_over_2000_steps(tmp_path, record_property):
 def test_the_embedded_default_learns(tmp_path, record_property):
     """The embedded default, as committed, solves at most 45% after the supervised phase, and at
     least 90% at the end."""
-    # This run computes much, so XLA's optimisation is worth its time here. Two evaluations say what
-    # nine would, and evaluations change no weights. Two threads serve one device better than the
-    # 32 of other tests.
+    # Most of this run's time is computation, so compile it with XLA's optimisations. Evaluate twice
+    # instead of five times: evaluations change no weights. With one device, two threads are faster
+    # than the 32 of other tests.
     flags = "--eval_every 80 --out"
     command = [sys.executable, ROOT / "train.py", *arguments([flags, tmp_path / "run"])]
     text = run(*command, JAX_NUM_CPU_DEVICES="1", XLA_FLAGS="", NPROC="2")

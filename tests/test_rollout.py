@@ -53,14 +53,14 @@ from tools import abstract_rollout, bench_rollout
     ],
 )
 def test_greedy_answers_equal_transformers(name, has_stops, devices, tmp_path, record_property):
-    """Greedy answers to prompts of different lengths equal those of transformers, also if two stop
+    """Greedy answers to prompts of different lengths equal those of transformers, even if two stop
     ids end rows early."""
     n = 64
     saved = hf_model(name)
     prompts = random_prompts(saved.cfg, (9, 1, 14, 5, 3, 8, 2, 11))
     untruncated = greedy_answers(saved.theirs, prompts, n)
     assert min(len(set(row)) for row in untruncated) > 10, "an answer is a few tokens repeated"
-    # Without a stop id in its config.json, a Llama has one by default.
+    # If a Llama's config.json names no stop id, hf.read_config adds 2, the default of transformers.
     cfg = dataclasses.replace(saved.cfg, stop_ids=())
     stops = []
     wanted = untruncated
@@ -92,7 +92,7 @@ def test_greedy_answers_equal_transformers(name, has_stops, devices, tmp_path, r
 
 
 def test_an_engine_answers_questions_in_texts(tiny_directory):
-    """The greedy answers of transformers, to three questions on eight devices."""
+    """On eight devices, the greedy answers to three questions are those of transformers."""
     transformers = pytest.importorskip("transformers")
     questions = ["What is 2 + 3?", "What is 159 + 855?", "Why?"]
     engine = Engine.of_directory(tiny_directory, max_answer=24)
@@ -291,7 +291,7 @@ def test_greedy_answers_equal_on_meshes():
 
 
 def test_decode_works_in_place_and_ends(monkeypatch):
-    """decode consumes the cache that goes in, and writes no more slots once all rows have ended."""
+    """decode donates its input state, and writes no more slots once all rows have ended."""
     cfg = dataclasses.replace(TIED, stop_ids=tuple(range(TIED.V)))
     decode = engine.jitted_decode("cpu")
     taken, left = [], []
@@ -501,7 +501,7 @@ def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
 
 def test_the_layout_is_fastest_halfway_through_a_rollout(monkeypatch):
     """Halfway, 512 answers decode fastest if four devices split the weights, and 2,048 answers if
-    two do. With all of 512 answers live and a full cache, it would be two."""
+    two do. With all 512 answers live and a full cache, two devices would be fastest."""
     set_memory(monkeypatch, 32)
     monkeypatch.setattr(chips, "chip", lambda device: chips.CHIPS["TPU v6 lite"])
     cfg = sizes("3B")

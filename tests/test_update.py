@@ -176,7 +176,7 @@ def test_advantages_of_a_group():
     for kind, first in wanted.items():
         a = train.group_advantages(rewards, 4, kind)
         assert_allclose(a[:4], first, rtol=1e-12)
-        assert (a[4:] == 0).all(), "equal rewards, which round, must give exactly nothing"
+        assert (a[4:] == 0).all(), "rewards that are equal up to rounding must give advantage 0"
 
 
 # ---------------------------------------------------------------- rows
@@ -528,7 +528,8 @@ def test_optimizer_equals_optax_on_the_clipped_gradient(flags):
 
 
 def test_sgd_takes_the_clipped_gradient():
-    """The first steps of adamw and lion hardly depend on the gradient's size."""
+    """Test clipping with sgd, too: the first steps of adamw and lion hardly depend on the size of
+    the gradient."""
     grads, _ = unsplit_update("token")
     squares = [np.sum(g.astype(np.float64) ** 2) for g in grads.values()]
     largest = 1e-3 * math.sqrt(sum(squares))
@@ -541,8 +542,8 @@ def test_sgd_takes_the_clipped_gradient():
 @pytest.mark.parametrize("dims", [ONE, (2, 2, 2)], ids=label)
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 def test_offloaded_steps_equal_those_on_the_device(offload, dims):
-    """Three steps of AdamW with offloaded arrays, of which the last is skipped, equal those with
-    all arrays on the devices, bit for bit."""
+    """Three steps of AdamW, the last of which is skipped, are bit for bit the same with offloaded
+    arrays as with all arrays on the devices."""
     on = mesh(*dims)
     rng = np.random.default_rng(7)
     factors = np.float32([0.5, 2.0, np.nan])

@@ -1,7 +1,8 @@
 """Rollout speed relative to memory bandwidth: `python tools/bench_rollout.py --model 0.5B`.
 
 With --aot TYPE nothing runs: the decode loop is compiled for absent devices, the bytes that a step
-reads and moves are counted in the compiled program, and on TPUs the compiler estimates its time.
+reads and moves are counted in the compiled program, and on TPUs the time of a step is estimated
+from the compiler's notes.
 """
 
 import importlib.util

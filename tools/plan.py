@@ -4,7 +4,7 @@
 
 Programs are compiled but not run, so the devices may be absent, and the model needs only its
 config.json. The other flags are train.py's. The last line names the largest micro-batch that fits.
-`--table` plans all Qwen2.5 and Qwen3 models on ten types of devices, and prints a table.
+`--table` plans Qwen2.5 and Qwen3 from 0.5B to 32B on ten types of devices, and prints a table.
 """
 
 import argparse
@@ -167,7 +167,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
     """Find what fits, and print it.
 
     Returns {the swept flag, micro_batch, gib, limit_gib, fits} for each setting. The last one also
-    has the layout and the GiB of the rollout, unless nothing fits.
+    has the layout and the GiB of the rollout, if its update fits.
     """
     mesh = train.make_mesh(cfg.mesh, devices_of(device_type))
     say(setup_in_words(device_type, cfg, model_cfg, mesh))

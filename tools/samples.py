@@ -4,7 +4,7 @@ python tools/samples.py out/arith-tiny
 python tools/samples.py out/arith-tiny --steps 80,160 --questions 10
 
 The first held-out questions of each set come first, with their answers in several evaluations, each
-marked right or wrong. Questions of training follow, with their sampled answers and rewards.
+marked right or wrong. Training questions follow, with their sampled answers and rewards.
 """
 
 import shutil
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> None:
     check(has_steps, f"steps = {args.steps}: no answers of these steps; try some of {available}")
     # Every evaluation asks the same questions. In training, a question is asked once per epoch.
     print_rows("held-out questions", evaluated, eval_steps, width)
-    print_rows("questions of training", trained, train_steps, width)
+    print_rows("training questions", trained, train_steps, width)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class UpdateClock:
 
     micro_batch: int  # rows per device
     gradients: Clock  # of this micro-batch
-    apply: Clock  # of the optimizer step of the parameter `fit.largest_at_once`
+    apply: Clock  # of an optimizer step on the parameter that `fit.largest_at_once` returns
 
 
 def chunks_of_loss(micro_batch, shape: packing.RowShape, cfg, model_cfg, mesh) -> int:

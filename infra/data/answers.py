@@ -39,11 +39,11 @@ TOKEN = re.compile(
     """,
     re.X,
 )
-# Symbols that belong to a sentence; every other symbol belongs to mathematics.
+# Symbols that belong to a sentence. Any other symbol but an emoji belongs to mathematics.
 PUNCTUATION = set(".,;:?!\"'()[]%\u00b0\u2019\u201c\u201d-\u2013\u2014")
 OPENING = set("([")
 EQUALS = set("=\u2248")
-# Two numbers joined by one of these words are a pair.
+# If one of these words joins two numbers, as in `2 and 3` or `2 plus 3`, neither is the answer.
 JOINING = set("and or to by over through x vs in per plus minus times remainder".split())
 MATHS = set(
     "sqrt pi log ln sin cos tan exp mod modulo factorial inf infinity choose squared cubed".split()

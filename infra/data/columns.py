@@ -86,8 +86,8 @@ def is_clear(rows: Sequence, chosen: dict[str, str]) -> bool:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """The value of the column `name`, of `outer.inner`, or of `one+other`, joined; None if there is
-    none."""
+    """The value of the column `name`, of `outer.inner`, or of `one+other`, joined. If there is no
+    value: None, or "" for `one+other`."""
     # A column whose own name contains a dot or a plus takes precedence.
     if isinstance(row, dict) and name in row:
         return row[name]

@@ -46,8 +46,8 @@ def ask(what: str, call: Callable[[], Any], failure: str) -> Any:
     """Returns the result of call(), a request to the hub. what: the request's name in messages.
 
     Retries after faults of the hub. Exits with code 2 and the message `failure` if the hub refuses
-    the request, or if all retries fail and there is no local copy. Libraries that access the hub
-    must be imported in call(), since `reach` may set them to use their local copies.
+    the request, or if all retries fail and there is no local copy. Import the libraries that access
+    the hub in call(): they read HF_HUB_OFFLINE at import, and `reach`, called first, may set it.
     """
     no_answer = reach()
     with exit_on(Exception, f"{failure}{no_answer}"), first_on_this_disk(what):
@@ -216,7 +216,7 @@ def fault_of_connection() -> str:
         # The hub's libraries bring their own certificates, so they may be able to connect.
         if isinstance(getattr(e, "reason", None), ssl.SSLError):
             return ""
-        return f"the hub gives no answer ({e})"
+        return f"the hub cannot be reached ({e})"
     except (OSError, http.client.HTTPException):
         # The connection was dropped, or nothing came in time: `ask` will retry.
         return ""

@@ -61,9 +61,9 @@ def load_rows(
     """The rows of a data set: arith, gsm8k, a file, a directory, or a data set of the hub.
 
     named: --columns, for data whose columns have unusual names. is_other_set: whether this is not
-    --data, so that `named` counts only where it fits. refused: a regular expression that
-    no text may match. Exits with code 2 if the data cannot be loaded, or if a row is malformed. In
-    a directory or a data set of the hub, such rows are skipped. Equal rows are one object.
+    --data, so that `named` counts only where it fits. refused: a regular expression that no text
+    may match. Exits with code 2 if the data cannot be loaded, or if a row of a file is malformed.
+    Malformed rows of a directory or of the hub are skipped. Equal rows are one object.
     """
     if name == "arith":
         return arith(held_out)
@@ -300,7 +300,8 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     """The rows of a data set whose prompts have at most max_prompt tokens. A new column,
     `prompt_ids`, has the token ids of the prompt: the question in the chat template.
 
-    Exits with code 2 if no prompt is short enough, or if a text contains a special token.
+    held_out: leave out repeated questions, and keep the first eval_n. Exits with code 2 if no
+    prompt is short enough, or if a text contains a special token.
     """
     what = f"held out ({name})" if held_out else name
     found = re.search(tokenizer.refused, cfg.system)
@@ -432,6 +433,6 @@ def check_same_data(questions: list[dict], examples: list[dict], held_out: dict)
     other = min(different, default=0)
     check(
         not different,
-        f"process {other} has other data than process 0: {counts[other]}, and process 0 has "
+        f"process {other} has different data from process 0: {counts[other]}, and process 0 has "
         f"{counts[0]}; put the same files on every machine",
     )

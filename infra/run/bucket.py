@@ -34,7 +34,7 @@ PATIENCE = (2, 5, 10, 20, 40, 80, 160)
 SECONDS_OF_A_CALL = 360
 # The same for a copy of files whose size is unknown.
 SECONDS_OF_A_COPY = 6 * 3600
-# If the size is known, a copy may take 600 seconds, and as long as it takes at this speed.
+# If the size is known, a copy may take 600 seconds, plus the size divided by this speed.
 BYTES_PER_SECOND = 10e6
 # gcloud prints this if the source does not exist, as for a run that has not begun.
 ABSENT = r"matched no objects|Did not find existing container"
@@ -166,7 +166,8 @@ def others_parts(process: int, processes: int) -> str:
 @contextlib.contextmanager
 def only_fetch(out: str) -> Iterator[None]:
     """In the context, no other process fetches to the directory `out`, if its disk has locks.
-    gcloud removes a file before it downloads the file again."""
+    Otherwise, a process could remove a file that another has just fetched: gcloud removes a file
+    before it downloads the file again."""
     os.makedirs(out, exist_ok=True)
     with open(f"{out}/fetch.tmp", "w", encoding="utf-8") as f:
         with contextlib.suppress(OSError):

@@ -384,7 +384,8 @@ class Saver:
         return self.last_saved()
 
     def last_saved(self) -> str:
-        """A message that names the newest complete checkpoint, and a newer part of this process."""
+        """A message that names the newest complete checkpoint. If this process has saved its part
+        of a newer checkpoint, the message names that step, too."""
         # A process that is alone has written the whole checkpoint.
         complete = self.newest if jax.process_count() == 1 else self.complete
         text = "nothing is saved yet"

@@ -20,7 +20,7 @@ from typing import Any
 from infra.run.bucket import AbsentError, BucketError, gcloud_retrying
 
 SECONDS_BETWEEN_SIGNS = 20
-# A sign that takes longer than this does not reach the bucket.
+# If sending a sign takes longer than this, gcloud is ended, and the sign is lost.
 SECONDS_OF_A_SIGN = 20
 # Long enough to see the sign that comes after one that did not reach the bucket.
 SECONDS_TO_LOOK = 2 * (SECONDS_BETWEEN_SIGNS + SECONDS_OF_A_SIGN)

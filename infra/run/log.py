@@ -53,7 +53,7 @@ class Terminal:
         # Parts of the status: the phase with its step, and how many questions are done.
         self.place = ""
         self.asked = ""
-        # How many of the phase's answers are not done.
+        # How many answers the phase had left when it began; inf if it does not count questions.
         self.left = math.inf
         # Steps of the current kind, supervised or GRPO, that have ended: their number, the last
         # step, and when the first and the last of these steps ended.

@@ -13,8 +13,8 @@ class Profiler:
 
     def __init__(self, directory: str, step: int):
         self.directory = directory
-        # Only process 0 traces. The other processes do not wait for process 0, so no call here may
-        # be a collective. Steps start at 1, so 0 means no step.
+        # Only process 0 traces, so no call here may be a collective: the other processes would not
+        # take part. Steps start at 1, so 0 means no step.
         self.step = step if jax.process_index() == 0 else 0
         self.is_tracing = False
 

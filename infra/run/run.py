@@ -126,7 +126,7 @@ class Run:
         self.terminal.begin(phase, step, done, total, samples)
 
     def between_stages(self, answers: int, tokens: int) -> None:
-        """Show the progress of a rollout after each stage of decoding (see
+        """Show the progress of a rollout after each prefill and each stage of decoding (see
         infra/rollout/engine.py). A rollout takes a long time, so a signal may end the run here."""
         self.stop_point()
         self.terminal.decoded(answers, tokens)

@@ -122,10 +122,11 @@ def claimed_out(out: str) -> Iterator[None]:
 def keep_compiled(out: str) -> None:
     """Let JAX keep compiled programs in `out`/compiled, unless the user has chosen a directory, for
     example with JAX_COMPILATION_CACHE_DIR. All processes read there; JAX lets only process 0 write.
-    Every process must call this.
+    On GPUs, does nothing unless all processes see the same `out`. Every process must call this.
     """
     # Several processes compile for GPUs together: each times a part of the kernels, and waits up to
-    # 24 hours for the others' results. If only process 0 found a program here, they would wait.
+    # 24 hours for the others' results. If only process 0 found a program in its cache, the others
+    # would wait for process 0.
     is_shared = all_gather_processes(os.path.exists(f"{out}/claim.json")).all()
     if jax.default_backend() == "gpu" and not is_shared:
         return
