@@ -1,12 +1,14 @@
 """Questions and answers (infra/data/questions.py): data sets, prompts, and the rewards of
 train.py."""
 
+import concurrent.futures
 import dataclasses
 import fractions
 import itertools
 import json
 import re
 import shutil
+import threading
 from unittest import mock
 
 import datasets
@@ -44,7 +46,8 @@ from infra.data.questions import (
 )
 from infra.data.reward_pool import data_columns
 from infra.data.tiny import TINY_MODEL, arith, worked_sum
-from infra.host.console import first_line
+from infra.host import processes
+from infra.host.console import check, first_line
 from infra.run import log
 from infra.run.run_dir import claimed_out
 
@@ -182,6 +185,36 @@ def test_processes_with_different_data_are_refused(monkeypatch, capsys):
     counts = "2 questions and 3 held out, and process 0 has 3 questions and 3 held out"
     assert end.value.code == 2 and said.count("\n") == 1
     assert f"process 2 has different data from process 0: {counts}" in said, said
+
+
+@pytest.mark.parametrize("fails", ["outside", "inside", "after"])
+def test_processes_leave_nested_contexts_together(fails, monkeypatch, capsys):
+    """One of two processes, which are threads here, exits: before the inner context, in it or after
+    it. The other process is or will be in a gather, and must not wait there for ever."""
+    barrier = threading.Barrier(2, timeout=10)
+    given = {}
+
+    def gather(value):
+        given[threading.get_ident()] = value
+        barrier.wait()
+        found = np.array(list(given.values()))
+        barrier.wait()
+        return found
+
+    def load(place):
+        with processes.together("the data"):
+            check(place != "outside", "no file")
+            with processes.together("the set"):
+                check(place != "inside", "no file")
+            check(place != "after", "no file")
+
+    monkeypatch.setattr(processes, "all_gather_processes", gather)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(load, place) for place in (fails, "")]
+        assert [end.exception().code for end in ends] == [2, 2]
+    said = capsys.readouterr().err
+    assert said.count("no file") == 1 and said.count("not all processes have") == 1, said
 
 
 def test_references_that_are_sentences_are_counted(tiny_directory, tmp_path, capsys):

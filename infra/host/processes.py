@@ -74,19 +74,26 @@ def together(what: str):
     at the same time. Every process must enter it.
 
     what: the name of what is loaded, for the message. If one process exits in the context, all
-    exit: otherwise the others would wait for it, or abort when process 0 is gone.
+    exit: otherwise the others would wait for it, or abort when process 0 is gone. Contexts may be
+    nested: a process that exits in the outer one meets the others at the end of the inner one.
     """
     exited = None
     try:
         yield
     except SystemExit as e:
         exited = e
+    # After an inner context, all processes already know that they exit.
+    if hasattr(exited, "is_known"):
+        raise exited
     failed = []
     if jax.process_count() > 1:
         failed = np.flatnonzero(all_gather_processes(exited is not None)).tolist()
+    if failed and not exited:
+        warn(f"not all processes have {what}: process {failed[0]} says why")
+        exited = SystemExit(2)
     if exited:
+        exited.is_known = True
         raise exited
-    check(not failed, f"not all processes have {what}: process {min(failed, default=0)} says why")
 
 
 def host_count(mesh) -> int:
