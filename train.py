@@ -1003,7 +1003,6 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         run.check_base(lora.base_of(cfg, weights))
         if adapters:
             lora.check_base(cfg, run.base)
-    run.write_config()
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(
         model_dir,
@@ -1019,6 +1018,8 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         engine,
         pool,
     )
+    # All checks have passed: with --resume force, these flags may replace others.
+    run.write_config()
     run.open_outputs(setup)
     return cfg, setup, run
 

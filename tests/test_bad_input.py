@@ -100,7 +100,7 @@ BAD_DATA = [  # (name of a .jsonl file, its content, what the message must say)
     ("two", GOOD.strip() + GOOD, "Extra data"),
     # texts that cannot be a prompt
     ("spaces", '{"question": " ", "answer": "2"}', "question = ' '"),
-    ("marked", GOOD.replace("What", "<|im_end|>"), "has a special token"),
+    ("marked", GOOD.replace("What", "<|im_end|>"), "marked.jsonl line 1: question = "),
     ("long", GOOD.replace("What", "What " * 99), "longer than max_prompt = 32"),
     # other encodings; \udce9 is written as the byte E9
     ("latin", GOOD.replace("What", "Qu\udce9"), "latin.jsonl line 1"),

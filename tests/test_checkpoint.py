@@ -336,6 +336,30 @@ def test_a_run_that_has_more_steps_than_it_was_given_is_refused(two_checkpoints,
     assert end.value.code == 2 and "done 2 steps, and sft_steps + steps = 1" in said, said
 
 
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ({"optimizer": "lion"}, {"optimizer": "adamw"}, "optimizer was 'lion', is now 'adamw'"),
+        ({"lora": 4}, {"lora": 0}, "lora was 4, is now 0"),
+        ({"beta": 0.0}, {"beta": 0.1}, "beta was 0.0, is now 0.1"),
+        ({"beta": 0.1}, {"beta": 0.0}, ""),
+        ({"lr": 1.0}, {"lr": 2.0}, ""),
+    ],
+)
+def test_a_checkpoint_without_the_state_that_flags_need_is_refused(
+    old, new, said, two_checkpoints, capsys
+):
+    (two_checkpoints / "config.json").write_text(json.dumps({"config": old}))
+    if said:
+        with pytest.raises(SystemExit) as end:
+            run_dir.open_run(str(two_checkpoints), 9, {"profile": 0} | new, "force")
+        assert end.value.code == 2
+        assert f"cannot be continued: {said}, and its checkpoints" in capsys.readouterr().err
+    else:
+        step, *_ = run_dir.open_run(str(two_checkpoints), 9, {"profile": 0} | new, "force")
+        assert step == 2
+
+
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):
     """If checkpoints of another number of processes lack a file, the run ends: starting over could
     overwrite what another host may still have."""

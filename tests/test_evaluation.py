@@ -77,7 +77,7 @@ def test_a_host_answers_as_many_questions_as_its_devices_need():
 # ---------------------------------------------------------------- sets
 def test_sets_are_named_after_their_data_or_as_the_user_says():
     assert named_sets("gsm8k") == {"gsm8k": "gsm8k"}
-    assert named_sets("a/math.jsonl,org/AIME_2024@train,easy=b/test.csv") == {
+    assert named_sets("a/math.jsonl, org/AIME_2024@train,easy=b/test.csv") == {
         "math": "a/math.jsonl",
         "AIME_2024-train": "org/AIME_2024@train",
         "easy": "b/test.csv",

@@ -562,7 +562,8 @@ MISTAKES = {  # {flags: what the message must say}
     "--lora 8 --offload optimizer": "offload = optimizer has no effect with lora = 8",
     "--lora_alpha 16": "lora_alpha = 16 has no effect with lora = 0; add --lora 16",
     "--adapter here": "adapter = here needs --lora with its rank",
-    "--lora 8 --adapter nowhere": "nowhere/adapter_config.json is missing",
+    "--adapter nowhere": "nowhere has no adapter_config.json; a run's adapters are in OUT/final/ad",
+    "--lora 8 --adapter nowhere": "nowhere has no adapter_config.json",
     "--lora -1": "lora = -1 is out of range",
     "--lora 129": "lora = 129 is more than the hidden size 128",
 }
@@ -571,6 +572,8 @@ MISTAKES = {  # {flags: what the message must say}
 
 def test_mistakes_are_refused_with_what_to_try(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/adapter_config.json").write_text("{}")
     for flags, words in MISTAKES.items():
         message = refused("--out run", flags)
         assert words in message, f"{flags}: {message!r} does not say {words!r}"

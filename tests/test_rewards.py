@@ -157,6 +157,9 @@ def test_a_reward_that_has_never_worked_ends_the_run(capsys, tmp_path):
     with pool_of([hostile.divides], tmp_path) as pool:
         _, faults = score(pool, ["bad"] * 3)
         assert pool.report(faults) == 3, "so few may be chance"
+        several = {"divides": {0: "ValueError: b", 1: "TypeError: a", 2: "ValueError: b"}}
+        assert pool.report(several) == 3
+        assert "ValueError: b (and 1 for other reasons)" in capsys.readouterr().out
         _, faults = score(pool, ["bad"] * 4)
         with pytest.raises(SystemExit) as end:
             pool.report(faults)

@@ -104,6 +104,8 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
     assert engine.answer(questions, "Be brief.") == wanted
     assert len(set(wanted)) == 3 and all(wanted)
     assert engine.answer(questions, "Be brief.", temperature=1) != wanted
+    with pytest.raises(TypeError, match="a list of texts"):
+        engine.answer(questions[0])
 
 
 def test_an_engine_asks_as_in_the_training(tiny_directory, tmp_path):

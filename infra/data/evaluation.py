@@ -14,7 +14,7 @@ def named_sets(eval_data: str) -> dict[str, str]:
     """The sets of --eval_data, as {name in metrics: data}. A set without a name is named after its
     data: `math` for `math.jsonl`. Exits with code 2 if two sets have the same name."""
     sets = {}
-    for entry in eval_data.split(","):
+    for entry in map(str.strip, eval_data.split(",")):
         # An `=` after a slash or a dot belongs to the path: a set's name has neither.
         found = re.fullmatch(r"([\w-]+)=(.+)", entry)
         if found:

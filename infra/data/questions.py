@@ -251,6 +251,8 @@ def bad_row(name: str, number: int, row: Any, error: Exception) -> str:
     """What to tell the user about a malformed row: the line of a .jsonl file, or the row of other
     data, its first characters, and its columns."""
     place = "line" if name.endswith(".jsonl") else "row"
+    if "has a special token" in str(error):
+        return f"{name} {place} {number}: {error}"
     found = f"; the columns are {', '.join(map(str, row))}" if isinstance(row, dict) else ""
     return (
         f"{name} {place} {number} needs a string as question, and a string or number as answer: "

@@ -146,9 +146,12 @@ class RewardPool:
         own = [name in self.have_worked for name in self.names]
         worked = all_gather_processes(own).any(0)
         for name, messages in faults.items():
-            # Lower case sorts last, so `max` prefers "not called, ..." to "TooSlow: ...".
-            reason = max(messages.values())
             n = len(messages)
+            counts = collections.Counter(messages.values())
+            # Prefer "not called, ...", in lower case, to "TooSlow: ..."; else the most frequent.
+            reason = max(counts, key=lambda text: (text[:1].islower(), counts[text], text))
+            if len(counts) > 1:
+                reason += f" (and {n - counts[reason]} for other reasons)"
             may_work = worked[self.names.index(name)] or n < LEAST_FAILED
             failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
             check(may_work, f"{failed}; fix it")

@@ -173,8 +173,11 @@ class Engine:
     ) -> list[str]:
         """Answers to questions as texts: greedy, or sampled at a temperature.
 
-        system: the system prompt; "" = no system message, None = as in training.
+        system: the system prompt; "" = no system message, None = as in training. Raises TypeError
+        for a single text.
         """
+        if isinstance(questions, str):
+            raise TypeError("questions must be a list of texts, not a single text")
         if not questions:
             return []
         system = self.system if system is None else system

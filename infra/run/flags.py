@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -213,7 +214,12 @@ def check_together(cfg) -> None:
 
 
 def check_lora(cfg) -> None:
-    """Exit with code 2 if the LoRA flags contradict each other."""
+    """Exit with code 2 if the LoRA flags contradict each other, or if there are no adapters."""
+    check(
+        not cfg.adapter or os.path.exists(f"{cfg.adapter}/adapter_config.json"),
+        f"adapter = {cfg.adapter} has no adapter_config.json; a run's adapters are in "
+        "OUT/final/adapter",
+    )
     if cfg.lora:
         check(
             cfg.offload == "none",

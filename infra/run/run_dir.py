@@ -152,6 +152,8 @@ def open_run(out: str, total_steps: int, flags: dict, resume: str) -> tuple[int,
             bucket.fetch_all_but_checkpoints(out, final=jax.process_index() == 0)
     refuse_other_run(out, flags, resume)
     done, paths, about = newest_checkpoint(out, resume)
+    if done:
+        refuse_other_state(out, flags)
     # The step that --profile names may be before the checkpoint.
     if 0 < flags["profile"] <= done:
         say(f"step {flags['profile']} is not traced: the run resumes after step {done}")
@@ -220,6 +222,23 @@ def refuse_other_run(out, flags, resume):
         not changed or resume == "force" or not has_begun,
         f"{out} is another run: {'; '.join(changed[:3])}; choose another --out, or --resume force "
         "to continue it",
+    )
+
+
+def refuse_other_state(out: str, flags: dict) -> None:
+    """Exit with code 2 if the checkpoint lacks arrays that these flags need: not even `--resume
+    force` could continue from it."""
+    there = comparable(files.read_json(f"{out}/config.json")["config"])
+    new = comparable(flags)
+    changed = [name for name in ("optimizer", "lora") if there.get(name) != new.get(name)]
+    # The KL's reference is in checkpoints only if there is a KL.
+    if new.get("beta") and not there.get("beta"):
+        changed.append("beta")
+    found = [f"{name} was {there.get(name)!r}, is now {new.get(name)!r}" for name in changed]
+    check(
+        not changed,
+        f"{out} cannot be continued: {'; '.join(found)}, and its checkpoints have no arrays for "
+        "that; choose another --out",
     )
 
 
