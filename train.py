@@ -30,7 +30,13 @@ from infra.data.answers import final_number, without_thoughts
 from infra.data.chat import Tokenizer, load_tokenizer
 from infra.data.evaluation import answers_of_all_hosts, eval_metrics, named_sets, questions_at_once
 from infra.data.hub import model_directory
-from infra.data.questions import check_same_data, examples_to_imitate, has_held_out, load_questions
+from infra.data.questions import (
+    check_same_data,
+    checksum,
+    examples_to_imitate,
+    has_held_out,
+    load_questions,
+)
 from infra.data.reward_pool import RewardPool
 from infra.host import files
 from infra.host.console import check, exit_on, say, warn
@@ -952,7 +958,7 @@ def reward_pool(cfg: Config) -> RewardPool:
     return RewardPool(functions, cfg.reward_workers, cfg.reward_timeout, log)
 
 
-def load_data(cfg: Config, tokenizer: Tokenizer) -> tuple[list[dict], list[dict], dict]:
+def load_data(cfg: Config, tokenizer: Tokenizer, run: Run) -> tuple[list[dict], list[dict], dict]:
     """Load and check the data. Returns `questions`, `examples` and `held_out` of Setup."""
     # If a process lacks a file, all processes exit.
     with together("the data"):
@@ -965,6 +971,7 @@ def load_data(cfg: Config, tokenizer: Tokenizer) -> tuple[list[dict], list[dict]
         examples = examples_to_imitate(questions, tokenizer, cfg)
     check_same_data(questions, examples, held_out)
     check_data(cfg, questions, examples)
+    run.compare_data({"questions": len(questions), "crc32": checksum(questions)})
     return questions, examples, held_out
 
 
@@ -990,7 +997,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     model_cfg = with_stop_ids(model_cfg, tokenizer.stop_ids)
 
     # The data. Check that the run fits on the disk and in memory, given the longest prompt.
-    questions, examples, held_out = load_data(cfg, tokenizer)
+    questions, examples, held_out = load_data(cfg, tokenizer, run)
     asked = itertools.chain(questions, *held_out.values())
     longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)

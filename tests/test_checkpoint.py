@@ -39,6 +39,7 @@ from safetensors.numpy import load_file
 import train
 from infra.host import files
 from infra.run import checkpoint, log, run_dir
+from infra.run.run import Run
 from infra.update.state import abstract_state
 
 ONE_FILE = "shards-00000-of-00001.safetensors"
@@ -358,6 +359,19 @@ def test_a_checkpoint_without_the_state_that_flags_need_is_refused(
     else:
         step, *_ = run_dir.open_run(str(two_checkpoints), 9, {"profile": 0} | new, "force")
         assert step == 2
+
+
+def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys):
+    before = {"questions": 3, "crc32": 7}
+    run_dir.write_config(str(tmp_path), {}, before)
+    for step, data, warns in (
+        (2, before, False),
+        (2, before | {"crc32": 8}, True),
+        (0, before | {"questions": 4}, False),
+    ):
+        Run.compare_data(mock.Mock(out=str(tmp_path), step=step), data)
+        said = capsys.readouterr().err
+        assert ("goes on with other training questions" in said) == warns, said
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):

@@ -81,7 +81,7 @@ def load_rows(
         chosen = columns.choose_columns(first, named, is_other_set)
     # {id of a row as it was read: the row to return, or None if it is malformed}
     read = {}
-    faults = []
+    fault = ""
     for number, row in numbered:
         if id(row) in read:
             continue
@@ -89,18 +89,18 @@ def load_rows(
         try:
             read[id(row)] = check_row(columns.rename(row, chosen), refused)
         except Exception as e:
-            faults.append(f"row {number}: {first_line(e)}")
             # Users can mend their own file. In a directory or on the hub, skip such rows.
             check(not os.path.isfile(name), bad_row(name, number, row, e))
+            fault = fault or f"row {number}: {first_line(e)}"
     rows = [read[id(row)] for _, row in numbered if read[id(row)]]
-    if faults:
+    if fault:
         found = ", ".join(map(str, first[0]))
         check(
             rows,
-            f"{name} has no question with an answer ({faults[0]}); the columns are {found}; give "
+            f"{name} has no question with an answer ({fault}); the columns are {found}; give "
             "--columns question=...,answer=...",
         )
-        say(f"{name}: {len(numbered) - len(rows)} rows are skipped, such as {faults[0]}")
+        say(f"{name}: {len(numbered) - len(rows)} rows are skipped, such as {fault}")
     if not columns.is_clear(first, chosen):
         say(f"{name}: " + ", ".join(f"{ours} = {theirs}" for ours, theirs in chosen.items()))
     return rows

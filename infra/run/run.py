@@ -60,6 +60,21 @@ class Run:
         fault = lora.difference(json.loads(header.get("base", "{}")), base)
         check(not fault, f"{self.out} cannot resume: {fault}, or choose another --out")
 
+    def compare_data(self, data: dict) -> None:
+        """Warn if the training questions have changed since the run's last start.
+
+        data: their number and checksum.
+        """
+        self.data = data
+        # An older version wrote no such numbers.
+        there = run_dir.data_there(self.out) if self.step else {}
+        if there and there != data and jax.process_index() == 0:
+            warn(
+                f"{self.out} goes on with other training questions than before: there were "
+                f"{there['questions']}, and there are {data['questions']} now, with other texts or "
+                "in another order"
+            )
+
     def check_disk(self, state) -> None:
         """Exit with code 2 unless the disk has room for checkpoints. state: a tree of shapes."""
         cfg = self.cfg
@@ -69,7 +84,7 @@ class Run:
         """Write config.json, and start the run on wandb.ai if there is a project."""
         cfg = self.cfg
         self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags, resumes=self.step > 0)
-        run_dir.write_config(self.out, self.flags)
+        run_dir.write_config(self.out, self.flags, self.data)
 
     def open_outputs(self, setup) -> None:
         """Open the files and the terminal. From here on, signals end the run at a `stop_point`.
