@@ -820,11 +820,13 @@ def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
     assert "[w0] train.py: argument --lr: invalid float value" in text, text
 
 
-@pytest.mark.parametrize("spot, code", [("1", 0), ("", 2)])
+@pytest.mark.parametrize(
+    "spot, out, code", [("1", "gs://b/run", 0), ("", "gs://b/run", 2), ("1", "run", 2)]
+)
 @pytest.mark.parametrize("state", ["STOPPED", "REPAIRING"])
-def test_a_spot_vm_that_does_not_come_back_is_made_again(tmp_path, state, spot, code):
+def test_a_spot_vm_that_does_not_come_back_is_made_again(tmp_path, state, spot, out, code):
     """If a run has lost its spot VM, a VM that is stopped, or is not READY for half an hour, is
-    deleted and made again."""
+    deleted and made again. Without a bucket, its disks have the only checkpoints."""
     script = f"""
     . {ROOT}/infra/cloud/gcloud.sh
     zones=a name=pod type=v4-8 options=() dry_run= spot={spot} queued= maybe_paid= scratch=.
@@ -840,7 +842,7 @@ def test_a_spot_vm_that_does_not_come_back_is_made_again(tmp_path, state, spot, 
     send() {{ echo sending; exit 0; }}
     follow() {{ return 75; }}
     echo {state} >state
-    live_and_finish follow 1
+    live_and_finish follow 1 --lr 1 --out {out}
     """
     text = run("bash", "-c", script, cwd=tmp_path, code=code)
     assert ("deleting\npod in a is READY\nsending\n" in text) == (code == 0), text

@@ -250,7 +250,8 @@ delete_queued_resource() {
 
 # Wait until the slice in $zone is READY. If it was preempted, delete what is left, and return 1. If it is gone, return
 # 1. If its queued request has FAILED, delete what is left, and return 2. Exit with a reason if waiting cannot help.
-# With `again`, a run has lost its spot VM: a VM that is stopped, or not READY for half an hour, counts as preempted.
+# With `again`, a run has lost its spot VM, but not its bucket: a VM that is stopped, or not READY for half an hour,
+# counts as preempted.
 wait_until_ready() { # [again]
   local now before='-' previous polls=0 error
   [ -z "$dry_run" ] || return 0
@@ -616,7 +617,12 @@ live_and_finish() { # up|start|follow LINE FLAGS...
 one_life() { # up|again|start|follow LINE FLAGS...
   local life="$1" line="$2"
   shift 2
-  case "$life" in up) up ;; again) up ${spot:+again} ;; esac
+  # The disks of a VM that is stopped or repaired keep the checkpoints: delete it only if they are in a bucket, too.
+  case "$life $*" in
+    up*) up ;;
+    again*' --out gs://'* | again*' --out=gs://'*) up ${spot:+again} ;;
+    again*) up ;;
+  esac
   if [ "$life" = again ]; then
     # The run may have survived a repair.
     print_busy >"$scratch/busy" || return
