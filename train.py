@@ -1025,7 +1025,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         engine,
         pool,
     )
-    # All checks have passed: with --resume force, these flags may replace others.
+    # With --resume force, these flags may replace others: first check that they can be used.
     run.write_config()
     run.open_outputs(setup)
     return cfg, setup, run

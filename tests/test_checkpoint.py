@@ -344,6 +344,8 @@ def test_a_run_that_has_more_steps_than_it_was_given_is_refused(two_checkpoints,
         ({"lora": 4}, {"lora": 0}, "lora was 4, is now 0"),
         ({"beta": 0.0}, {"beta": 0.1}, "beta was 0.0, is now 0.1"),
         ({"beta": 0.1}, {"beta": 0.0}, ""),
+        ({"optimizer": "adamw"}, {"optimizer": "lion"}, ""),
+        ({"optimizer": "lion"}, {"optimizer": "sgd"}, ""),
         ({"lr": 1.0}, {"lr": 2.0}, ""),
     ],
 )
@@ -371,7 +373,7 @@ def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys)
     ):
         Run.compare_data(mock.Mock(out=str(tmp_path), step=step), data)
         said = capsys.readouterr().err
-        assert ("goes on with other training questions" in said) == warns, said
+        assert ("goes on with other training prompts" in said) == warns, said
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):

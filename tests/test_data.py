@@ -182,7 +182,8 @@ def test_processes_with_different_data_are_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         check_same_data(rows, [], {"set": rows})
     said = capsys.readouterr().err
-    counts = "2 questions and 3 held out, and process 0 has 3 questions and 3 held out"
+    crc = f"(CRC {checksum([*rows, *rows]):x})"
+    counts = f"2 questions and 3 held out {crc}, and process 0 has 3 questions and 3 held out {crc}"
     assert end.value.code == 2 and said.count("\n") == 1
     assert f"process 2 has different data from process 0: {counts}" in said, said
 

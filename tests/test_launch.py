@@ -861,7 +861,7 @@ def test_a_preempted_vm_is_made_again_without_rights_on_queued_requests(cloud):
     cloud.gcloud("preempt", "vm")
     # Without --spot, the new VM would cost more.
     text = cloud.launch("v6e-1 up --name vm", code=2)
-    assert "vm was a spot VM and is preempted; to create it again, add --spot" in text, text
+    assert "vm was a spot VM and is preempted; to create another, add --spot" in text, text
     cloud.fail("queued-resources", "ERROR: (gcloud.x) PERMISSION_DENIED: no", times=99)
     text = cloud.launch("v6e-1 up --spot --name vm")
     assert "vm in us-east5-b is READY" in text and cloud.count("tpu-vm create") == 2, text

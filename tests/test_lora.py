@@ -563,7 +563,7 @@ MISTAKES = {  # {flags: what the message must say}
     "--lora_alpha 16": "lora_alpha = 16 has no effect with lora = 0; add --lora 16",
     "--adapter here": "adapter = here needs --lora with its rank",
     "--adapter nowhere": "nowhere has no adapter_config.json; a run's adapters are in OUT/final/ad",
-    "--lora 8 --adapter nowhere": "nowhere has no adapter_config.json",
+    "--lora 8 --adapter nowhere": "nowhere/adapter_config.json is missing",
     "--lora -1": "lora = -1 is out of range",
     "--lora 129": "lora = 129 is more than the hidden size 128",
 }

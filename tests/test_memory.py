@@ -191,17 +191,15 @@ def test_all_processes_search_if_one_has_not_searched(tmp_path, monkeypatch):
     assert search.call_count == 2
 
 
-def test_an_update_must_fit_on_the_smallest_device_of_all_processes(monkeypatch):
+def test_an_update_must_fit_on_the_smallest_device_of_all_processes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
     cfg = train.resolve(train.Config(batch=1, npq=3, max_answer=12), mesh())
-    fit.update_gib.cache_clear()
-    monkeypatch.setattr(chips, "device_memory", lambda device: 99.0)
     # Another process has a device without room for the state.
     monkeypatch.setattr(chips, "all_gather_processes", lambda own: np.stack([own, own * 0]))
-    compile = mock.Mock(return_value=(1.0, True))
-    update = RowShape(32, 3), cfg, SMALL, mesh(), train.UPDATE
-    assert not fit.update_gib(1, *update, compile=compile)[1]
-    assert not compile.called
-    fit.update_gib.cache_clear()
+    monkeypatch.setattr(fit, "compiled_gib", mock.Mock(side_effect=AssertionError("compiled")))
+    with pytest.raises(SystemExit):
+        fit.choose_micro_batch(cfg, SMALL, mesh(), RowShape(32, 3), train.UPDATE)
+    assert "of a device's 0.00" in capsys.readouterr().err
 
 
 def test_a_device_of_unknown_memory_takes_what_is_asked():

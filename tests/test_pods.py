@@ -426,7 +426,8 @@ def test_a_vm_that_is_repaired_is_waited_for(cloud):
         # Break the connection, if there is one yet.
         with contextlib.suppress(AssertionError):
             cloud.gcloud("kill", "pod", "0", "tail -n")
-        until_it_works(lambda: seen(3))
+        # Let the launcher wait for a while: it must have seen this state before the VM is READY.
+        until_it_works(lambda: seen(5))
         write(cloud.stub / "pod/state", "READY")
         assert when(lambda: cloud.count("worker.sh follow") == 2, lambda: True).result(60)
         until_it_works(lambda: cloud.launch("v6e-1 stop --name pod"))

@@ -277,7 +277,7 @@ wait_until_ready() { # [again]
       PREEMPTED | TERMINATED | SUSPENDED)
         # Only a spot VM is preempted. Without --spot, the new VM would cost more.
         [ -n "$spot" ] || [ "$now" != PREEMPTED ] ||
-          die "$name was a spot VM and is preempted; to create it again, add --spot; or delete it: $(again down)"
+          die "$name was a spot VM and is preempted; to create another, add --spot; or delete it first: $(again down)"
         delete || exit 1
         return 1
         ;;

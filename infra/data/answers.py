@@ -59,29 +59,39 @@ UNITS = set(
     "pts pcs usd USD EUR GBP RMB Rs yr yrs kgs kJ nm tsp tbsp dm wk wks ppl kmph rpm".split()
 )
 SHORT_WORDS = set(
-    "of is at on as an if we he it so am be my are was has had her his to by do go up no".split()
+    "of is at on as an if we he it so am be my are was has had her his to do go up no".split()
 )
 LETTERS_AS_UNITS = set("mgshlL")
 LETTERS_AS_WORDS = set("aAI")
 # Words that multiply a number by a power of ten, with the power's exponent.
 TIMES = dict(hundred=2, thousand=3, lakh=5, million=6, crore=7, billion=9, trillion=12)
 # Words that divide a number, as in 2 thirds.
-PARTS = set("half halves third thirds fourths fifths sixths eighths tenths hundredths".split())
+PARTS = set("halves thirds fourths fifths sixths eighths tenths hundredths".split())
+# A ratio or a power, as in "3 to one" and "2 to the tenth".
+TO_A_NUMBER = re.compile(
+    r"\s+to\s+(?:the\b|[^\W\d_]\b|(?:one|two|three|four|five|six|seven|eight|nine|ten)\b)"
+)
 
 # A measure that a second number continues, as in "5 hours 30 minutes".
 MEASURE = re.compile(
-    r"\d\s*(?:hours?|hrs?|minutes?|mins?|days?|weeks?|months?|years?|feet|foot|ft|yards?|pounds?|"
-    r"lbs?|dollars?|kg|km|m|小时|分钟)(?:\s+and)?\s+\Z"
+    r"\d\s*(?:hours?|hrs?|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|yards?|pounds?|lbs?|"
+    r"dollars?|kg|小时|分钟)(?:\s+and)?\s+\Z"
 )
 # After a number, these words add a fraction to it, as in 2 hours and a half.
 AND_A_HALF = re.compile(r"(?:\s+[^\W\d_]+)?\s+and an? (?:half|third|quarter)\b")
-# After one of these, a new formula begins.
-ARROWS = re.compile(r"[→⇒⟹∴]|\\(?:Rightarrow|rightarrow|implies|therefore)(?![A-Za-z])")
-# The left side of an equation may be one of these names: x, x_1, \theta, f(3), \angle A.
-NAME = re.compile(r"(?:\\angle)?\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\(-?\w+\))?")
+# After one of these, a new formula begins. Of the arrows, some belong to limits and sequences.
+ARROWS = re.compile(
+    r"[⇒⟹∴]|\\(?:Rightarrow|implies|therefore)(?![A-Za-z])"
+    r"|(?:→|\\rightarrow(?![A-Za-z]))(?=\s*\w+\s?=)"
+)
+# The left side of an equation may be one of these names: x, x_1, \theta, f(3), \angle A. There is a
+# space between two tokens.
+NAME = re.compile(
+    r"(?:\\angle )?(?:[^\W\d_]|\\[a-z]+)(?: _ (?:\{ )?\w+(?: \})?)?(?: \( (?:- )?\w+ \))?"
+)
 
-# A line such as "#### Step 2", "#### 2. Add both" or "#### (2) Total" is a heading of Markdown.
-HEADING = r"\(?\d+(?:[.):]|\s[-\u2013])[^\S\n]+\S"
+# A line such as "#### 2. Add both" or "#### (2) Total" is a heading of Markdown if text follows it.
+HEADING = r"\(?\d+(?:[.):]|\s[-\u2013])[^\S\n]+[^\d\s].*\n\s*\S"
 # LaTeX's \boxed{}, whose content may have braces nested up to three deep.
 BOXED = re.compile(r"\\boxed\s?\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)")
 # A reference is more than an answer if it has several lines or sentences, or if it begins with a
@@ -169,9 +179,9 @@ def marked_parts(text: str) -> list[str]:
         text = re.sub(r"\\fbox\s?\{", r"\\boxed{", text)
     text = re.sub(r"\\boxed\s(-?[\d.,/]*\d)", r"\\boxed{\1}", text)
     # Move the sign of -\boxed{5} into the box, unless the box is subtracted from something. In
-    # "- \boxed{5}", the sign may be a bullet or a dash, except after = or "is".
+    # "- \boxed{5}", the sign may be a bullet or a dash, except after a sign such as =.
     text = re.sub(r"(?<![\w)\]}])(?<![\w)\]}]\s)-\\boxed\s?\{", r"\\boxed{-", text)
-    text = re.sub(r"([=$(\[{]|\bis)\s?-\s?\\boxed\s?\{", r"\1 \\boxed{-", text)
+    text = re.sub(r"([=≈$(\[{]|\bis(?= -\\))[^\S\n]?-\s?\\boxed\s?\{", r"\1 \\boxed{-", text)
     return (
         re.findall(r"<answer>(.*?)(?=<answer>|</answer|\Z)", text, re.S | re.I)
         or BOXED.findall(text)
@@ -194,7 +204,8 @@ def usual(text: str) -> str:
     text = re.sub(rf"(?<=\d)(?={fraction})", " ", text)
     text = re.sub(fraction, lambda m: unicodedata.normalize("NFKC", m[0]), text)
     # Narrow and no-break spaces group digits, as in 10 000.
-    text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))", "", text)
+    grouped = r"(?<![\d.,])\d{1,3}(?:[\u00a0\u2009\u202f]\d{3})+(?!\d)"
+    text = re.sub(grouped, lambda m: re.sub(r"\s", "", m[0]), text)
     text = text.translate({ord("º"): "\u00b0", ord("˚"): "\u00b0", ord("％"): "%"})
     text = text.replace("\u2044", "/").translate(EAST_ASIAN)
     return re.sub(rf"(?<={BESIDE})(?=(?:\*\*)?[-\d])|(?<=\d)(?={BESIDE})", " ", text)
@@ -203,7 +214,7 @@ def usual(text: str) -> str:
 def plain(text: str) -> str:
     """Rewrite LaTeX as plain text: 3\\frac12 becomes 3 1/2."""
     # A "-" that begins a formula is a minus.
-    text = re.sub(r"([$(]\s?)-\s+(?=[\d.\\])", r"\1-", usual(text)).replace("{,}", ",")
+    text = re.sub(r"([$(][^\S\n]?)-[^\S\n]+(?=[\d.\\])", r"\1-", usual(text)).replace("{,}", ",")
     # Drop Markdown's marks of code and of italics, and the calculations in GSM8K's << >>.
     text = re.sub(r"<<[^<>]*>>|`", " ", text)
     text = re.sub(r"(?<![\w*)])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*(])", r"\1", text)
@@ -347,6 +358,8 @@ def scale_after(
     goes_on = "." in number[0] and number.string.startswith("..", number.end())
     if goes_on or AND_A_HALF.match(number.string, number.end()):
         return None
+    if TO_A_NUMBER.match(number.string, number.end()):
+        return None
     first = after[0]
     is_attached = first.start() == number.end()
     if first["word"]:
@@ -483,7 +496,8 @@ def is_left_side(tokens: list[re.Match]) -> bool:
     """Whether an equation with this left side states a number, as x = 5 and 2 + 3 = 5 do."""
     letters = [token for token in tokens if token["word"]]
     # The tokens are in reverse order.
-    if NAME.fullmatch("".join(token[0] for token in reversed(tokens))):
+    is_name = NAME.fullmatch(" ".join(token[0] for token in reversed(tokens)))
+    if is_name and tokens[-1][0].lstrip("\\").lower() not in MATHS:
         return True
     signs = set("+-\u2013\u2014*/()%=\u2248.:,\u00f7^{}") | {"\\sqrt"}
     # In p + q = 25 + 9 = 34 and x = 60/3 = 20, the last left side is a calculation.

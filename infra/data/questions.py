@@ -303,7 +303,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     `prompt_ids`, has the token ids of the prompt: the question in the chat template.
 
     held_out: leave out repeated questions, and keep the first eval_n. Exits with code 2 if no
-    prompt is short enough, or if a text contains a special token.
+    prompt is short enough, or if the system prompt contains a special token.
     """
     what = f"held out ({name})" if held_out else name
     found = re.search(tokenizer.refused, cfg.system)
@@ -431,7 +431,7 @@ def check_same_data(questions: list[dict], examples: list[dict], held_out: dict)
     own = [len(questions), len(held), checksum([*questions, *examples, *held])]
     found = all_gather_processes(own).tolist()
     different = [i for i, facts in enumerate(found) if facts != found[0]]
-    counts = ["{} questions and {} held out".format(*facts) for facts in found]
+    counts = ["{} questions and {} held out (CRC {:x})".format(*facts) for facts in found]
     other = min(different, default=0)
     check(
         not different,

@@ -97,16 +97,17 @@ def gcloud_once(
     command = ["gcloud", "storage", *words]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:
-        # In a session of its own, gcloud can be ended together with the processes that it starts.
-        run = subprocess.Popen(command, text=True, env=env, start_new_session=True, **pipes)
+        run = subprocess.Popen(command, text=True, env=env, **pipes)
     except FileNotFoundError:
         raise RefusedError("gcloud is not installed here") from None
     with run:
         try:
             output, said = run.communicate(text, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGKILL)
-            raise BucketError(f"gcloud did not end within {seconds:.0f} s") from None
+        except BaseException as e:
+            kill_with_children(run.pid)
+            if isinstance(e, subprocess.TimeoutExpired):
+                raise BucketError(f"gcloud did not end within {seconds:.0f} s") from None
+            raise
     if run.returncode:
         # The last error says what went wrong. Progress and warnings may come before it.
         lines = (said.strip() or "gcloud failed").splitlines()
@@ -121,6 +122,17 @@ def gcloud_once(
             raise ForbiddenError(error)
         raise BucketError(error)
     return output
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process and those that it started. They stay in the run's process group, so that they
+    also end with the run. macOS has no /proc; there, this kills only the process itself."""
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as f:
+            for child in f.read().split():
+                kill_with_children(int(child))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def bucket_of(out: str) -> str:

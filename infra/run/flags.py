@@ -214,12 +214,7 @@ def check_together(cfg) -> None:
 
 
 def check_lora(cfg) -> None:
-    """Exit with code 2 if the LoRA flags contradict each other, or if there are no adapters."""
-    check(
-        not cfg.adapter or os.path.exists(f"{cfg.adapter}/adapter_config.json"),
-        f"adapter = {cfg.adapter} has no adapter_config.json; a run's adapters are in "
-        "OUT/final/adapter",
-    )
+    """Exit with code 2 if the LoRA flags contradict each other."""
     if cfg.lora:
         check(
             cfg.offload == "none",
@@ -227,6 +222,11 @@ def check_lora(cfg) -> None:
             "adapters have float32 copies and optimizer state; drop --offload",
         )
         return
+    check(
+        not cfg.adapter or os.path.exists(f"{cfg.adapter}/adapter_config.json"),
+        f"adapter = {cfg.adapter} has no adapter_config.json; a run's adapters are in "
+        "OUT/final/adapter",
+    )
     check(
         not cfg.adapter,
         f"adapter = {cfg.adapter} needs --lora with its rank; leave out --lora only if r and "

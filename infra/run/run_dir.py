@@ -236,15 +236,19 @@ def refuse_other_state(out: str, flags: dict) -> None:
     force` could continue from it."""
     there = comparable(files.read_json(f"{out}/config.json")["config"])
     new = comparable(flags)
-    changed = [name for name in ("optimizer", "lora") if there.get(name) != new.get(name)]
-    # The KL's reference is in checkpoints only if there is a KL.
-    if new.get("beta") and not there.get("beta"):
-        changed.append("beta")
-    found = [f"{name} was {there.get(name)!r}, is now {new.get(name)!r}" for name in changed]
+    # adamw keeps two moments of the gradient, lion keeps one of these, and sgd keeps none.
+    moments = {"sgd": 0, "lion": 1, "adamw": 2}
+    lacks = {
+        "optimizer": moments.get(new.get("optimizer"), 0) > moments.get(there.get("optimizer"), 2),
+        "lora": new.get("lora") != there.get("lora"),
+        # The KL's reference is in checkpoints only if there is a KL.
+        "beta": bool(new.get("beta")) and not there.get("beta"),
+    }
+    found = [f"{n} was {there.get(n)!r}, is now {new[n]!r}" for n, lack in lacks.items() if lack]
     check(
-        not changed,
+        not found,
         f"{out} cannot be continued: {'; '.join(found)}, and its checkpoints have no arrays for "
-        "that; choose another --out",
+        "that; give the old values again, or choose another --out",
     )
 
 

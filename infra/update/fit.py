@@ -155,20 +155,27 @@ def largest_at_once(sizes: dict, cfg, model_cfg) -> str:
 
 @functools.cache
 def update_gib(
-    micro_batch, shape: RowShape, cfg, model_cfg, mesh, programs, compile: Callable | None = None
+    micro_batch,
+    shape: RowShape,
+    cfg,
+    model_cfg,
+    mesh,
+    programs,
+    compile: Callable | None = None,
+    limit: float | None = None,
 ) -> tuple[float, bool]:
     """Returns (GiB that an update takes on a device, whether it fits). The GiB include the state.
-    Every process must call this.
 
     micro_batch: rows per device. compile: replaces `compiled_gib`; called for the gradients, then
-    for an optimizer step. Results are cached in the process.
+    for an optimizer step. limit: GiB of the smallest device of all processes, which must all try
+    the same micro-batches; None = of this process. Results are cached in the process.
     """
     compile = compile or compiled_gib
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
     resting_gib = device_bytes((state, grads)) / GIB
-    # All processes must try the same micro-batches, even if their devices differ.
-    limit = chips.least_memory(mesh)
+    if limit is None:
+        limit = chips.local_memory(mesh)
     if resting_gib > limit:
         # The state and gradients alone are too large, so there is no need to compile.
         return resting_gib, False
@@ -287,13 +294,12 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     # A run without steps has no update.
     if cfg.steps + cfg.sft_steps == 0:
         return 0
-    need = partial(
-        update_gib, shape=shape, cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs
-    )
+    limit = chips.least_memory(mesh)
+    of_update = dict(cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs, limit=limit)
+    need = partial(update_gib, shape=shape, **of_update)
     asked = cfg.micro_batch
     # A minibatch has no more rows than this, so a larger micro-batch would only add padding.
     most = asked or shape.most
-    limit = chips.least_memory(mesh)
     estimate = estimate_by_sizes(cfg, model_cfg, mesh, shape, programs, limit)
     search = partial(largest_that_fits, need, limit, most, estimate)
     # The programs do not depend on the run's directory or seed.
