@@ -896,7 +896,7 @@ def rollout_metrics(reward_B, prompts, out, texts, scores, n_faults, cfg, setup)
     table = all_gather_processes(table).reshape(-1, len(per_answer))
     means = dict(zip(per_answer, table.mean(0).tolist(), strict=True))
     column = dict(zip(per_answer, table.T, strict=True))
-    # For group/zero_variance, below: a group whose rewards are all equal has no advantages.
+    # A group whose rewards are all equal has no advantages; see group/zero_variance below.
     reward_GQ = column["reward/mean"].reshape(-1, cfg.npq)
     return means | {
         "reward/std": float(reward_GQ.std()),

@@ -262,6 +262,7 @@ wait_until_ready() { # [again]
       say "$name in $zone is ${now:-gone}"
       before="$now" polls=0
     fi
+    # The next poll would be the 180th, at which a VM that is not lost is given up.
     case "${1:-}:$now:$polls" in again:STOP*:* | again:*:179) now=PREEMPTED ;; esac
     case "$now" in
       READY) return 0 ;;
