@@ -199,8 +199,8 @@ class Blocks:
 def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: int = 0) -> Blocks:
     """Choose the Blocks for a chip and a bfloat16 model.
 
-    Makes the backward's tile as wide in D as fits into 7/8 of VMEM, because the backward reads z
-    again for each tile of D. At this width, takes the most rows of V for which both kernels fit.
+    The backward's tile is as wide in D as fits into 7/8 of VMEM, because the backward reads z again
+    for each tile of D. At this width, a tile has the most rows of V for which both kernels fit.
     chunk_tokens: 0 = choose it, too. Raises ValueError if pallas does not support the chip or D.
     """
     if impl != "pallas":

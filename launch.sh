@@ -40,7 +40,7 @@ gpus=cuda,cpu
 # Default flags of gpu, slurm and TPU slices. The user's flags follow them: if a flag is repeated, the last one counts.
 job=(--model Qwen/Qwen2.5-3B-Instruct --data gsm8k --max_prompt 1024 --max_answer 1024)
 
-say() { printf 'launch.sh: %s\n' "$1" >&2 || :; } # go on if it cannot be written
+say() { printf 'launch.sh: %s\n' "$1" >&2 || :; } # go on if stderr is closed
 die() { say "$1"; exit "${2:-2}"; }
 # Run a line of shell, or print it under --dry-run.
 shell() { if [ -z "$dry_run" ]; then bash -o pipefail -c "$1"; else printf '%s\n' "$1" >&3; fi; }
@@ -127,7 +127,7 @@ program() {
   if [ -z "$dry_run" ]; then exec "$@"; else run "$@"; fi
 }
 
-# Exit unless bash can source .env. A bash of its own tries, because `||` turns errexit off in this one. Discard what it
+# Exit unless bash can source .env. Try in another bash, because `||` turns errexit off in this one. Discard what it
 # prints: an error may quote a secret.
 check_env() {
   [ ! -f "$here/.env" ] || bash -euo pipefail -c '. "$0"' "$here/.env" >/dev/null 2>&1 </dev/null ||
@@ -157,7 +157,7 @@ cmd_cpu() { # PROCESSES FLAGS...
   trap 'sleep 0.3; if kill -0 $! 2>/dev/null; then xargs kill <"$scratch/pids" || :; fi' TERM
   for ((i = 0; i < processes; i++)); do
     {
-      # shellcheck disable=SC2016 # sh expands $PPID, the number of this subshell
+      # shellcheck disable=SC2016 # sh expands $PPID, the PID of this subshell
       (sh -c 'echo $PPID' >>"$scratch/pids"
         train cpu "$@" --coordinator "127.0.0.1:$port" --processes "$processes" --process_id "$i") 2>&1 ||
         echo $? >>"$codes"
@@ -279,7 +279,7 @@ cmd_slurm() {
   setup "$extra" "$@"
   set -- --start_timeout 300 "${job[@]}" "$@" # nodes start at different times
   set -- "$venv/bin/python" "$here/infra/cloud/slurm_job.py" bash "$here/launch.sh" task "$@"
-  # sbatch runs this with /bin/sh, which may not know all quotes of bash. The outer %q writes only quotes that sh knows.
+  # sbatch runs this with /bin/sh, which may not know all of bash's quoting. The outer %q writes only what sh can read.
   set -- --wrap "exec bash -c $(printf %q "exec env $(printf '%q ' "JAX_PLATFORMS=$platforms" "$@")")"
   # Two minutes before the time limit, Slurm sends SIGUSR1 to the batch script alone (B), which is slurm_job.py.
   set -- --requeue --signal=B:USR1@120 ${options[@]+"${options[@]}"} "$@"

@@ -87,7 +87,7 @@ class Config:
     # the model, the data and the run
     model: str = "tiny"  # tiny (built in) | hub id or Hugging Face directory: Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
-    columns: str = ""  # question=...,answer=...; ignored for held-out sets that lack these columns
+    columns: str = ""  # column names: question=...,answer=...; not for held-out sets without them
     eval_data: str = ""  # held-out sets: [name=]data,... | none; "" = data's held-out set, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
@@ -133,7 +133,7 @@ class Config:
     # adapters
     lora: Natural = 0  # rank of adapters, which are trained instead of the weights; 0 = none
     lora_alpha: Positive = 32  # the adapters' product is multiplied by lora_alpha / lora
-    adapter: str = ""  # directory of PEFT adapters to start from; by default sets lora, lora_alpha
+    adapter: str = ""  # directory of PEFT adapters; without --lora, also sets lora, lora_alpha
     # the devices
     mesh: str = "auto"  # dp,fsdp,tp, one may be -1 | auto: 1,-1,1 | host_local: processes,-1,1
     require_processes: Natural = 0  # stop unless this many JAX processes run; 0 = any number
@@ -962,7 +962,7 @@ def load_data(cfg: Config, tokenizer: Tokenizer, run: Run) -> tuple[list[dict], 
     """Load and check the data. Returns `questions`, `examples` and `held_out` of Setup."""
     # If a process lacks a file, all processes exit.
     with together("the data"):
-        # If a set has no held-out questions, end before the training questions are loaded.
+        # Load these first: a set without held-out questions ends the run, at once.
         held_out = {
             name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
             for name, data in eval_sets(cfg).items()
@@ -1025,7 +1025,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         engine,
         pool,
     )
-    # With --resume force, these flags may replace others: first check that they can be used.
+    # With --resume force, this overwrites the old flags, so all checks come first.
     run.write_config()
     run.open_outputs(setup)
     return cfg, setup, run

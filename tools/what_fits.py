@@ -22,13 +22,13 @@ def table(cfg, plan: Callable) -> str:
     marks = "o: with `--offload optimizer`; p: with `--offload params`; -: fits with neither."
     if cfg.lora:
         marks = (
-            f"With `--lora {cfg.lora}`. - n: one row is n GiB too much. + n: the update fits, but "
-            "the rollout, which adds its own weights to the frozen ones, is n GiB too large."
+            f"With `--lora {cfg.lora}`. - n: one row takes n GiB too much. + n: the update fits, "
+            "but the rollout, which adds its own weights to the frozen ones, is n GiB too large."
         )
     lines = [
-        f"Rows of {width} tokens per device in one forward and backward: the largest `micro_batch` "
-        "that fits, the GiB that it takes per device, and the layout of the rollout: groups of "
-        "devices x devices per group, which split the weights.",
+        f"Each cell: the largest `micro_batch` that fits (rows of {width} tokens per device), the "
+        "GiB that it takes, and the layout of the rollout: groups of devices x devices per group. "
+        "The devices of a group split the weights.",
         marks,
         "",
         f"| devices | GiB | {' | '.join(MODELS)} |",
