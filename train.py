@@ -404,15 +404,15 @@ def rows_of_step(rows: list[dict], number: int, per_host: int, cfg: Config) -> l
     return [rows[i] for i in order for _ in range(repeats)]
 
 
-def sample_answers(rows, group, key, sampling, setup, run, place=0):
+def sample_answers(rows, group, key, sampling, setup, run, first_id=0):
     """Sample an answer to each of this host's rows; a question has `group` consecutive rows.
     Returns (the output of Engine.generate, the answers' texts).
 
-    place: number of earlier rows, over all hosts, that were sampled with the same key.
+    first_id: number of earlier rows, over all hosts, that were sampled with the same key.
     """
     # Prompts are token ids: they were encoded when the data was loaded.
     prompts = [row["prompt_ids"] for row in rows]
-    out = setup.engine.generate(prompts, key, sampling, group, run.between_stages, place)
+    out = setup.engine.generate(prompts, key, sampling, group, run.between_stages, first_id)
     return out, setup.engine.texts(out)
 
 

@@ -22,7 +22,7 @@ if "--fail=yes" in sys.argv:
     sys.exit(5)
 found = find_processes(SimpleNamespace(coordinator=""))
 step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-# A variable for the CPUs would be there also where srun did not hear of them.
+# Slurm sets SLURM_CPUS_PER_TASK even if srun ignores it, so ask for the step's CPUs.
 text = subprocess.check_output(["scontrol", "show", "step", step], text=True)
 cpus = re.search(r" CPUs=(\d+)", text)[1]
 gpus = os.environ["CUDA_VISIBLE_DEVICES"]

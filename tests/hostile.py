@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def on_bad(function):
-    """Makes a reward function of one that misbehaves: it is called on the answer "bad" only."""
+    """Returns a reward function that calls a misbehaving one, but only on the answer "bad"."""
 
     @functools.wraps(function)
     def reward(row, answer):

@@ -6,7 +6,7 @@ import sys
 from unittest import mock
 
 del sys.argv[0]
-# As in a run, the directory of train.py is the first that modules are looked for in.
+# As in a run, look for modules in the directory of train.py first.
 sys.path[0] = sys.argv[0].rpartition("/")[0] or "."
 
 from jax._src import compiler, distributed  # noqa: E402

@@ -34,7 +34,7 @@ STEP = {
         ({"solved": 0.5}, "reward/correct is 0.00 on average"),
     ],
 )
-def test_the_likeliest_cause_is_said_with_its_number(metrics, wanted):
+def test_the_likeliest_cause_is_reported_with_its_number(metrics, wanted):
     steps = [STEP | metrics] * advice.STEPS
     assert wanted in advice.why_nothing_is_learned(steps)
     # There is no advice while groups have a variance.
@@ -49,7 +49,7 @@ def test_a_constant_reward_that_does_not_use_correct_is_named():
     assert "reward/judge is 0.50 on average" in said, said
 
 
-def test_groups_that_are_alike_are_said_where_no_cause_is_found():
+def test_equal_groups_are_reported_where_no_cause_is_found():
     steps = [STEP | {"solved": 0.5, "reward/correct": i, "reward/brief": i} for i in range(5)]
     assert "are alike: raise --temperature or --npq" in advice.why_nothing_is_learned(steps)
 

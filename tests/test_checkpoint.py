@@ -373,7 +373,7 @@ def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys)
     ):
         Run.compare_data(mock.Mock(out=str(tmp_path), step=step), data)
         said = capsys.readouterr().err
-        assert ("goes on with other training prompts" in said) == warns, said
+        assert ("its training prompts or answers have changed" in said) == warns, said
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):
@@ -446,7 +446,7 @@ def test_files_of_the_first_save_of_some_processes_are_not_used(tmp_path, capsys
 
 @pytest.mark.parametrize("backend", ["gpu", "cpu"])
 def test_processes_on_gpus_keep_programs_only_on_a_disk_they_share(backend, tmp_path, monkeypatch):
-    """XLA for GPUs would wait for a process that finds a program which the others compile."""
+    """On GPUs, the processes that compile a program would wait for one that finds it in a cache."""
     (tmp_path / "claim.json").write_text("{}")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(run_dir.compilation_cache, "reset_cache", mock.Mock())

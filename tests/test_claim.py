@@ -154,7 +154,7 @@ def test_without_locks_the_claim_of_this_machine_is_looked_at_too(tmp_path, no_l
         claim.claimed(out, say=said.append).__enter__()
 
 
-def test_of_two_that_begin_at_once_one_is_refused(tmp_path, monkeypatch, no_locks, quick):
+def test_one_of_two_runs_that_start_at_once_is_refused(tmp_path, monkeypatch, no_locks, quick):
     out = directory(tmp_path)
     write = claim.write_claim
 

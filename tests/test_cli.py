@@ -33,7 +33,7 @@ MISTAKES = {  # {flags: what the message must say}
     # no such flag, no such value
     "word": "arguments: word",
     "outt": "arguments: outt; see --help",
-    "--bacth 4": "unrecognized arguments: --bacth 4; is it --batch? see --help",
+    "--bacth 4": "unrecognized arguments: --bacth 4; did you mean --batch? see --help",
     "--batch four": "invalid int value: 'four'",
     "--seed 1.5": "invalid int value",
     "--lr fast": "invalid float value",
@@ -198,7 +198,7 @@ def test_a_mistake_ends_with_exit_code_2_and_is_not_in_the_way(tmp_path, one_que
         "train.py: batch*npq = 1*6 = 6 sequences per host do not divide over 4 local devices; "
         "try --npq 4 or --npq 8\n"
     )
-    assert "--step=20; is it --steps? see --help" in refused("--step=20")
+    assert "--step=20; did you mean --steps? see --help" in refused("--step=20")
     assert "unrecognized arguments: 17; see --help" in refused("17")
     flags = ["--steps 0 --sft_steps 0 --out", out, *one_question]
     run_train(*flags)

@@ -165,7 +165,7 @@ def test_a_question_may_look_like_json(tmp_path):
 
 
 def test_answers_of_a_csv_file_stay_as_they_are_written(tmp_path):
-    """pandas would make numbers of all, and take NA for a missing value."""
+    """pandas would turn all of them into numbers, and read NA as a missing value."""
     texts = ["9007199254740993", "0.5", "18446744073709551616", "NA", "007"]
     lines = "".join(f"{ASK},{text},3\n" for text in texts)
     for header, named in (("problem,result", "answer=result"), ("Problem,Answer", "")):
@@ -273,7 +273,7 @@ def test_the_story_of_a_question_may_be_in_a_column_of_its_own(tmp_path, capsys)
         assert row["question"] == question
 
 
-def test_a_choice_among_usual_names_is_said(tmp_path, capsys):
+def test_a_choice_among_usual_names_is_printed(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": ASK, "answer": 2}))
     load_rows(str(path), False)

@@ -270,7 +270,7 @@ def test_a_hub_that_does_not_answer_is_reported_in_one_line(tmp_path):
     assert "Connection refused" in line, text
 
 
-def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_a_row(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes('\ufeff{"question": "1 + 1?", "answer": 2}\n'.encode())
     assert load_rows(str(rows), False) == [{"question": "1 + 1?", "answer": "2"}]

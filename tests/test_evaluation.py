@@ -98,7 +98,7 @@ def test_sets_are_named_after_their_data_or_as_the_user_says():
         ("--eval_samples 0", "out of range"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(flags, words):
+def test_a_mistake_gets_one_line(flags, words):
     assert words in refused(flags)
 
 
@@ -133,8 +133,8 @@ def two_sets(tmp_path):
 def test_two_sets_are_evaluated_and_can_be_scored_again(
     tmp_path, tmp_path_factory, record_property
 ):
-    """The metrics follow from evals.jsonl, and two devices give the answers of one but for
-    rounding, though they answer another number of questions at once."""
+    """The metrics follow from evals.jsonl, and two devices give the same answers as one, except for
+    rounding, though they answer more questions at once."""
     flags = [*taught(tmp_path_factory), *two_sets(tmp_path), *arguments([SAMPLED])]
     text = run_train(*flags, "--out", tmp_path / "one", devices=1)
     (row,) = read_jsonl(tmp_path / "one/metrics.jsonl")
@@ -197,9 +197,9 @@ def test_a_run_killed_in_an_evaluation_of_two_sets_resumes_bit_for_bit(tmp_path,
     assert resumed == calm and len(calm) == 3 * 125 * 4
 
 
-def test_the_standard_error_is_the_spread_of_other_questions():
-    """30 evaluations of other questions, each answered four times: the standard deviation of their
-    results is the standard error that each of them tells."""
+def test_the_standard_error_is_the_spread_over_sets_of_questions():
+    """The standard deviation of the results of 30 evaluations, each with questions of its own that
+    are answered four times, is the standard error that each evaluation reports."""
     rng = np.random.default_rng(0)
     results, told = [], []
     for _ in range(30):

@@ -78,7 +78,7 @@ def name_of(argv):
 
 
 @pytest.mark.slow
-def test_a_life_survives_that_a_fifth_of_its_calls_fail(cloud):
+def test_a_life_survives_if_a_fifth_of_its_calls_fail(cloud):
     """If a fifth of all calls fail with a 503 or a 429, a run still ends with the same weights."""
     code, text, calls = live(cloud)
     assert "resuming out/gs/bucket/run after step 1" in text, text

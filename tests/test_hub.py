@@ -275,7 +275,7 @@ def starts(tiny_directory, tmp_path_factory):
 
 
 # ---------------------------------------------------------------- what is waited for
-def test_what_the_hub_asks_to_wait_is_waited_and_said(starts):
+def test_a_wait_that_the_hub_asks_for_is_kept_and_reported(starts):
     """The fault is in the first request for a model, which the hub's libraries do not retry."""
     busy = (429, {"Retry-After": "9"})
     faults = {(INFO, 0): busy, (INFO, 1): (503, {})}
@@ -456,7 +456,7 @@ def test_in_a_run_of_many_a_failed_connection_is_tried_again(
     assert capsys.readouterr().err.count("set HF_HUB_OFFLINE=1") == len(waited)
 
 
-def test_of_processes_that_share_a_disk_one_asks_and_the_others_find_the_copy(starts):
+def test_one_of_the_processes_on_a_disk_asks_and_the_others_find_its_copy(starts):
     starts.hub.reset()
     starts.hub.hold = threading.Event()
     running = starts.begin(count=4)

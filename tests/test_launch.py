@@ -267,7 +267,7 @@ def test_a_dry_run_can_be_pasted(cloud, tmp_path):
     assert (home / ".venv/installed").exists()
 
 
-def test_mistakes_in_the_call_are_told_in_one_line(cloud):
+def test_mistakes_in_the_call_get_one_line(cloud):
     assert "launch.sh cpu" in cloud.launch(code=2)
     mistakes = {
         "v9-8": "unknown TPU v9-8",
@@ -398,7 +398,7 @@ def test_a_zone_that_cannot_be_asked_is_left_out(cloud):
     assert "vm in us-east5-b is READY" in text and "skipping" not in text, text
 
 
-def test_patience_has_an_end_which_is_told(cloud):
+def test_patience_has_an_end_which_is_reported(cloud):
     write(cloud.stub / "bin/sleep", "#!/bin/sh\n", 0o755)
     cloud.fail("describe", UNAVAILABLE, times=99)
     text = cloud.launch("v6e-8 up --name vm --zone us-east5-b", code=1)
@@ -608,7 +608,7 @@ def test_reserved_capacity_that_nobody_asked_for_is_a_lack_of_capacity(cloud):
     assert "the reservation is elsewhere, or full" in text, text
 
 
-def test_a_wrong_flag_of_gcloud_is_told_at_once(cloud):
+def test_a_wrong_flag_of_gcloud_is_reported_at_once(cloud):
     said = "ERROR: (gcloud.x) INVALID_ARGUMENT: Cloud TPU received an invalid argument."
     cloud.fail("describe", said)
     text = cloud.launch("v6e-1 status --name vm --zone us-east5-b", code=1)
@@ -655,7 +655,7 @@ def test_keys_of_a_fresh_vm_are_waited_for(cloud):
     assert text.count("trying again in") == 6 and "ssh-add" in text, text
 
 
-def test_a_host_key_that_changed_is_told_at_once(cloud):
+def test_a_changed_host_key_is_reported_at_once(cloud):
     text = "Host key verification failed.\n"
     text += "ERROR: (gcloud.x) [/usr/bin/ssh] exited with return code [255]."
     cloud.launch("v6e-1 up --name vm")
@@ -708,7 +708,7 @@ def test_a_env_file_that_bash_cannot_read_costs_nothing(cloud, line):
     assert "there is no podgrpo-v6e-1" in cloud.launch("v6e-1 stop", code=2)
 
 
-def test_a_large_tree_is_told_before_it_is_sent(cloud):
+def test_a_large_tree_is_reported_before_it_is_sent(cloud):
     (cloud.clone / "weights.bin").write_bytes(os.urandom(110_000_000))
     (cloud.clone / "infra/small.txt").write_text("small")
     text = cloud.launch("v6e-1 setup --name vm")

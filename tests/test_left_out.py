@@ -222,9 +222,9 @@ def test_weights_that_are_not_finite_are_found(truncated):
 
 
 # ---------------------------------------------------------------- minibatches without any answer
-def test_an_update_of_none_is_that_of_a_gradient_of_0(monkeypatch):
-    """Without any answer left, an update is bit for bit that of a gradient of 0: the moments still
-    move the weights, and decay."""
+def test_an_update_without_answers_has_gradient_0(monkeypatch):
+    """Without answers, an update equals one with gradient 0, bit for bit: the moments decay, and
+    still move the weights."""
     adamw = dict(optimizer="adamw", b2=0.9, weight_decay=0.1, minibatches=2)
     cfg = train.Config(**PLAIN | adamw)
     batches, _, _ = batches_of(cfg, ONLY_FIRST)
@@ -253,7 +253,7 @@ def test_an_update_of_none_is_that_of_a_gradient_of_0(monkeypatch):
     jax.tree.map(assert_array_equal, *ends)
 
 
-def test_of_no_token_there_is_no_mean():
+def test_a_mean_over_no_tokens_is_nan():
     cfg = train.Config(**PLAIN | {"minibatches": 2})
     batches, counts, setup = batches_of(cfg, [[1.0] * 4] * 4)
     # Each optimizer step still has one micro-batch, without rows.
@@ -268,9 +268,9 @@ def test_of_no_token_there_is_no_mean():
 
 
 # ---------------------------------------------------------------- several hosts
-def test_a_host_without_any_runs_what_the_others_run(monkeypatch):
-    """A host without any answer left runs as many micro-batches as the other host. Here it sees the
-    other host's numbers beside its own."""
+def test_a_host_without_answers_runs_empty_micro_batches(monkeypatch):
+    """A host without answers runs as many micro-batches as the other host. Here it sees the other
+    host's numbers beside its own."""
     case = update_case()
     setup = setup_of(mesh(), 24, 1)
     every = np.ones(16, bool)

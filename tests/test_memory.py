@@ -239,8 +239,8 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
     "offload, largest", [("none", "layers/w_down_LFD"), ("params", "embed_VD")]
 )
 def test_the_optimizer_step_that_takes_most_is_compiled(offload, largest, monkeypatch):
-    """Of an offloaded parameter with layers, one layer at a time is on the device, so that the step
-    of the embedding takes more."""
+    """For an offloaded parameter with layers, the step has one layer at a time on the device, so
+    the step of the embedding takes the most memory."""
     programs = fit.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
     monkeypatch.setattr(fit, "compiled_gib", lambda *_: (0.0, True))
     model_cfg = dataclasses.replace(SMALL, F=4 * SMALL.D, V=5 * SMALL.D)
@@ -293,7 +293,7 @@ def test_known_memory_of_gpus_is_that_of_their_specification():
 
 
 @pytest.mark.parametrize("kind", ["h100-3", "h100-12", "h100-0", "h100", "b200-8", "v6e-3", "v9-8"])
-def test_types_that_there_are_not_are_refused(kind):
+def test_unknown_types_are_refused(kind):
     with pytest.raises(ValueError, match=f"^{kind} is not one of"):
         absent_devices.of_kind(kind)
 
@@ -332,7 +332,7 @@ def test_plan_of_a_sweep_is_a_table_and_a_file(swept):
     assert text.splitlines()[-1] == "largest that fits: micro_batch 16", text
     sizes = "= 256 sequences per host, in 4 minibatches of at most 8 rows per device"
     assert sizes in text and "no estimate of the time" in text, text
-    assert text.count("this batch fills 8 rows per device, and a run takes no more") == 1, text
+    assert text.count("this batch fills 8 rows per device, so a run uses no more") == 1, text
     assert swept.left == ["plan-here.jsonl"]
 
 

@@ -56,7 +56,7 @@ def test_cuda_is_what_the_driver_and_the_gpus_take(cloud, tmp_path):
     assert job.startswith(f"exec env JAX_PLATFORMS=cuda\\,cpu {python} "), job
 
 
-def test_a_driver_that_is_too_old_is_told_with_what_is_needed(cloud, tmp_path):
+def test_a_driver_that_is_too_old_is_reported_with_what_is_needed(cloud, tmp_path):
     path = with_driver(tmp_path, "520.61.05")
     for command in "gpu", "slurm", "plan":
         text = cloud.launch(command, code=2, PATH=path, JAX_PLATFORMS="")

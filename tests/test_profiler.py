@@ -103,7 +103,7 @@ def test_a_run_that_resumes_may_trace_another_step_or_none(traced, tmp_path):
     assert f"{out} is finished" in run_train(FLAGS, "--steps 4 --out", out)
 
 
-def test_a_trace_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path, capsys):
+def test_a_failing_trace_is_reported_and_the_run_goes_on(tmp_path, capsys):
     blocked = tmp_path / "profile"
     blocked.write_text("a file, where a directory should be")
     profiler = Profiler(str(blocked), 3)
@@ -131,7 +131,7 @@ def test_no_other_process_traces(tmp_path):
 
 
 @pytest.mark.slow
-def test_of_several_processes_one_writes_a_trace(tmp_path):
+def test_only_one_process_writes_a_trace(tmp_path):
     """Each process has its own disk, as on a pod."""
     flags = arguments([FLAGS, "--profile 2 --out run --processes 2"])
     runs = []

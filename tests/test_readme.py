@@ -214,7 +214,7 @@ def test_commands_of_this_machine_work_one_after_another(checkout):
     new user would type them."""
     wants = {"plot.py": "matplotlib", "launch.sh report": "matplotlib"}
     wants |= {"--transformers 1": "transformers"}
-    # Of the commands that differ only in numbers, as in seeds, the first is enough.
+    # Of commands that differ only in numbers, such as seeds, try only the first.
     commands = {}
     for command in of_kind("run", all_commands()):
         commands.setdefault(re.sub(r"\d+", "N", command), command)

@@ -196,7 +196,7 @@ def test_a_run_may_have_metrics_alone(tmp_path):
     page = page_of(run)
     data = data_of(page)
     assert data["answers"] == data["questions"] == [] and data["runs"][0]["flags"] == {}
-    # Of the default metrics, this run has an evaluation alone.
+    # The only default metric of this run is an evaluation.
     assert "<svg" in page and "eval/solved" in page
 
 

@@ -170,8 +170,8 @@ def plain_updates(cfg, weights, reference, step, lr):
 
 @pytest.mark.slow
 def test_several_updates_equal_a_plain_implementation(record_property):
-    """Two minibatches of several micro-batches, twice: the logprobs of the first pass stay the old
-    ones, the sum of the micro-batches is clipped, and the step's learning rate counts."""
+    """Two epochs of two minibatches of several micro-batches: old_logprobs stay those from before
+    the first update, the summed gradient is clipped, and the step's learning rate counts."""
     # fmt: off
     cfg = train.Config(
         dtype="float32", attention="blockwise", loss_impl="jax", max_answer=MAX_ANSWER, batch=4,

@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
     unknown = set(args.variants) - VARIANTS.keys()
-    check(not unknown, f"no variant {sorted(unknown)}; there are {', '.join(VARIANTS)}")
+    check(not unknown, f"unknown variants {sorted(unknown)}; there are {', '.join(VARIANTS)}")
     runs.check_flags(args)
     return args
 

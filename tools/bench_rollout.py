@@ -194,7 +194,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
     bandwidth = memory_speed()
     text = (
         f"prefill {groups.size / prefill_s:.0f} tok/s; decode {args.batch / step_s:.0f} tok/s, "
-        f"{step_s * 1e3:.2f} ms a step, which reads at least {least / 1e9:.3f} GB, "
+        f"{step_s * 1e3:.2f} ms a step, reading at least {least / 1e9:.3f} GB: "
         f"{least / step_s / bandwidth:.1%} of the {bandwidth / 1e9:.0f} GB/s at which a device "
         "here sums 1 GiB"
     )
@@ -211,7 +211,7 @@ def main(argv=None) -> None:
     dtypes = "float32", "bfloat16", "int8"
     check(args.dtype in dtypes, f"dtype = {args.dtype} is not one of {', '.join(dtypes)}")
     is_int8 = args.dtype == "int8"
-    check(not (args.transformers and is_int8), "--transformers needs equal weights, so not int8")
+    check(not (args.transformers and is_int8), "--transformers does not support --dtype int8")
     is_there = all(map(importlib.util.find_spec, ("torch", "transformers")))
     check(
         is_there or not args.transformers, "transformers is missing: pip install torch transformers"
@@ -229,7 +229,7 @@ def main(argv=None) -> None:
             cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
         # Without stop tokens, every row decodes its full length.
         cfg = replace(cfg, stop_ids=())
-        with exit_on(Exception, f"cannot compile for --aot {absent} here; try v6e-8 or h100-8"):
+        with exit_on(Exception, f"no {absent or 'usable'} devices here; try --aot v6e-8 or h100-8"):
             devices = np.array(absent_devices.of_kind(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)
         check(is_kind, f"--layout {kind} is not one of auto, {', '.join(layouts.LAYOUTS)}")

@@ -75,7 +75,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, train.Config]:
             f"{name} = {given} is not translated for TRL; without the flag, it is {value}",
         )
     is_evaluated = cfg.steps and len(train.eval_sets(cfg)) == 1
-    check(is_evaluated, "there is nothing to compare; give --steps, and --eval_data with one file")
+    check(is_evaluated, "give --steps of 1 or more, and exactly one set in --eval_data")
     check(
         answers_of_minibatch(cfg) % answers_at_once(cfg) == 0,
         f"micro_batch {cfg.micro_batch} does not divide the {answers_of_minibatch(cfg)} answers of "

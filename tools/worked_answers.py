@@ -5,7 +5,7 @@
 The first argument is a data set with training and held-out questions, as for train.py's `--data`.
 Writes OUT/train.jsonl and OUT/test.jsonl with columns `question` and `answer` alone. GSM8K writes
 each step of an answer twice, as in `3*4=<<3*4=12>>12`; the part in `<< >>` is removed. Questions
-with more steps than `--most_steps` are left out.
+with no step, or with more than `--most_steps`, are left out.
 """
 
 import os

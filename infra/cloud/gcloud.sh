@@ -262,7 +262,7 @@ wait_until_ready() { # [again]
       say "$name in $zone is ${now:-gone}"
       before="$now" polls=0
     fi
-    # The next poll would be the 180th, at which a VM that is not lost is given up.
+    # Poll 180 gives up. With `again`, a VM is replaced one poll earlier.
     case "${1:-}:$now:$polls" in again:STOP*:* | again:*:179) now=PREEMPTED ;; esac
     case "$now" in
       READY) return 0 ;;
@@ -520,7 +520,7 @@ is_going() {
   for ((look = 0; look < 20 && SECONDS < end; look++)); do
     if workers all true; then worked=$((worked + 1)); else worked=0; fi
     [ "$worked" -lt 2 ] || return 1
-    [ "$look" != 0 ] || say 'the run has ended; looking whether its VM is being preempted, for up to 10 minutes'
+    [ "$look" != 0 ] || say 'the run has ended; checking for up to 10 minutes whether its VM is being preempted'
     sleep 30
     if now="$(patiently state_now)" && [ "$now" != READY ]; then return 0; fi
   done

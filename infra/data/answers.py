@@ -79,7 +79,8 @@ MEASURE = re.compile(
 )
 # After a number, these words add a fraction to it, as in 2 hours and a half.
 AND_A_HALF = re.compile(r"(?:\s+[^\W\d_]+)?\s+and an? (?:half|third|quarter)\b")
-# After one of these, a new formula begins. Of the arrows, some belong to limits and sequences.
+# A new formula begins after one of these. A plain arrow may also be that of a limit, so `name =`
+# must follow it.
 ARROWS = re.compile(
     r"[⇒⟹∴]|\\(?:Rightarrow|implies|therefore)(?![A-Za-z])"
     r"|(?:→|\\rightarrow(?![A-Za-z]))(?=\s*\w+\s?=)"
@@ -386,7 +387,7 @@ def word_scale(word: str, is_attached: bool) -> int | None:
     parts = re.split("[/-]", word)
     if is_attached and parts[0] not in UNITS:
         return None
-    # Abbreviations such as CDs, and words such as T-shirts, are words.
+    # Plurals such as CDs, and compounds such as T-shirts, count as one word.
     if re.fullmatch("[A-Z]{2,}s|[A-Za-z]-[a-z]{3,}", word):
         return 1
     for part in parts:

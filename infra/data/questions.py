@@ -89,7 +89,7 @@ def load_rows(
         try:
             read[id(row)] = check_row(columns.rename(row, chosen), refused)
         except Exception as e:
-            # Users can mend their own file. In a directory or on the hub, skip such rows.
+            # Users can fix their own file. In a directory or on the hub, skip such rows.
             check(not os.path.isfile(name), bad_row(name, number, row, e))
             fault = fault or f"row {number}: {first_line(e)}"
     rows = [read[id(row)] for _, row in numbered if read[id(row)]]
@@ -305,7 +305,7 @@ def load_questions(name: str, held_out: bool, tokenizer: Tokenizer, cfg: Any) ->
     held_out: leave out repeated questions, and keep the first eval_n. Exits with code 2 if no
     prompt is short enough, or if the system prompt contains a special token.
     """
-    what = f"held out ({name})" if held_out else name
+    what = f"{name} (held out)" if held_out else name
     found = re.search(tokenizer.refused, cfg.system)
     check(
         not found,

@@ -231,7 +231,7 @@ def answer_the_roll(processes, names, facts, seconds):
         time.sleep(0.5)
     return (
         f"{names[processes.index]} of {len(names)} heard nothing from process 0 at "
-        f"{processes.address} for {seconds} s{cause}"
+        f"{processes.address} for {seconds} s: is it running, and is the port open?{cause}"
     )
 
 
@@ -326,7 +326,7 @@ def connect(cfg) -> None:
         facts = {name: flags[name] for name in flags if name not in FREE_PER_PROCESS}
         facts |= {"processes": count, "jax": jax.__version__}
         facts |= {"commit": commit(), "code": code_hash()}
-        with exit_on(OSError, f"cannot listen on {found.address}: does another run use it?"):
+        with exit_on(OSError, f"cannot listen on {found.address}, which another run may use"):
             fault = roll_call(found, facts, cfg.start_timeout)
         check(not fault, fault)
         # JAX's preemption service would swallow SIGTERM.

@@ -110,14 +110,14 @@ class Engine:
         sampling: Sampling,
         group: int = 1,
         progress: Callable = lambda done, tokens: None,
-        place: int = 0,
+        first_id: int = 0,
     ) -> dict:
         """Sample an answer to each prompt, until a stop token or for max_answer tokens.
 
         prompts: this process's lists of token ids, the same number on each process. Every `group`
-        consecutive prompts are equal. Raises ValueError if the prompts do not divide over the
-        devices. key: a row's tokens depend on the key and on the row's index among the rows of all
-        processes. The index counts from `place`. The layout affects the tokens only through
+        consecutive prompts are equal. Raises ValueError if the prompts do not divide into the
+        layout's parts. key: a row's tokens depend on the key and on the row's index among the rows
+        of all processes. The first index is `first_id`. The layout affects the tokens only through
         rounding. progress(rows that have ended, tokens) is called after each prefill and stage.
 
         Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after
@@ -151,7 +151,7 @@ class Engine:
                     # Grow the cache, and drop rows that have ended.
                     slots = slots_for(until, self.max_answer)
                     wave = resize_wave(wave, slots, self.model_cfg, self.layout, quantised)
-                rows = rows_of(wave, prompt_length_B, place, self.layout)
+                rows = rows_of(wave, prompt_length_B, first_id, self.layout)
                 state, new = run(self.weights, wave.state, rows, key, t, until)
                 new = jax.device_get(new)
                 record(answers, new, wave.row_ids.ravel(), t, until)

@@ -219,7 +219,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     # the weights reads and writes the activations of all their rows.
     longest = 1.03 * min(ms.values())
     chosen = next(layout for layout in fitting if ms[layout] <= longest)
-    rule = "least split within 3% of the fastest step halfway"
+    rule = "least split within 3% of the fastest, in a decode step halfway"
     return chosen, f"{rule}: {', '.join(estimates)}"
 
 
@@ -467,11 +467,11 @@ def rows_that_fit(
     free_bytes = gib * 2**30 - resting
     answers, _ = size.of_device(layout)
     # If a group does not fit, it is split evenly over waves, and each wave caches the prompt again.
-    for part in [n for n in range(group, 0, -1) if group % n == 0]:
-        _, cache_bytes = bytes_of_step(cfg, layout, dtype, replace(size, group=part))
+    for piece in [n for n in range(group, 0, -1) if group % n == 0]:
+        _, cache_bytes = bytes_of_step(cfg, layout, dtype, replace(size, group=piece))
         bytes_per_row = cache_bytes / answers
         rows = 0.5 * free_bytes / bytes_per_row
-        if rows >= part:
+        if rows >= piece:
             break
     # If the memory of a device is unknown, it counts as infinite.
     return max(1, int(min(2**30, rows)))

@@ -16,7 +16,7 @@ class Rows(NamedTuple):
     """What decode needs to know about each row."""
 
     prompt_length_B: jax.Array  # tokens of the row's prompt
-    id_B: jax.Array  # index among the rows of all waves and processes, counted from `place`
+    id_B: jax.Array  # index among the rows of all waves and processes, counted from `first_id`
     live_B: jax.Array  # whether the row is not padding, and has no stop token yet
 
 
@@ -31,9 +31,9 @@ class Wave:
     state: DecodeState
 
 
-def rows_of(wave: Wave, prompt_length_B: np.ndarray, place: int, layout: Layout) -> Rows:
-    """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout. place:
-    the id of row 0 of the rollout, see `Engine.generate`."""
+def rows_of(wave: Wave, prompt_length_B: np.ndarray, first_id: int, layout: Layout) -> Rows:
+    """The Rows of a wave. prompt_length_B: tokens of the prompt of each row of the rollout.
+    first_id: the id of row 0 of the rollout, see `Engine.generate`."""
     # The last wave may have padding rows. Their id is -1, which picks the length of the last row;
     # their results are not used.
     id_B = wave.row_ids.ravel()
@@ -41,7 +41,7 @@ def rows_of(wave: Wave, prompt_length_B: np.ndarray, place: int, layout: Layout)
     # Split these arrays like the rows: each device has the entries of its own rows.
     return Rows(
         layouts.shard_rows(prompt_length_B[id_B], layout),
-        layouts.shard_rows(place + id_B, layout),
+        layouts.shard_rows(first_id + id_B, layout),
         layouts.shard_rows(live_B, layout),
     )
 
@@ -54,7 +54,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
     Raises ValueError if the parts cannot have equally many rows.
     """
     if B % shards:
-        raise ValueError(f"{B} prompts do not divide over {shards} devices: repeat some of them")
+        raise ValueError(f"{B} prompts do not divide into {shards} parts: repeat some prompts")
     rows = B // shards
     at_once = min(at_once, rows)
     # A part may begin inside a group. Cut each group into equal pieces whose size also divides a

@@ -231,7 +231,7 @@ class ShardFiles:
             raise CheckpointError(
                 f"{self.paths[0]} and any files beside it have only {filled} of the {out.size} "
                 f"numbers of {name} that this process needs; a flag such as --lora has changed, or "
-                "the mesh has, and --out is not a directory that all processes share"
+                "the mesh has changed and the processes do not share --out"
             )
         return out
 
@@ -272,7 +272,7 @@ class Saver:
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()} | (about or {})
         self.processes_here = processes_of_this_machine()
-        self.newest = newest  # like `complete`, but at an exit the newest that this process wrote
+        self.newest = newest  # like `complete`; at an exit, the newest step that this process wrote
         self.complete = newest  # the newest that all processes have written
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.remembered = None  # (step, state, skipped) to save if the run ends now

@@ -50,7 +50,7 @@ def parse_flags(argv: list[str], config_class, tiny: dict, description: str):
     )
     # Print one line and exit with code 2, as for every mistake.
     names = [f"--{field.name}" for field in dataclasses.fields(config_class)]
-    parser.error = lambda message: check(False, f"{message}; {near(message, names)}see --help")
+    parser.error = lambda message: check(False, f"{message}; {guess(message, names)}see --help")
     for field in dataclasses.fields(config_class):
         bounds = range_of(field)
         parser.add_argument(
@@ -99,14 +99,14 @@ def choices_of(field: dataclasses.Field) -> tuple | None:
     return get_args(field.type) if get_origin(field.type) is Literal else None
 
 
-def near(message: str, names: list[str]) -> str:
-    """Returns the question `is it --steps? ` if the message is about an unknown flag that resembles
-    one of `names`; otherwise ""."""
+def guess(message: str, names: list[str]) -> str:
+    """Returns the question `did you mean --steps? ` if the message is about an unknown flag that
+    resembles one of `names`; otherwise ""."""
     _, _, unknown = message.partition("unrecognized arguments: ")
     # argparse lists the flag with its value, so cut the value off.
     word = unknown.partition(" ")[0].partition("=")[0]
     found = difflib.get_close_matches(f"--{word.lstrip('-')}", names, n=1)
-    return f"is it {found[0]}? " if word.startswith("-") and found else ""
+    return f"did you mean {found[0]}? " if word.startswith("-") and found else ""
 
 
 def run_directory(cfg) -> str:

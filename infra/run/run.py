@@ -70,8 +70,8 @@ class Run:
         there = run_dir.data_there(self.out) if self.step else {}
         if there and there != data and jax.process_index() == 0:
             warn(
-                f"{self.out} goes on with other training prompts or answers: there were "
-                f"{there['questions']} questions, and there are {data['questions']} now"
+                f"{self.out} resumes, but its training prompts or answers have changed: "
+                f"{there['questions']} questions before, {data['questions']} now"
             )
 
     def check_disk(self, state) -> None:

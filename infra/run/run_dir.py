@@ -121,7 +121,7 @@ def claimed_out(out: str) -> Iterator[None]:
                 except InUse as e:
                     fault = str(e)
         is_in_use = all_gather_processes(bool(fault)).any()
-        check(not is_in_use, fault or f"{out} is in use: process 0 says by whom")
+        check(not is_in_use, fault or f"{out} is in use: see the message of process 0")
         yield
 
 
@@ -130,7 +130,7 @@ def keep_compiled(out: str) -> None:
     example with JAX_COMPILATION_CACHE_DIR. All processes read there; JAX lets only process 0 write.
     On GPUs, does nothing unless all processes see the same `out`. Every process must call this.
     """
-    # Several processes compile for GPUs together: each times a part of the kernels, and waits up to
+    # Several processes compile for GPUs together: each autotunes some kernels, and waits up to
     # 24 hours for the others' results. If only process 0 found a program in its cache, the others
     # would wait for process 0.
     is_shared = all_gather_processes(os.path.exists(f"{out}/claim.json")).all()

@@ -167,8 +167,8 @@ def update_gib(
     """Returns (GiB that an update takes on a device, whether it fits). The GiB include the state.
 
     micro_batch: rows per device. compile: replaces `compiled_gib`; called for the gradients, then
-    for an optimizer step. limit: GiB of the smallest device of all processes, which must all try
-    the same micro-batches; None = of this process. Results are cached in the process.
+    for an optimizer step. limit: GiB of the smallest device of all processes, so that all try
+    the same micro-batches; None = of this process's devices. Results are cached in the process.
     """
     compile = compile or compiled_gib
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
@@ -371,7 +371,7 @@ def search_or_remember(search, limit, most, program):
     with contextlib.suppress(CheckpointError):
         cache = files.read_json(path)
     # All processes search if one has to: a process that compiles alone for GPUs would wait for the
-    # others, because XLA divides the timing of kernels among all processes.
+    # others, because XLA divides the autotuning of kernels among all processes.
     if all_gather_processes(key not in cache).any():
         chosen, tried = search()
         # If nothing fits, `chosen` is 0, which the search has not tried.

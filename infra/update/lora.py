@@ -300,9 +300,9 @@ def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
                 found = tensors.pop(key, np.empty(0))
                 if found.shape != wanted or not np.isfinite(found).all():
                     raise CheckpointError(
-                        f"{path}: {key} must be finite numbers of shape {wanted}; it has shape "
-                        f"{found.shape}, where (0,) = missing, or holds NaN or infinity; only "
-                        "adapters for all matrices are supported"
+                        f"{path}: {key} must have shape {wanted}, and no NaN or infinity; its "
+                        f"shape is {found.shape}, where (0,) means missing; only adapters for all "
+                        "matrices are supported"
                     )
                 layers.append(found.T.reshape(shape[1:]))
             adapters[name] = np.stack(layers).astype(np.float32)
