@@ -234,7 +234,9 @@ def compiled_forward(cfg, on, options):
     return jax.jit(lambda params, rows: model.forward(params, cfg, on, rows, options))
 
 
-def hidden_states(params, cfg, rows, positions=None, segments=None, width=None, on=None):
+def hidden_states(
+    params, cfg, rows, positions=None, segments=None, width=None, on=None, dtype="float32"
+):
     """model.forward of lists of ids, padded on the right. Without `segments`, each list is one
     sequence."""
     width = width or max(len(row) for row in rows)
@@ -245,13 +247,14 @@ def hidden_states(params, cfg, rows, positions=None, segments=None, width=None, 
         padded[name] = np.zeros((len(rows), width), np.int32)
         for i, values in enumerate(lists):
             padded[name][i, : len(values)] = values
-    options = model.ForwardOptions("float32", attention.blockwise)
+    options = model.ForwardOptions(dtype, attention.blockwise)
     return compiled_forward(cfg, on or mesh(), options)(params, padded)
 
 
-def logits(params, cfg, tokens, on=None):
+def logits(params, cfg, tokens, on=None, dtype="float32"):
     """Logits [B, T, V] of the training forward."""
-    return np.asarray(hidden_states(params, cfg, tokens, on=on) @ model.head(params).T)
+    hidden_BTD = hidden_states(params, cfg, tokens, on=on, dtype=dtype)
+    return np.asarray(hidden_BTD @ model.head(params).T)
 
 
 compiled_run_token = jax.jit(engine.run_token, static_argnames=("model_cfg", "layout"))

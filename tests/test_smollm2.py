@@ -5,15 +5,21 @@ import copy
 import importlib.util
 import json
 import shutil
+import types
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import arguments, generate, greedy_answers, logits, read_jsonl, run_to_end
 
+import model
 from infra.data import hf
 from infra.data.chat import load_tokenizer
 from infra.rollout import sampling
 from infra.rollout.engine import Engine
+from infra.update import attention
 from test_kernel import mesh
 from tools import smollm2
 
@@ -39,6 +45,25 @@ def real(tmp_path_factory):
     return directory, transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
 
 
+class Float64(types.ModuleType):
+    """jax.numpy, but with float64 instead of float32."""
+
+    def __getattr__(self, name):
+        return getattr(jnp, name.replace("float32", "float64"))
+
+
+def logits_in_float64(params, cfg, rows):
+    """As `logits`, on one device, and with float64 instead of float32."""
+    in_float64 = Float64("in_float64")
+    with (
+        jax.enable_x64(True),
+        mock.patch.object(model, "jnp", in_float64),
+        mock.patch.object(attention, "jnp", in_float64),
+    ):
+        params = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+        return logits(params, cfg, rows, on=mesh(1, 1, 1), dtype="float64")
+
+
 def test_logits_of_a_real_model_equal_transformers(real, record_property):
     import torch
 
@@ -51,19 +76,25 @@ def test_logits_of_a_real_model_equal_transformers(real, record_property):
     params = hf.load(hf.ModelFiles(directory, cfg), on)
     # In float64, transformers has no error to speak of.
     exact = copy.deepcopy(theirs).double()
+    in_float64 = logits_in_float64(params, cfg, rows)
     errors = []
+    errors_in_float64 = []
     errors_of_theirs = []
-    for row in rows:
+    for i, row in enumerate(rows):
         # Eight devices take eight rows.
         ours = logits(params, cfg, [row] * 8, on=on)[0]
         with torch.no_grad():
             wanted = exact(torch.tensor([row])).logits[0].numpy()
-            in_float32 = theirs(torch.tensor([row])).logits[0].numpy()
+            theirs_in_float32 = theirs(torch.tensor([row])).logits[0].numpy()
         errors.append(abs(ours - wanted).max())
         # As for the other models, the bound is relative to the largest logit, which is about 39.
         assert errors[-1] <= 2e-5 * abs(wanted).max()
-        errors_of_theirs.append(abs(in_float32 - wanted).max())
+        # In float64, the two compute the same, but transformers' norms are in float32 even there.
+        errors_in_float64.append(abs(in_float64[i, : len(row)] - wanted).max())
+        assert errors_in_float64[-1] <= 1e-4
+        errors_of_theirs.append(abs(theirs_in_float32 - wanted).max())
     record_property("largest error of a logit", f"{max(errors):.1e}")
+    record_property("in float64", f"{max(errors_in_float64):.1e}")
     record_property("of transformers in float32", f"{max(errors_of_theirs):.1e}")
 
 
