@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from infra.data.rewards import RESERVED
+
 # The advice looks at the last STEPS steps, since a single step may be bad luck. A shorter run gets
 # advice at its end.
 STEPS = 5
@@ -13,8 +15,6 @@ STEPS_BETWEEN = 50
 FEW = 0.05
 # Metrics that point to a cause. `no_number` is missing if SOLVED does not read numbers.
 CAUSES = ("group/zero_variance", "truncated", "solved", "no_number")
-# These names look like the metric of one reward function, but cover all functions.
-OF_ALL_FUNCTIONS = {"reward/mean", "reward/std", "reward/faults"}
 
 
 def why_nothing_is_learned(steps: Sequence[dict]) -> str:
@@ -67,7 +67,7 @@ def likeliest_cause(steps: Sequence[dict], mean: dict) -> str:
 
 def is_function(name: str) -> bool:
     """Whether a metric is the mean score of a reward function."""
-    return name.startswith("reward/") and name not in OF_ALL_FUNCTIONS
+    return name.startswith("reward/") and name.removeprefix("reward/") not in RESERVED
 
 
 def constant_function(steps: Sequence[dict]) -> str:
