@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -337,13 +336,12 @@ def save(
     an index. The caller adds config.json and the tokenizer. Adapters are merged into the matrices
     that they adapt; lora_scale is the adapters' scale.
     """
-    numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     layers = model.adapted(params["layers"], lora_scale)
     flat = params | {f"layers/{name}": w for name, w in layers.items()}
-    gather = compiled_gather(mesh, numpy_dtype)
+    gather = compiled_gather(mesh, dtype)
     is_writer = jax.process_index() == 0
     # File names contain the number of files, so tensors are divided into files first.
-    groups = split_into_files(hf_tensors(cfg), numpy_dtype.itemsize, file_bytes)
+    groups = split_into_files(hf_tensors(cfg), jnp.dtype(dtype).itemsize, file_bytes)
     weight_map = {}
     for number, tensors in enumerate(groups, 1):
         file_name = "model.safetensors"
