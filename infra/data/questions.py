@@ -67,6 +67,8 @@ def load_rows(
     """
     if name == "arith":
         return arith(held_out)
+    is_there = os.path.isfile(name)
+    check(is_there or not is_file(name), f"{name} does not exist, or is not a file")
     if name.endswith(".jsonl"):
         numbered = read_jsonl(name)
     elif name.endswith(".json"):
@@ -90,7 +92,7 @@ def load_rows(
             read[id(row)] = check_row(columns.rename(row, chosen), refused)
         except Exception as e:
             # Users can fix their own file. In a directory or on the hub, skip such rows.
-            check(not os.path.isfile(name), bad_row(name, number, row, e))
+            check(not is_there, bad_row(name, number, row, e))
             fault = fault or f"row {number}: {first_line(e)}"
     rows = [read[id(row)] for _, row in numbered if read[id(row)]]
     if fault:
@@ -109,7 +111,6 @@ def load_rows(
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """Yields (line number, row) of a file with one JSON object per line; skips blank lines. Equal
     lines are one object."""
-    check(os.path.isfile(path), f"{path} does not exist, or is not a file")
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
         # This encoding is UTF-8 that may begin with a byte order mark.
@@ -132,7 +133,6 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
 
 def read_json(path: str) -> list:
     """The rows of a file that holds a list of JSON objects, or one object per line."""
-    check(os.path.isfile(path), f"{path} does not exist, or is not a file")
     with exit_on(Exception, f"{path} cannot be loaded"):
         with open(path, encoding="utf-8-sig") as f:
             text = f.read()
@@ -153,11 +153,8 @@ def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]
     end with the data set's config and split, as in openai/gsm8k:main@test. The default split is
     test for held-out questions, and train for others. named: --columns."""
     kind = FILE_KINDS.get(os.path.splitext(name)[1])
-    if kind:
-        check(os.path.isfile(name), f"{name} does not exist, or is not a file")
-    else:
-        endings = ", ".join(FILE_KINDS)
-        check(not os.path.isfile(name), f"{name} is not a file of questions; try {endings}")
+    endings = ", ".join(FILE_KINDS)
+    check(kind or not os.path.isfile(name), f"{name} is not a file of questions; try {endings}")
     whole, _, split = name.partition("@")
     is_gsm8k = whole in ("gsm8k", "openai/gsm8k")
     path, _, config = ("openai/gsm8k:main" if is_gsm8k else whole).partition(":")
