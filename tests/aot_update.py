@@ -57,7 +57,9 @@ def main(size: str, device_type: str, attention: str, micro_batches: str) -> Non
     texts = []
 
     def compile(lowered, mesh):
-        return fit.compiled_gib(lowered, mesh, lambda c: texts.append(c.as_text()))
+        gib, program = fit.compiled_gib(lowered, mesh)
+        texts.append(program.as_text())
+        return gib, True
 
     gib = {}
     for n in map(int, micro_batches.split(",")):

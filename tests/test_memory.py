@@ -263,7 +263,7 @@ def test_memory_of_a_program_for_tpus_has_no_arrays_of_the_host(peak, gib):
     lowered = mock.Mock()
     lowered.compile().memory_analysis.return_value = memory
     tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
-    assert fit.compiled_gib(lowered, tpu) == (gib, True)
+    assert fit.compiled_gib(lowered, tpu) == (gib, lowered.compile())
 
 
 # ---------------------------------------------------------------- devices

@@ -59,13 +59,9 @@ def compile_or_recall(lowered, mesh, clock_of: Callable, counted: tuple = ()) ->
         found = Compiled(kept["gib"], kept["fits"], time)
         say(f"  remembered: {path}")
         return found
-    clocks = []
-
-    def note_clock(compiled):
-        clocks.append(clock_of(compiled.as_text()))
-
-    gib, fits = fit.compiled_gib(lowered, mesh, note_clock)
-    found = Compiled(gib, fits, clocks[0] if clocks else None)
+    gib, program = fit.compiled_gib(lowered, mesh)
+    fits = program is not None
+    found = Compiled(gib, fits, clock_of(program.as_text()) if fits else None)
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         files.write_json(path, {"gib": gib, "fits": fits, "clock": found.clock})

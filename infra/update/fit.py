@@ -100,15 +100,11 @@ def device_bytes(tree) -> int:
 
 
 # ---------------------------------------------------------------- memory of a program
-def ignore(*_) -> None:
-    """Do nothing with a compiled program. The default for callers that only want its memory."""
+def compiled_gib(lowered, mesh) -> tuple[float, jax.stages.Compiled | None]:
+    """Returns (GiB that a program takes on a device, the compiled program). Nothing is run.
 
-
-def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
-    """Returns (GiB that a program takes on a device, whether it compiles). Nothing is run.
-
-    use(compiled): called with the compiled program. The compiler gives up on a program that is too
-    large for a TPU; `use` is then not called, and the GiB are the compiler's estimate.
+    The compiler gives up on a program that is too large for a TPU. Then the GiB are its estimate,
+    and the program is None.
     """
     try:
         compiled = lowered.compile()
@@ -118,8 +114,7 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
         if not total:
             raise
         gib_of_unit = {"M": 2**-10, "G": 1, "T": 2**10}
-        return float(total[1]) * gib_of_unit[total[2]], False
-    use(compiled)
+        return float(total[1]) * gib_of_unit[total[2]], None
     memory = compiled.memory_analysis()
     arguments_and_results = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -129,7 +124,7 @@ def compiled_gib(lowered, mesh, use: Callable = ignore) -> tuple[float, bool]:
         # The peak may be smaller, because not all of these arrays are live at once. With --offload,
         # it may be larger, because it counts arrays in the host's memory, too.
         most = min(most, memory.peak_memory_in_bytes)
-    return most / GIB, True
+    return most / GIB, compiled
 
 
 @dataclass(frozen=True)
@@ -167,8 +162,9 @@ def update_gib(
     """Returns (GiB that an update takes on a device, whether it fits). The GiB include the state.
 
     micro_batch: rows per device. compile: replaces `compiled_gib`; called for the gradients, then
-    for an optimizer step. limit: GiB of the smallest device of all processes, so that all try
-    the same micro-batches; None = of this process's devices. Results are cached in the process.
+    for an optimizer step; its second result may be a bool. limit: GiB of the smallest device of all
+    processes, so that all try the same micro-batches; None = of this process's devices. Results are
+    cached in the process.
     """
     compile = compile or compiled_gib
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
@@ -194,15 +190,15 @@ def update_gib(
 
     # The compiler counts a program's arguments, results and temporary arrays. Add the other arrays
     # that are on the device at the same time.
-    gradient_gib, gradient_fits = compile(gradient, mesh)
+    gradient_gib, gradient_program = compile(gradient, mesh)
     gradient_gib += device_bytes(others) / GIB
     if micro_batch < shape.most:
         # With several micro-batches, the sum of their gradients is on the device as well.
         gradient_gib += device_bytes(grads) / GIB
-    step_gib, step_fits = compile(step, mesh)
+    step_gib, step_program = compile(step, mesh)
     step_gib += resting_gib - device_bytes(largest) / GIB
     gib = max(gradient_gib, step_gib)
-    return gib, gradient_fits and step_fits and gib <= limit
+    return gib, bool(gradient_program and step_program) and gib <= limit
 
 
 class MemoryEstimate(NamedTuple):
