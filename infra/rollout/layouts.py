@@ -118,8 +118,7 @@ class RolloutSize:
 # ---------------------------------------------------------------- the choice
 def tp_sizes(cfg: ModelConfig, mesh: Mesh) -> list[int]:
     """Numbers of devices that can split the weights: they divide a host's devices, F and V."""
-    process = mesh.devices.flat[0].process_index
-    host_devices = sum(device.process_index == process for device in mesh.devices.flat)
+    host_devices = mesh.size // processes.host_count(mesh)
     must_divide = host_devices, cfg.F, cfg.V
     sizes = range(2, host_devices + 1)
     return [n for n in sizes if all(total % n == 0 for total in must_divide)]
