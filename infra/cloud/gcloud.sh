@@ -620,9 +620,8 @@ one_life() { # up|again|start|follow LINE FLAGS...
   shift 2
   # The disks of a VM that is stopped or repaired keep the checkpoints: delete it only if they are in a bucket, too.
   case "$life $*" in
-    up*) up ;;
     again*' --out gs://'* | again*' --out=gs://'*) up ${spot:+again} ;;
-    again*) up ;;
+    up* | again*) up ;;
   esac
   if [ "$life" = again ]; then
     # The run may have survived a repair.
