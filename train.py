@@ -985,7 +985,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     # not change the number of questions per step, batch * require_processes.
     cfg = dataclasses.replace(cfg, require_processes=jax.process_count())
     cfg = resolve(cfg, mesh)
-    run = Run(cfg, dataclasses.asdict(cfg))
+    run = Run(cfg)
 
     # The model's config and tokenizer, but not its weights yet.
     model_dir = model_directory(cfg, "*.json", "*.txt", "*.jinja")

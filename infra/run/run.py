@@ -1,6 +1,7 @@
 """One run as train.py's loop sees it: its checkpoints, what it writes and prints, and its end."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -29,17 +30,17 @@ class Run:
     checkpoints.
     """
 
-    def __init__(self, cfg, flags: dict):
+    def __init__(self, cfg):
         """Find the checkpoint that the run resumes from, if there is one.
 
-        flags: the run's flags, for config.json. Exits with code 2 if the directory holds anything
-        but this run, and with code 0 if the run has finished.
+        Exits with code 2 if the directory holds anything but this run, and with code 0 if the run
+        has finished.
         """
         self.out = cfg.out
-        self.flags = flags
+        self.flags = dataclasses.asdict(cfg)  # for config.json
         self.total_steps = cfg.sft_steps + cfg.steps
         self.step, self.files, self.skipped = run_dir.open_run(
-            cfg.out, self.total_steps, flags, cfg.resume
+            cfg.out, self.total_steps, self.flags, cfg.resume
         )
         run_dir.keep_compiled(cfg.out)
         # The exit code after a signal depends on whether a later step has been saved.
