@@ -22,9 +22,6 @@ def compile_for_gpus(*command, **options):
 
 
 # ---------------------------------------------------------------- the update
-VOCAB = 151936
-
-
 def update_facts(*words):
     text = compile_for_gpus("-m tests.aot_update", *words)
     return json.loads(text.splitlines()[-1])

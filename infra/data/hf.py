@@ -284,7 +284,6 @@ def place(
 ) -> jax.Array:
     """Returns a global array. read(index) returns one shard as a NumPy array. Each process reads
     only its own shards, one at a time."""
-    shape = tuple(shape)
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         # JAX may leave start and stop None: fill in the numbers.
