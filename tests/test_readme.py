@@ -114,7 +114,7 @@ class Parsed(BaseException):
 
 def test_flags_of_what_is_compiled_elsewhere(monkeypatch):
     monkeypatch.setattr(absent_devices, "of_kind", mock.Mock(side_effect=Parsed))
-    mains = dict(bench_loss=bench_loss.benchmark, bench_rollout=bench_rollout.main, plan=plan.main)
+    mains = dict(bench_loss=bench_loss.main, bench_rollout=bench_rollout.main, plan=plan.main)
     for command in of_kind("flags", all_commands()):
         _, path, *flags = shlex.split(command)
         with pytest.raises(Parsed):

@@ -184,7 +184,7 @@ def run_case(args, case):
 
 
 # ---------------------------------------------------------------- the command
-def benchmark(argv=None):
+def main(argv: list[str]) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
     for name, choices in CHOICES.items():
         for value in getattr(args, name).split(","):
@@ -211,4 +211,4 @@ def benchmark(argv=None):
 
 
 if __name__ == "__main__":
-    benchmark()
+    main(sys.argv[1:])

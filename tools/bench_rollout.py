@@ -206,7 +206,7 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
 
 
 # ---------------------------------------------------------------- the command
-def main(argv=None) -> None:
+def main(argv: list[str]) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
     dtypes = "float32", "bfloat16", "int8"
     check(args.dtype in dtypes, f"dtype = {args.dtype} is not one of {', '.join(dtypes)}")
@@ -259,4 +259,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -96,7 +96,7 @@ def plan_update(
         clocks[micro_batch] = []
 
         def compile(lowered, mesh):
-            found = remembered.compile_or_recall(lowered, mesh, clock_of, (chunks,))
+            found = remembered.compile_or_recall(lowered, mesh, clock_of, chunks)
             clocks[micro_batch].append(found.clock)
             return found.gib, found.fits
 

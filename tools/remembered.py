@@ -45,13 +45,13 @@ def versions() -> dict:
     return found
 
 
-def compile_or_recall(lowered, mesh, clock_of: Callable, counted: tuple = ()) -> Compiled:
+def compile_or_recall(lowered, mesh, clock_of: Callable, trips: int) -> Compiled:
     """Compile a program for the devices of a mesh, or read the result from the cache.
 
-    clock_of(text of the compiled program) -> Clock or None. counted: the numbers besides the text
-    that the clock depends on.
+    clock_of(text of the compiled program) -> Clock or None. trips: the trip count that the clock
+    assumes for loops that do not state one.
     """
-    path = path_of(lowered, mesh, counted)
+    path = path_of(lowered, mesh, trips)
     # A missing or damaged file in the cache does no harm: the program is compiled again.
     with contextlib.suppress(CheckpointError, LookupError, TypeError):
         kept = files.read_json(path)
@@ -68,7 +68,7 @@ def compile_or_recall(lowered, mesh, clock_of: Callable, counted: tuple = ()) ->
     return found
 
 
-def path_of(lowered, mesh, counted: tuple = ()) -> str:
+def path_of(lowered, mesh, trips: int) -> str:
     """Returns the path of a program's file in the cache, named by a hash of all that the compiled
     program and its clock depend on."""
     # For other devices, or with another compiler or other flags, the same text may become a
@@ -77,7 +77,7 @@ def path_of(lowered, mesh, counted: tuple = ()) -> str:
     devices = [(str(device), device.device_kind) for device in mesh.devices.flat]
     digest = hashlib.sha256(lowered.as_text().encode())
     options = engine.TPU_OPTIONS
-    digest.update(repr((devices, versions(), flags, options, counted)).encode())
+    digest.update(repr((devices, versions(), flags, options, trips)).encode())
     # The remembered memory depends on the code that sums it; the time depends on the code of the
     # clock and on the figures of the chips.
     for module in (fit, clock, hlo, chips):

@@ -53,7 +53,7 @@ def plan_rollout(
     def clock_of(hlo):
         return step_clock(hlo, model_cfg.L, chip) if chip.clock else None
 
-    found = remembered.compile_or_recall(decode, mesh, clock_of, (model_cfg.L,))
+    found = remembered.compile_or_recall(decode, mesh, clock_of, model_cfg.L)
     resting_gib = resting / chips.GIB
     # The compiler does not count the parameters and optimizer state that stay on the device.
     gib = found.gib + resting_gib

@@ -148,7 +148,7 @@ def read_json(path: str) -> list:
     return content
 
 
-def read_with_datasets(name: str, held_out: bool, named: str = "") -> list[dict]:
+def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
     """The rows of a file, or of one split of a directory or of a data set on the hub. A name may
     end with the data set's config and split, as in openai/gsm8k:main@test. The default split is
     test for held-out questions, and train for others. named: --columns."""

@@ -178,7 +178,7 @@ def abstract_rows(fields: dict, micro_batch: int, width: int, mesh) -> dict:
 
 
 def initial_state(
-    weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer, adapters: dict | None = None
+    weights: hf.ModelFiles, wanted: dict, cfg, mesh, optimizer, adapters: dict | None
 ) -> dict:
     """The state before the first step, without `base`, from the model's files. wanted: from
     `abstract_state`. adapters: the result of lora.read."""
