@@ -694,7 +694,7 @@ sum_of_trees = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
 def norm_and_factor(grads, loss, cfg):
     """Returns (global norm of the gradients, factor that clips them), both NaN if the norm or the
     loss is not finite."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(norm + loss)
     norm = jnp.where(is_finite, norm, jnp.nan)
     largest = cfg.grad_clip or jnp.inf
