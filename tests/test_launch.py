@@ -821,7 +821,15 @@ def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
 
 
 @pytest.mark.parametrize(
-    "spot, out, code", [("1", "gs://b/run", 0), ("", "gs://b/run", 2), ("1", "run", 2)]
+    "spot, out, code",
+    [
+        ("1", "gs://b/run", 0),
+        ("", "gs://b/run", 2),
+        ("1", "run", 2),
+        # The last --out counts.
+        ("1", "gs://b/run --out run", 2),
+        ("1", "run --out=gs://b/run", 0),
+    ],
 )
 @pytest.mark.parametrize("state", ["STOPPED", "REPAIRING"])
 def test_a_spot_vm_that_does_not_come_back_is_made_again(tmp_path, state, spot, out, code):

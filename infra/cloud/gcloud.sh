@@ -615,13 +615,19 @@ live_and_finish() { # up|start|follow LINE FLAGS...
   exit "$code"
 }
 
+# Succeed if a run with these flags keeps its checkpoints in a bucket. If --out is repeated, the last one counts.
+is_in_bucket() { # FLAGS...
+  local words=" $*"
+  [[ "${words##* --out[ =]}" = gs://* ]]
+}
+
 one_life() { # up|again|start|follow LINE FLAGS...
   local life="$1" line="$2"
   shift 2
   # The disks of a VM that is stopped or repaired keep the checkpoints: delete it only if they are in a bucket, too.
-  case "$life $*" in
-    again*' --out gs://'* | again*' --out=gs://'*) up ${spot:+again} ;;
-    up* | again*) up ;;
+  case "$life" in
+    again) if is_in_bucket "$@"; then up ${spot:+again}; else up; fi ;;
+    up) up ;;
   esac
   if [ "$life" = again ]; then
     # The run may have survived a repair.
@@ -655,10 +661,8 @@ cmd_tpu() { # ACTION ARGUMENTS...
     train | run)
       check_words "$@"
       check_sent "$@"
-      case "$spot $* " in
-        *' --out gs://'* | *' --out=gs://'* | ' '*) ;;
-        *) say 'after a preemption, a run begins again at its first step, unless --out is gs://...' ;;
-      esac
+      [ -z "$spot" ] || is_in_bucket "$@" ||
+        say 'after a preemption, a run begins again at its first step, unless --out is gs://...'
       # The flags that check the slice's size come first, then the defaults, then the user's flags, which win.
       set -- --require_processes "$hosts" --require_devices "$devices" --start_timeout 900 "${job[@]}" "$@"
       ;;
