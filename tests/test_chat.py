@@ -339,9 +339,9 @@ def test_final_has_the_dtype_that_the_config_names(named, dtype, tiny_directory,
 def test_stop_tokens_come_from_both_configs_the_tokenizer_and_the_template(model_with):
     directory = model_with(FORMS["Qwen2.5-Math"].template, eos="<|endoftext|>")
     edit(directory / "config.json", {"eos_token_id": 5})
-    assert Engine.of_directory(directory).model_cfg.stop_ids == (0, 2, 5)
+    assert Engine.from_directory(directory).model_cfg.stop_ids == (0, 2, 5)
     (directory / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
-    assert Engine.of_directory(directory).model_cfg.stop_ids == (0, 2, 5, 6, 7)
+    assert Engine.from_directory(directory).model_cfg.stop_ids == (0, 2, 5, 6, 7)
 
 
 def test_the_end_of_an_answer_is_not_in_its_text(model_with):

@@ -96,7 +96,7 @@ def test_attention_goes_on_from_cache_to_cache(how, size, monkeypatch):
     of which no row needs. Unwritten slots are NaN for the kernel."""
     monkeypatch.setattr(decode_kernel, "BLOCK_SLOTS", 16)
     monkeypatch.setattr(decode_kernel, "BLOCK_BYTES", 2**14)
-    monkeypatch.setattr(decode_kernel, "MOST_QUERIES", 16)
+    monkeypatch.setattr(decode_kernel, "MAX_QUERIES", 16)
     B, K, M, H, *slots = SIZES[size]
     rng = np.random.default_rng(0)
     q_BKMH = random_queries(rng, B, K, M, H)

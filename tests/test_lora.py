@@ -602,19 +602,19 @@ def test_memory_of_the_state_is_that_of_the_base_in_bfloat16():
     """The state and gradients of 7B with adapters of rank 16 take 15 GiB of a device. With all
     weights trained, they take 16 bytes a parameter: 113 GiB."""
     seven = model_of_size("7B")
-    resting = {}
+    held_gib = {}
     for rank in 0, 16:
         cfg = train.Config(lora=rank, dtype="bfloat16")
         state = abstract_state(cfg, seven, mesh(), train.optimizer)
         grads = abstract_gradients(cfg, seven, mesh(), train.optimizer)
-        resting[rank] = device_bytes((state, grads)) / 2**30
-    assert 113 < resting[0] < 114
-    assert 14.5 < resting[16] < 15.0
+        held_gib[rank] = device_bytes((state, grads)) / 2**30
+    assert 113 < held_gib[0] < 114
+    assert 14.5 < held_gib[16] < 15.0
     # The search for a micro-batch starts from an estimate without a gradient of the embedding.
     rest_gib = estimate_by_sizes(
         cfg, seven, mesh(), RowShape(2048, 64), train.UPDATE, 56.4
     ).rest_gib
-    assert rest_gib == pytest.approx(resting[16] + 2 * seven.V * seven.D / 2**30)
+    assert rest_gib == pytest.approx(held_gib[16] + 2 * seven.V * seven.D / 2**30)
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights():

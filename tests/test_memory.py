@@ -357,20 +357,20 @@ def test_a_run_that_only_evaluates_keeps_no_moments():
     params = SMALL.n_params * 4
     for steps, copies in ((1, 3), (0, 1)):
         cfg = train.resolve(train.Config(steps=steps), mesh())
-        resting = fit.device_bytes(fit.abstract_state(cfg, SMALL, mesh(), train.optimizer))
+        state_bytes = fit.device_bytes(fit.abstract_state(cfg, SMALL, mesh(), train.optimizer))
         # Scalars take a few bytes more.
-        assert copies * params <= resting < copies * params + 1e3, (steps, resting / params)
+        assert copies * params <= state_bytes < copies * params + 1e3, (steps, state_bytes / params)
 
 
 def test_a_rollout_that_does_not_fit_is_refused(monkeypatch, capsys):
     layout = layouts.layout_of("replicated", 1, SMALL, mesh())
     weights = SMALL.n_params * 4
-    resting = 3 * weights
+    state_bytes = 3 * weights
     cfg = train.Config(dtype="float32", rollout_sharding="replicated")
     for most, fits in ((4.1 * weights, True), (3.9 * weights, False)):
         monkeypatch.setattr(chips, "device_memory", lambda device, gib=most / 2**30: gib)
         with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
-            fit.check_rollout_memory(layout, resting, cfg, SMALL)
+            fit.check_rollout_memory(layout, state_bytes, cfg, SMALL)
     message = capsys.readouterr().err
     assert "the rollout does not fit: on a device, its weights in float32 take" in message
     assert "try --rollout_sharding auto, --offload optimizer or params, a smaller" in message

@@ -205,7 +205,7 @@ def test_longest_answers_are_cut_in_the_middle_to_fit(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", [trained(1, text) for text in texts])
     answers = data_of(page_of(run))["answers"]
     assert [row["answer"] for row in answers] == texts
-    monkeypatch.setattr(report, "MOST_CHARACTERS", 600)
+    monkeypatch.setattr(report, "MAX_CHARACTERS", 600)
     long, short = (row["answer"] for row in data_of(page_of(run))["answers"])
     assert short == texts[1]
     head, note, tail = long.split("\n")

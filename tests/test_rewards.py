@@ -133,7 +133,7 @@ def test_a_reward_that_hangs_costs_its_answer(tmp_path):
 
 # ---------------------------------------------------------------- functions that fail
 def test_a_reward_that_is_lost_again_and_again_is_not_called_any_more(monkeypatch, tmp_path):
-    monkeypatch.setattr(reward_pool, "MOST_LOST", 2)
+    monkeypatch.setattr(reward_pool, "MAX_LOST", 2)
     answers = ["bad", "5", "bad", "bad", "5"]
     for function, how, seconds in (
         (hostile.loops, "was too slow", 1),
@@ -278,7 +278,7 @@ def test_a_score_that_came_just_in_time_counts(tmp_path):
 
 
 def test_a_worker_gets_no_more_calls_than_there_is_room_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(reward_pool, "MOST_CALLS", 5)
+    monkeypatch.setattr(reward_pool, "MAX_CALLS", 5)
     with pool_of([hostile.as_written], tmp_path) as pool:
         scores, faults = score(pool, list(map(str, range(23))))
     assert_array_equal(scores[:, 0], range(23))

@@ -95,7 +95,7 @@ def test_an_engine_answers_questions_in_texts(tiny_directory):
     """On eight devices, the greedy answers to three questions are those of transformers."""
     transformers = pytest.importorskip("transformers")
     questions = ["What is 2 + 3?", "What is 159 + 855?", "Why?"]
-    engine = Engine.of_directory(tiny_directory, max_answer=24)
+    engine = Engine.from_directory(tiny_directory, max_answer=24)
     prompts = engine.tokenizer.encode([chatml("Be brief.", question) for question in questions])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tiny_directory, dtype="float32")
     stop_ids = list(engine.model_cfg.stop_ids)
@@ -112,7 +112,7 @@ def test_an_engine_asks_as_in_the_training(tiny_directory, tmp_path):
     directory = tmp_path / "final"
     shutil.copytree(tiny_directory, directory)
     (directory / "podgrpo.json").write_text('{"system": "Be brief."}')
-    engine = Engine.of_directory(str(directory), max_answer=8)
+    engine = Engine.from_directory(str(directory), max_answer=8)
     asked = []
     engine.generate = lambda prompts, *_: asked.append(prompts) or {}
     engine.texts = lambda out: []
@@ -132,7 +132,7 @@ def test_prompts_that_do_not_divide_over_the_devices_are_refused():
 def test_an_engine_takes_as_many_devices_as_divide_the_model(tiny_directory, monkeypatch):
     six = jax.local_devices()[:6]
     monkeypatch.setattr(jax, "local_devices", lambda: six)
-    engine = Engine.of_directory(tiny_directory, max_answer=8)
+    engine = Engine.from_directory(tiny_directory, max_answer=8)
     assert engine.model_cfg.D == 128
     assert engine.layout.mesh.size == 4
 
@@ -543,7 +543,7 @@ def test_rows_that_fit_fill_half_of_the_free_memory(monkeypatch):
     """The KV cache of the rows that decode at once fills half of the free memory. In an evaluation
     each row has its own prompt; in a rollout a group shares one."""
     cfg = sizes("3B")
-    resting = 12 * GIB
+    state_bytes = 12 * GIB
     # Dimensions along which matrices are split, and over how many devices.
     splits = {"replicated": {}, "fsdp": {"D": 8}, "tp": {"N": 8, "F": 8, "V": 8, "K": 2}}
     for kind, heads in (("replicated", 2), ("fsdp", 2), ("tp", 1)):
@@ -556,13 +556,13 @@ def test_rows_that_fit_fill_half_of_the_free_memory(monkeypatch):
             parts = [split.get(dim, 1) for dim in dims]
             n_bytes = 2 * math.prod(shape)
             weights += n_bytes / math.prod(parts)
-        half = (32 * GIB - resting - weights) / 2
+        half = (32 * GIB - state_bytes - weights) / 2
         for group, slots in ((1, 1024 + 256), (8, 128 + 256)):
             keys_and_values = 36 * 2 * heads * 128 * 2 * slots
             cases = [(32, half // keys_and_values), (12, 1), (math.inf, 2**30)]
             for gib, rows in cases:
                 set_memory(monkeypatch, gib)
-                found = layouts.rows_that_fit(cfg, layout, "bfloat16", SIZE, resting, group)
+                found = layouts.rows_that_fit(cfg, layout, "bfloat16", SIZE, state_bytes, group)
                 assert found == rows, (kind, group, gib)
 
 

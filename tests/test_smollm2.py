@@ -69,7 +69,7 @@ def test_logits_of_a_real_model_equal_transformers(real, record_property):
 
     directory, theirs = real
     cfg = hf.read_config(directory)
-    tokenizer = Engine.of_directory(directory, max_answer=8).tokenizer
+    tokenizer = Engine.from_directory(directory, max_answer=8).tokenizer
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS[::5]]
     rows = tokenizer.encode([tokenizer.render(messages) for messages in asked])
     on = mesh(1, 8, 1)
@@ -102,7 +102,7 @@ def test_greedy_answers_of_a_real_model_equal_transformers(real):
     import transformers
 
     directory, theirs = real
-    engine = Engine.of_directory(directory, max_answer=60)
+    engine = Engine.from_directory(directory, max_answer=60)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     prompts = []
     for question in QUESTIONS:

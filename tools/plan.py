@@ -203,13 +203,13 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         return rows
     # Plan the rollout of the last setting.
     size = size_of_step(cfg, host_count(mesh), cfg.max_prompt)
-    resting = fit.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
-    engine = make_engine(cfg, model_cfg, mesh, None, cfg.max_prompt, resting)
-    planned = step_time.plan_rollout(cfg, model_cfg, engine, mesh, size, resting)
+    state_bytes = fit.device_bytes(abstract_state(cfg, model_cfg, mesh, train.optimizer))
+    engine = make_engine(cfg, model_cfg, mesh, None, cfg.max_prompt, state_bytes)
+    planned = step_time.plan_rollout(cfg, model_cfg, engine, mesh, size, state_bytes)
     verdict = "" if planned.fits else "; too much"
     say(
         f"  {planned.rows} rows per device, {planned.at_once} at once: "
-        f"{planned.gib:.2f} GiB, {planned.resting_gib:.2f} in parameters and optimizer{verdict}"
+        f"{planned.gib:.2f} GiB, {planned.state_gib:.2f} in parameters and optimizer{verdict}"
     )
     update = step_time.clock_of_update(clocks, min(largest, filled))
     say(step_time.time_of_step(cfg, model_cfg, engine.layout, mesh, size, planned, update))

@@ -30,7 +30,7 @@ from tools.arguments import parser_of
 # The page without its data. Its script fills in the rest.
 TEMPLATE = Path(__file__).with_suffix(".html")
 # The page may have this many characters of answers. With more, a browser opens it slowly or never.
-MOST_CHARACTERS = 200_000_000
+MAX_CHARACTERS = 200_000_000
 
 
 # ---------------------------------------------------------------- runs
@@ -140,10 +140,10 @@ def collect(outs: list[str]) -> tuple[list[list[str]], list[dict]]:
 
 def shorten(answers: list[dict]) -> None:
     """Cut the middle out of the longest answers if all answers together have more than
-    MOST_CHARACTERS. A note in the answer says how much is left out."""
+    MAX_CHARACTERS. A note in the answer says how much is left out."""
     lengths = [len(answer["answer"]) for answer in answers]
     limit = max(lengths, default=0)
-    while sum(min(length, limit) for length in lengths) > MOST_CHARACTERS:
+    while sum(min(length, limit) for length in lengths) > MAX_CHARACTERS:
         limit = limit * 3 // 4
     half = limit // 2
     for answer, length in zip(answers, lengths, strict=True):

@@ -20,7 +20,7 @@ from infra.run.log import read_jsonl
 from tools.arguments import parser_of
 
 # Minimum characters per column: a terminal of 80 characters has room for two columns.
-LEAST_WIDTH = 26
+MIN_WIDTH = 26
 GAP = "  "
 
 
@@ -73,7 +73,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 def columns_in(width: int) -> int:
     """Returns the number of answers that fit side by side."""
-    return (width + len(GAP)) // (LEAST_WIDTH + len(GAP))
+    return (width + len(GAP)) // (MIN_WIDTH + len(GAP))
 
 
 def print_question(rows: list[dict], width: int) -> None:
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> None:
     evaluated = first_questions(read_jsonl(f"{args.out}/evals.jsonl"), args.questions)
     trained = read_jsonl(f"{args.out}/samples.jsonl")
     # Without a terminal, as in a pipe, the width is 80.
-    width = max(2 * LEAST_WIDTH + len(GAP), shutil.get_terminal_size().columns)
+    width = max(2 * MIN_WIDTH + len(GAP), shutil.get_terminal_size().columns)
     eval_steps = choose_steps(evaluated, args.steps, columns_in(width))
     train_steps = choose_steps(trained, args.steps, columns_in(width))
     check(

@@ -28,17 +28,17 @@ class RolloutPlan:
     at_once: int  # rows per device in a wave, which decode together
     waves: int
     gib: float  # per device during decode, including parameters and optimizer state
-    resting_gib: float  # parameters and optimizer state, per device
+    state_gib: float  # parameters and optimizer state, per device
     fits: bool
     clock: Clock | None  # of a decode step with a full cache, on TPUs; None if it does not fit
 
 
 def plan_rollout(
-    cfg, model_cfg, engine: Engine, mesh, size: RolloutSize, resting: int
+    cfg, model_cfg, engine: Engine, mesh, size: RolloutSize, state_bytes: int
 ) -> RolloutPlan:
     """Compile the decode loop for prompts and answers of full length.
 
-    resting: bytes per device of parameters and optimizer state.
+    state_bytes: bytes per device of parameters and optimizer state.
     """
     layout = engine.layout
     shards = layouts.row_shards(layout)
@@ -54,12 +54,12 @@ def plan_rollout(
         return step_clock(hlo, model_cfg.L, chip) if chip.clock else None
 
     found = remembered.compile_or_recall(decode, mesh, clock_of, model_cfg.L)
-    resting_gib = resting / chips.GIB
+    state_gib = state_bytes / chips.GIB
     # The compiler does not count the parameters and optimizer state that stay on the device.
-    gib = found.gib + resting_gib
+    gib = found.gib + state_gib
     fits = found.fits and gib <= chips.local_memory(mesh)
     rows = size.answers // shards
-    return RolloutPlan(size.answers, rows, at_once, len(waves), gib, resting_gib, fits, found.clock)
+    return RolloutPlan(size.answers, rows, at_once, len(waves), gib, state_gib, fits, found.clock)
 
 
 # ---------------------------------------------------------------- the update, by the compiler

@@ -506,7 +506,7 @@ follow() { # LINE of worker 0's log to begin with
   [ -n "$worker" ] || return 0
   # Do not trust text from a VM. 75 has another meaning here.
   case "$code" in '' | 75 | *[!0-9]*) code=1 ;; esac
-  if [ -n "$spot" ] && [ "$code" != 2 ] && is_going; then return 75; fi
+  if [ -n "$spot" ] && [ "$code" != 2 ] && is_preempted; then return 75; fi
   say "$worker failed first, with exit code $code; its last lines:"
   workers "${worker//[^0-9]/}" 'tail -n 20 run.log' >&2 || :
   return "$code"
@@ -515,7 +515,7 @@ follow() { # LINE of worker 0's log to begin with
 # Succeed if the VM leaves READY within ten minutes. When a spot VM is preempted, its run fails first, usually from
 # SIGTERM, while the API still says READY. Google turns the VM off 30 seconds after it gives notice, so workers that run
 # a command before and after such a pause will stay.
-is_going() {
+is_preempted() {
   local now look worked=0 end=$((SECONDS + 600))
   for ((look = 0; look < 20 && SECONDS < end; look++)); do
     if workers all true; then worked=$((worked + 1)); else worked=0; fi

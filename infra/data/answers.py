@@ -116,7 +116,7 @@ DATE = re.compile(
     rf"\W*(?:(?:{MONTH})\.?\s{DAY}|{DAY}\s(?:of\s)?(?:{MONTH})\.?)(?:,?\s\d{{4}})?\W*", re.I
 )
 # A reference whose answer is longer than this, such as the tests of a program, is not read.
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # {Chinese or Japanese punctuation mark: the English mark and a space}. Letters of these languages
 # and of Korean are words, and may directly precede or follow a number.
@@ -152,7 +152,7 @@ def final_number(text: str, is_reference: bool = False) -> fractions.Fraction | 
         text = next((part for part in reversed(marked) if part.strip()), "")
         # A marked answer may itself contain a \boxed{}.
         text = next(reversed(BOXED.findall(text)), text)
-    if is_reference and len(text) > MOST_CHARACTERS:
+    if is_reference and len(text) > MAX_CHARACTERS:
         return None
     is_marked = bool(marked) or (is_reference and not has_sentence(text))
     return read_number(text, is_marked)

@@ -36,7 +36,7 @@ def choose_columns(rows: Sequence, columns: str, is_other_set: bool = False) -> 
         ours, _, theirs = pair.strip().partition("=")
         if ours not in NAMES or not theirs:
             raise ValueError(f"columns = {columns!r} is not of the form question=...,answer=...")
-        if is_there(rows, theirs) or has_value(rows, theirs):
+        if has_column(rows, theirs) or has_value(rows, theirs):
             chosen[ours] = theirs
         elif not is_other_set and isinstance(rows[0], dict):
             raise ValueError(f"there is no column {theirs}; the columns are {', '.join(rows[0])}")
@@ -58,7 +58,7 @@ def spelled(rows: Sequence, name: str) -> str:
     return name if name in there else next(alike, name)
 
 
-def is_there(rows: Sequence, name: str) -> bool:
+def has_column(rows: Sequence, name: str) -> bool:
     """Whether any of the rows has the column `name`, or both columns of `one+other`."""
     columns = [row.keys() for row in rows if isinstance(row, dict)]
     return any(name in there or set(name.split("+")) <= there for there in columns)
@@ -126,7 +126,7 @@ def rename(row: dict, chosen: dict[str, str]) -> dict:
             if value is not None:
                 row[ours] = value
     if "answer" in row:
-        row["answer"] = alone(row["answer"])
+        row["answer"] = unwrapped(row["answer"])
     asked = row.get("question")
     # Some tables hold a list of messages as text.
     messages = r"\s*\[\s*\{.*\b(role|from)\b.*\}\s*\]\s*"
@@ -154,13 +154,13 @@ def turn_of(message: dict) -> dict:
     `value`. Other fields, such as names or tool calls, are not part of the prompt."""
     # OpenAI's newer models call the system message the developer message.
     role_of = {"developer": "system", "human": "user", "gpt": "assistant"}
-    is_of_openai = message.get("role") is not None or message.get("from") is None
-    role = message["role" if is_of_openai else "from"]
-    content = message["content" if is_of_openai else "value"]
+    is_openai = message.get("role") is not None or message.get("from") is None
+    role = message["role" if is_openai else "from"]
+    content = message["content" if is_openai else "value"]
     return {"role": role_of.get(role, role), "content": text_of(content)}
 
 
-def alone(answer: Any) -> Any:
+def unwrapped(answer: Any) -> Any:
     """If the answer is a list of one text (possibly written as JSON) or of one message, returns the
     text; returns any other answer as it is."""
     found = answer

@@ -44,19 +44,19 @@ from infra.host.processes import all_gather_processes
 # A call of a function: (number of the function, number of the answer).
 Call = tuple[int, int]
 
-# Scores must lie between -MOST_REWARD and MOST_REWARD, so that their squares fit in float32.
-MOST_REWARD = 1e6
+# Scores must lie between -MAX_REWARD and MAX_REWARD, so that their squares fit in float32.
+MAX_REWARD = 1e6
 # At most this many calls of an `async def` function run at the same time in a worker.
 AT_ONCE = 64
 # A function that costs this many workers in succession is not called again in this step: otherwise
 # each remaining answer might take --reward_timeout, too.
-MOST_LOST = 16
+MAX_LOST = 16
 # A function that has never worked counts as broken once it fails on all answers of a step, if
 # there are at least this many. Fewer failures may be chance.
-LEAST_FAILED = 4
+MIN_FAILED = 4
 # A worker gets a task of at most this many calls at a time: its shared memory has room for that
 # many scores.
-MOST_CALLS = 4096
+MAX_CALLS = 4096
 # Maximum seconds between the supervisor's checks for scores and for late or ended workers.
 SECONDS_BETWEEN_LOOKS = 0.1
 # The file that functions print to is emptied when it is larger than this.
@@ -111,7 +111,7 @@ class RewardPool:
         rows[i] is the row of the data that answers[i] belongs to. Returns (scores, faults): float64
         [answers, functions], and {function name: {i: why it failed on answers[i]}}. A truncated
         answer scores 0 with all functions. An answer on which a function fails scores 0 with that
-        function. A function that cost MOST_LOST workers in succession, by being too slow or by
+        function. A function that cost MAX_LOST workers in succession, by being too slow or by
         ending its process, is not called again, and counts as failed on the remaining answers.
         Raises OSError if the process that starts workers has ended.
         """
@@ -139,7 +139,7 @@ class RewardPool:
     def report(self, faults: dict[str, dict[int, str]]) -> int:
         """Print which functions failed, with one reason for each. Returns the number of failures.
 
-        faults: from `score_answers`. Exits with code 2 if a function failed on LEAST_FAILED answers
+        faults: from `score_answers`. Exits with code 2 if a function failed on MIN_FAILED answers
         or more and has never returned a score on any process: the run would train on nothing. Every
         process must call this.
         """
@@ -152,7 +152,7 @@ class RewardPool:
             reason = max(counts, key=lambda text: (text[:1].islower(), counts[text], text))
             if len(counts) > 1:
                 reason += f" (and {n - counts[reason]} for other reasons)"
-            may_work = worked[self.names.index(name)] or n < LEAST_FAILED
+            may_work = worked[self.names.index(name)] or n < MIN_FAILED
             failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
             check(may_work, f"{failed}; fix it")
             print(f"reward {name} failed on {n} answers, and scores 0 there: {reason}")
@@ -188,9 +188,9 @@ class Scoring:
     lost: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def take(self, share: float) -> list[Call]:
-        """Take this share of the queue, but at most MOST_CALLS, and only calls of one function."""
+        """Take this share of the queue, but at most MAX_CALLS, and only calls of one function."""
         j, _ = self.queue[0]
-        first = self.queue[: min(MOST_CALLS, math.ceil(share * len(self.queue)))]
+        first = self.queue[: min(MAX_CALLS, math.ceil(share * len(self.queue)))]
         calls = list(itertools.takewhile(lambda call: call[0] == j, first))
         del self.queue[: len(calls)]
         return calls
@@ -217,11 +217,11 @@ class Scoring:
         self.queue[:0] = calls[at_once:]
         j, _ = calls[0]
         self.lost[j] += 1
-        if self.lost[j] >= MOST_LOST:
+        if self.lost[j] >= MAX_LOST:
             how = "was too slow" if reason.startswith("TooSlow") else "ended its process"
             for call in self.queue:
                 if call[0] == j:
-                    self.fail(call, f"not called, as it {how} {MOST_LOST} times in succession")
+                    self.fail(call, f"not called, as it {how} {MAX_LOST} times in succession")
             self.queue = [call for call in self.queue if call[0] != j]
 
 
@@ -340,7 +340,7 @@ class Worker:
         self.calls = {}
         self.at_once = 1
         self.unread = b""
-        self.scores = np.frombuffer(mmap.mmap(-1, 8 * MOST_CALLS))
+        self.scores = np.frombuffer(mmap.mmap(-1, 8 * MAX_CALLS))
         self.channel, end_of_worker = socket.socketpair()
         inherited = [run, self.channel]
         task = (end_of_worker, self.scores, functions, seconds, inherited)
@@ -543,8 +543,8 @@ def checked(returned) -> float:
     """A score as a float. Raises ValueError if it is NaN or out of range."""
     number = float(returned)
     # This form also refuses NaN, for which every comparison is false.
-    if not -MOST_REWARD <= number <= MOST_REWARD:
-        raise ValueError(f"{number} is not from {-MOST_REWARD:.0f} to {MOST_REWARD:.0f}")
+    if not -MAX_REWARD <= number <= MAX_REWARD:
+        raise ValueError(f"{number} is not from {-MAX_REWARD:.0f} to {MAX_REWARD:.0f}")
     return number
 
 

@@ -25,12 +25,12 @@ from jax.experimental.pallas import tpu as pltpu
 BLOCK_BYTES = 2**20
 SCORE_BYTES = 2**21
 # Score of a masked slot. It is finite, so that exp(score - largest score) is never NaN.
-LEAST = -1e30
+MASKED = -1e30
 # Maximum rows of a block: the attention kernel reads the lengths of a block's rows one by one.
-MOST_ROWS = 16
+MAX_ROWS = 16
 # A block has at most this many queries per row, unless M has no suitable divisor: see
 # `queries_of_block`.
-MOST_QUERIES = 1024
+MAX_QUERIES = 1024
 # Maximum slots per block of the attention kernel.
 BLOCK_SLOTS = 512
 # Slots of a bfloat16 tile. To change one slot, `write_token` reads and writes back its whole tile.
@@ -40,20 +40,20 @@ SMALL_BYTES = 2**23
 
 
 def rows_of_block(B: int, row_bytes: int, most_bytes: int) -> int:
-    """Rows per block: the largest divisor of B within MOST_ROWS and most_bytes; at least 1."""
-    most = max(1, min(MOST_ROWS, most_bytes // row_bytes))
+    """Rows per block: the largest divisor of B within MAX_ROWS and most_bytes; at least 1."""
+    most = max(1, min(MAX_ROWS, most_bytes // row_bytes))
     possible = [n for n in range(1, most + 1) if B % n == 0]
     return max(possible)
 
 
 def queries_of_block(M: int) -> int:
-    """Queries per block: M if it is at most MOST_QUERIES, else a divisor of M.
+    """Queries per block: M if it is at most MAX_QUERIES, else a divisor of M.
 
-    The divisor is the largest one up to MOST_QUERIES that is a multiple of 8, the rows of a float32
+    The divisor is the largest one up to MAX_QUERIES that is a multiple of 8, the rows of a float32
     tile. If M has no such divisor, one block takes all queries.
     """
-    possible = [n for n in range(8, MOST_QUERIES + 1, 8) if M % n == 0]
-    return M if M <= MOST_QUERIES else max(possible, default=M)
+    possible = [n for n in range(8, MAX_QUERIES + 1, 8) if M % n == 0]
+    return M if M <= MAX_QUERIES else max(possible, default=M)
 
 
 # ---------------------------------------------------------------- writing a token
@@ -226,7 +226,7 @@ def attend_to_block(
         return slot < lengths_of_block(lengths, b, rows)
 
     # Start as if the other slots were one slot, with score others_lse and value others_out. If
-    # there are no other slots, others_lse is LEAST, so the first block scales this start to 0.
+    # there are no other slots, others_lse is MASKED, so the first block scales this start to 0.
     @when(s == 0)
     def begin():
         out[...] = others_out[...]
@@ -236,7 +236,7 @@ def attend_to_block(
     @when(s <= last_block(lengths, b, rows, slots))
     def add_block():
         scores = product(q[...], k[...], axis_of_b=2)
-        scores = jnp.where(is_filled(scores.shape, 2), scores, LEAST)
+        scores = jnp.where(is_filled(scores.shape, 2), scores, MASKED)
         old_largest = largest[...]
         new_largest = jnp.maximum(old_largest, scores.max(-1, keepdims=True))
         weights = jnp.exp(scores - new_largest)

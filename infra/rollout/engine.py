@@ -62,7 +62,7 @@ class Engine:
     system: str = ""  # system prompt used in training, for `answer`
 
     @classmethod
-    def of_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
+    def from_directory(cls, directory: str, max_answer: int = 512) -> "Engine":
         """The engine of a Hugging Face directory, with its weights, on the largest number of
         this process's devices that divides the model's D.
 
@@ -189,7 +189,7 @@ class Engine:
         longest = padded_length(max(map(len, prompts)))
         size = RolloutSize(len(prompts), 1, longest, self.max_answer)
         which = self.model_cfg, self.layout, self.dtype
-        self.rows_by_group[1] = layouts.rows_that_fit(*which, size, resting=0, group=1)
+        self.rows_by_group[1] = layouts.rows_that_fit(*which, size, state_bytes=0, group=1)
         out = self.generate(prompts, jax.random.key(0), Sampling(temperature))
         return self.texts(out)[: len(questions)]
 
@@ -200,19 +200,19 @@ def make_engine(
     mesh: Mesh,
     tokenizer: Tokenizer,
     longest_prompt: int,
-    resting: int,
+    state_bytes: int,
     lora_scale: float = 0.0,
 ) -> Engine:
     """The engine of a run, without weights.
 
-    cfg: the trainer's Config. resting: bytes per device of the training state, which stays on the
-    device during a rollout. lora_scale: see `Engine`. Exits with code 2 if --rollout_sharding tp is
+    cfg: the trainer's Config. state_bytes: bytes per device of the training state, which stays
+    there during a rollout. lora_scale: see `Engine`. Exits with code 2 if --rollout_sharding tp is
     impossible.
     """
     # Choose the layout for answers of full length, which take the most memory.
     size = size_of_step(cfg, host_count(mesh), longest_prompt)
     layout = layouts.choose_layout(cfg.rollout_sharding, model_cfg, mesh, cfg.dtype, size)
-    rows_that_fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, size, resting)
+    rows_that_fit = partial(layouts.rows_that_fit, model_cfg, layout, cfg.dtype, size, state_bytes)
     # A prompt has eval_samples answers in evaluations, and npq answers in training.
     rows_by_group = {group: rows_that_fit(group) for group in (cfg.eval_samples, size.group)}
     dtypes = cfg.dtype, cfg.rollout_dtype

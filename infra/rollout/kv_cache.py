@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from infra.rollout import decode_kernel
-from infra.rollout.decode_kernel import LEAST
+from infra.rollout.decode_kernel import MASKED
 
 # Maximum number of a prompt's tokens whose attention scores are in memory at once.
 QUERIES_AT_ONCE = 1024
@@ -225,7 +225,7 @@ def no_slots(q_BKMH) -> tuple:
     """The result of attention to no slots at all."""
     out = jnp.zeros(q_BKMH.shape, jnp.float32)
     one_per_query = out[..., :1]
-    lse = jnp.full_like(one_per_query, LEAST)
+    lse = jnp.full_like(one_per_query, MASKED)
     return out, lse
 
 
@@ -243,7 +243,7 @@ def attend_plain(q_BKMH, cache: Cache, layer, length_B, others) -> tuple:
     slots = jnp.arange(scores.shape[-1])
     is_filled_BS = slots < length_B[:, None]
     is_filled_BKMS = is_filled_BS[:, None, None]
-    scores = jnp.where(is_filled_BKMS, scores, LEAST)
+    scores = jnp.where(is_filled_BKMS, scores, MASKED)
 
     # The softmax covers the other slots, too: they add exp(others_lse) to its sum.
     others_out, others_lse = others

@@ -452,18 +452,18 @@ def row_shards(layout: Layout) -> int:
 
 
 def rows_that_fit(
-    cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, resting: int, group: int
+    cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, state_bytes: int, group: int
 ) -> int:
-    """Number of rows that fit on a device at once, together with the weights and `resting` bytes.
+    """Number of rows that fit on a device at once, beside the weights and `state_bytes` bytes.
 
-    resting: see `make_engine`. group: rows that share a prompt. The KV cache of the rows that fit,
+    state_bytes: see `make_engine`. group: rows that share a prompt. The KV cache of these rows,
     and of their prompts, takes half of the free memory. The other half is for the prefill, the
     logits, and the smaller cache from which a growing cache is copied.
     """
     # Compute this from sizes, not from the memory in use, so that a resumed run decodes the same
     # rows together.
     gib = chips.least_memory(layout.mesh) - weights_gib(cfg, layout, dtype)
-    free_bytes = gib * 2**30 - resting
+    free_bytes = gib * 2**30 - state_bytes
     answers, _ = size.of_device(layout)
     # If a group does not fit, it is split evenly over waves, and each wave caches the prompt again.
     for piece in [n for n in range(group, 0, -1) if group % n == 0]:

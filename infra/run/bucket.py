@@ -176,7 +176,7 @@ def others_parts(process: int, processes: int) -> str:
 
 
 @contextlib.contextmanager
-def only_fetch(out: str) -> Iterator[None]:
+def fetch_lock(out: str) -> Iterator[None]:
     """In the context, no other process fetches to the directory `out`, if its disk has locks.
     Otherwise, a process could remove a file that another has just fetched: gcloud removes a file
     before it downloads the file again."""
@@ -202,7 +202,7 @@ def fetch_checkpoint(out: str, name: str, process: int, processes: int) -> None:
     excluded = (*STAYS_HERE, others_parts(process, processes))
     # Keep newer local files: they may have been written while the bucket could not be reached.
     flag = "--skip-if-dest-has-newer-mtime"
-    with only_fetch(out):
+    with fetch_lock(out):
         rsync(f"{bucket_of(out)}/{name}", f"{out}/{name}", excluded, flag)
 
 
@@ -261,7 +261,7 @@ def fetch_all_but_checkpoints(out: str, final: bool) -> None:
     if not final:
         excluded.append("final/")
     # Keep newer local files, as in fetch_checkpoint.
-    with only_fetch(out):
+    with fetch_lock(out):
         rsync(bucket_of(out), out, excluded, "--skip-if-dest-has-newer-mtime")
 
 

@@ -36,7 +36,7 @@ from infra.update.state import (
 # Bytes of host memory per token of a step: 4-byte numbers in NumPy, Python integers, and text.
 HOST_BYTES_OF_A_TOKEN = 100
 # The search for the largest micro-batch ends at this many rows.
-MOST_ROWS = 2**20
+MAX_ROWS = 2**20
 # What to try last if there is too little memory.
 LAST_RESORTS = "a smaller --max_prompt or --max_answer, or more devices"
 
@@ -52,9 +52,11 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     """
     shape = row_shape(longest_prompt + cfg.max_answer, cfg, model_cfg, mesh)
     # Parameters and optimizer state stay on the devices during the rollout.
-    resting = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
-    engine = make_engine(cfg, model_cfg, mesh, tokenizer, longest_prompt, resting, cfg.lora_scale)
-    check_rollout_memory(engine.layout, resting, cfg, model_cfg)
+    state_bytes = device_bytes(abstract_state(cfg, model_cfg, mesh, programs.optimizer))
+    engine = make_engine(
+        cfg, model_cfg, mesh, tokenizer, longest_prompt, state_bytes, cfg.lora_scale
+    )
+    check_rollout_memory(engine.layout, state_bytes, cfg, model_cfg)
     micro_batch = choose_micro_batch(cfg, model_cfg, mesh, shape, programs)
     return shape.width, micro_batch, engine
 
@@ -75,16 +77,16 @@ def check_host_memory(cfg, width: int) -> None:
     )
 
 
-def check_rollout_memory(layout, resting: int, cfg, model_cfg) -> None:
+def check_rollout_memory(layout, state_bytes: int, cfg, model_cfg) -> None:
     """Exit with code 2 if the rollout's weights do not fit on a device together with the training
-    state, which takes `resting` bytes. Every process must call this."""
+    state, which takes `state_bytes` bytes. Every process must call this."""
     weights_gib = layouts.weights_gib(model_cfg, layout, cfg.dtype)
     limit = chips.least_memory(layout.mesh)
     ways = [] if cfg.rollout_sharding == "auto" else ["--rollout_sharding auto"]
     check(
-        weights_gib + resting / GIB < limit,
+        weights_gib + state_bytes / GIB < limit,
         f"the rollout does not fit: on a device, its weights in {cfg.dtype} take {weights_gib:.2f} "
-        f"GiB, and the training state {resting / GIB:.2f}, of {limit:.2f}; try "
+        f"GiB, and the training state {state_bytes / GIB:.2f}, of {limit:.2f}; try "
         f"{', '.join([*ways, rollout_advice(cfg)])}",
     )
 
@@ -169,12 +171,12 @@ def update_gib(
     compile = compile or compiled_gib
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
     grads = abstract_gradients(cfg, model_cfg, mesh, programs.optimizer)
-    resting_gib = device_bytes((state, grads)) / GIB
+    held_gib = device_bytes((state, grads)) / GIB
     if limit is None:
         limit = chips.local_memory(mesh)
-    if resting_gib > limit:
+    if held_gib > limit:
         # The state and gradients alone are too large, so there is no need to compile.
-        return resting_gib, False
+        return held_gib, False
     # GRPO's rows have more fields than supervised ones, and so take more memory.
     fields = programs.token_fields(cfg, supervised=cfg.steps == 0)
     rows = abstract_rows(fields, micro_batch, shape.width, mesh)
@@ -196,7 +198,7 @@ def update_gib(
         # With several micro-batches, the sum of their gradients is on the device as well.
         gradient_gib += device_bytes(grads) / GIB
     step_gib, step_program = compile(step, mesh)
-    step_gib += resting_gib - device_bytes(largest) / GIB
+    step_gib += held_gib - device_bytes(largest) / GIB
     gib = max(gradient_gib, step_gib)
     return gib, bool(gradient_program and step_program) and gib <= limit
 
@@ -229,7 +231,7 @@ def estimate_by_sizes(
         # With several micro-batches, the sum of their gradients is on the device as well.
         rest_gib += device_bytes(grads) / GIB
     # The limit may be infinite.
-    rows = int(min((limit - rest_gib) / row_gib, MOST_ROWS))
+    rows = int(min((limit - rest_gib) / row_gib, MAX_ROWS))
     return MemoryEstimate(max(1, rows), rest_gib, row_gib)
 
 
@@ -277,7 +279,7 @@ def where_line_meets(limit, n0, gib0, n1, gib1):
     """The number of rows at which a line through two points reaches the limit."""
     rise = max(gib1 - gib0, 1e-9)
     # The limit may be infinite.
-    return math.floor(min(n0 + (limit - gib0) * (n1 - n0) / rise, MOST_ROWS))
+    return math.floor(min(n0 + (limit - gib0) * (n1 - n0) / rise, MAX_ROWS))
 
 
 def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePrograms) -> int:

@@ -11,11 +11,11 @@ import model
 from infra.host.processes import all_gather_processes, host_count
 from infra.update import lora
 
-# Short sequences share rows of up to SHARED_WIDTH tokens, if each device then has LEAST_ROWS rows
-# or more, and attention takes at most MOST_ATTENTION times as many FLOPs as the matmuls.
+# Short sequences share rows of up to SHARED_WIDTH tokens, if each device then has MIN_ROWS rows
+# or more, and attention takes at most MAX_ATTENTION times as many FLOPs as the matmuls.
 SHARED_WIDTH = 512
-LEAST_ROWS = 8
-MOST_ATTENTION = 0.05
+MIN_ROWS = 8
+MAX_ATTENTION = 0.05
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape
     # In the forward, matmuls take 2 FLOPs per token and parameter. Attention over W tokens
     # takes 4 * W * N * H per token and layer.
     of_width = 2 * model_cfg.L * model_cfg.N * model_cfg.H
-    widest = min(SHARED_WIDTH, MOST_ATTENTION * model_cfg.n_multiplied / of_width)
+    widest = min(SHARED_WIDTH, MAX_ATTENTION * model_cfg.n_multiplied / of_width)
     sequences = sequences_of_device(cfg, mesh)
-    k = max(1, min(int(widest / longest), sequences // LEAST_ROWS))
+    k = max(1, min(int(widest / longest), sequences // MIN_ROWS))
     # The loss splits the tokens of a row over tp.
     unit = 8 * mesh.shape["tp"]
     # A row with fewer than k sequences has room for another, so all but the last have at least k.
