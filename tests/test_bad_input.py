@@ -43,6 +43,7 @@ PATHS = {  # {flags: what the message must say}
     "--eval_data none.jsonl": "none.jsonl does not",
     "--data dir.jsonl": "does not exist, or is not a file",
     "--data .": "cannot be lo",
+    "--data :main": ":main names no data set; try owner/name:config@split",
     "--data columns": "; give --eval_data none or columns@SPLIT",
     "--data columns --eval_data none": "columns has no question with an answer (row 1: ",
     "--data unlike": "; give --data unlike/FILE --eval_data unlike/OTHER, each",

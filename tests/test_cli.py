@@ -44,6 +44,10 @@ MISTAKES = {  # {flags: what the message must say}
     "--batch -4": "batch = -4",
     "--batch 9999999999": "batch = 9",
     "--keep 0": "keep = 0",
+    # not of the form question=...,answer=...
+    "--columns ask": "columns = 'ask' is not of the form question=...,answer=...",
+    "--columns query=ask": "columns = 'query=ask'",
+    "--columns question=": "columns = 'question='",
     "--profile -1": "profile = -1",
     "--profile 161":
         "profile = 161 is not a step of this run: the last is sft_steps + steps = 80 + 80 = 160",

@@ -294,6 +294,7 @@ def test_mistakes_in_the_call_get_one_line(cloud):
         "v6e-8 --steps": "--steps needs a value",
         "v6e-8 yes": "yes is not a flag",
         "v6e-8 --data out/mine.jsonl": "--data out/mine.jsonl is not sent to the workers",
+        "v6e-8 --data out/a=b.jsonl": "--data out/a=b.jsonl is not sent to the workers",
         "v6e-8 --eval_data=gsm8k,mine=out/mine.jsonl": "--eval_data out/mine.jsonl is not sent",
         "slurm --nodes 2 --mem 64G": "--mem is not a flag; see bash launch.sh cpu --help, or",
         "v6e-8 up --create --labels='a=b": "a quote is not closed in --labels='a=b",

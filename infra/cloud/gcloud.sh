@@ -433,9 +433,10 @@ check_sent() { # FLAGS...
   for word in "$@"; do
     case "$word" in --*=*) flag="${word%%=*}" word="${word#*=}" ;; --*) flag="$word" && continue ;; esac
     case "$flag" in --data | --eval_data | --model | --adapter) ;; *) continue ;; esac
-    IFS=, read -r -a paths <<<"$word" # --eval_data takes several sets, as name=path
+    paths=("$word")
+    [ "$flag" != --eval_data ] || IFS=, read -r -a paths <<<"$word" # several sets, as name=path
     for path in ${paths[@]+"${paths[@]}"}; do
-      path="${path#*=}"
+      [ "$flag" != --eval_data ] || path="${path#*=}"
       # A path outside the tree may exist on the workers, and a name that is not in the tree may be a hub id.
       if [ -z "$path" ] || [[ "$path" = /* ]] || [[ "$path" = ..* ]] || [ ! -e "$here/$path" ]; then
         [ ! -e "$path" ] || say "$flag $path must exist on the workers: only paths relative to $here are sent"

@@ -161,6 +161,7 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
     # A directory's name may contain `@` or `:`.
     if os.path.isdir(name):
         path, config, split = name, "", ""
+    check(path, f"{name} names no data set; try owner/name:config@split")
 
     def read():
         # `datasets` is slow to import, and not needed for other data.

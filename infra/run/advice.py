@@ -28,7 +28,8 @@ def why_nothing_is_learned(steps: Sequence[dict]) -> str:
     equal = mean["group/zero_variance"]
     if equal <= 1 - FEW:
         return ""
-    fact = f"in {equal:.0%} of the groups of the last {len(steps)} steps, all rewards are equal"
+    last = f"{len(steps)} steps" if len(steps) > 1 else "step"
+    fact = f"in {equal:.0%} of the groups of the last {last}, all rewards are equal"
     return f"nothing is learned: {fact}; {likeliest_cause(steps, mean)}"
 
 

@@ -174,6 +174,11 @@ def check_together(cfg) -> None:
         cfg.npq >= 2 or cfg.steps == 0,
         f"npq = {cfg.npq} leaves no other answer to compare with; try --npq 8",
     )
+    pair = r"\s*(question|answer)=[^,]+"
+    check(
+        re.fullmatch(f"({pair}(,{pair})?)?", cfg.columns),
+        f"columns = {cfg.columns!r} is not of the form question=...,answer=...",
+    )
     check_lora(cfg)
     last_step = cfg.sft_steps + cfg.steps
     # The names of checkpoints have six digits.
