@@ -36,6 +36,7 @@ from infra.data.questions import (
     examples_to_imitate,
     has_held_out,
     load_questions,
+    say_shared,
 )
 from infra.data.reward_pool import RewardPool
 from infra.host import files
@@ -967,11 +968,14 @@ def load_data(cfg: Config, tokenizer: Tokenizer, run: Run) -> tuple[list[dict], 
             name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
             for name, data in eval_sets(cfg).items()
         }
-        questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
+        questions = []
+        if cfg.sft_steps + cfg.steps:  # otherwise, the run only evaluates
+            questions = load_questions(cfg.data, held_out=False, tokenizer=tokenizer, cfg=cfg)
+        say_shared(questions, held_out)
         examples = examples_to_imitate(questions, tokenizer, cfg)
     check_same_data(questions, examples, held_out)
     check_data(cfg, questions, examples)
-    run.compare_data({"questions": len(questions), "crc32": checksum(questions)})
+    run.warn_of_changes({"questions": len(questions), "crc32": checksum(questions)})
     return questions, examples, held_out
 
 

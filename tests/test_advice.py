@@ -72,7 +72,8 @@ def test_a_short_run_gets_advice_at_its_end(capsys):
 
 def test_a_number_that_is_not_defined_is_a_dash():
     metrics = STEP | {"step": 1, "clip_fraction": math.nan, "kl": 0.0, "grad_norm": math.nan}
-    metrics |= {"len/answer": 9.0, "time/rollout_s": 1.0, "time/update_s": 1.0}
+    metrics |= {"len/answer": 9.0, "time/rollout_s": 1.0}
+    metrics |= {"time/reward_s": 1.0, "time/update_s": 1.0}
     line = log.step_line(metrics, 5)
     assert "| clip - | kl 0.000 | gnorm - |" in line
     assert "nan" not in line

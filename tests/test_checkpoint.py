@@ -38,8 +38,7 @@ from safetensors.numpy import load_file
 
 import train
 from infra.host import files
-from infra.run import checkpoint, log, run_dir
-from infra.run.run import Run
+from infra.run import checkpoint, log, run, run_dir
 from infra.update.state import abstract_state
 
 ONE_FILE = "shards-00000-of-00001.safetensors"
@@ -363,6 +362,15 @@ def test_a_checkpoint_without_the_state_that_flags_need_is_refused(
         assert step == 2
 
 
+def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
+    data = {"questions": 3, "crc32": 7}
+    run_dir.write_config(str(tmp_path), {}, data)
+    for code, step, warns in ((run.code_hash(), 2, False), ("f00", 2, True), ("f00", 0, False)):
+        monkeypatch.setattr(run, "code_hash", lambda code=code: code)
+        run.Run.warn_of_changes(mock.Mock(out=str(tmp_path), step=step), data)
+        assert ("resumes with other code: commit " in capsys.readouterr().err) == warns, code
+
+
 def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys):
     before = {"questions": 3, "crc32": 7}
     run_dir.write_config(str(tmp_path), {}, before)
@@ -371,7 +379,7 @@ def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys)
         (2, before | {"crc32": 8}, True),
         (0, before | {"questions": 4}, False),
     ):
-        Run.compare_data(mock.Mock(out=str(tmp_path), step=step), data)
+        run.Run.warn_of_changes(mock.Mock(out=str(tmp_path), step=step), data)
         said = capsys.readouterr().err
         assert ("its training prompts or answers have changed" in said) == warns, said
 

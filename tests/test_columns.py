@@ -283,22 +283,27 @@ def test_a_choice_among_usual_names_is_printed(tmp_path, capsys):
 UNREADABLE = [  # (name of a file, its content, words of the message)
     ("a.csv", "question,answer\nTom has 3, Ann 4. Both?,7\n", "quote texts that contain commas"),
     ("b.csv", "question,answer\nBoth?,7\nTom, Ann?,7\n", "Expected 2 fields in line 3, saw 3"),
-    ("c.csv", "", "No columns to parse"),
+    ("c.csv", "", "c.csv is empty"),
+    ("c.csv", "question,answer\n", "c.csv is empty"),
+    ("c.csv", "question;answer\nBoth?;7\n", "one column, 'question;answer'; separate fields with"),
+    ("c.csv", "question,answer\nCaf\udce9?,7\n", "c.csv is not UTF-8; convert the file"),
     ("d.json", '[{"question": "x", "answer": }]', "Expecting value: line 1 column 30"),
     ("e.json", '{"data": []}', "holds a dict, not a list of rows"),
     ("f.jsonl", json.dumps({"prompt": str(VERL_GSM8K["prompt"]), "answer": 2}), "as a list"),
-    ("g.jsonl", json.dumps({"prompt": [{"role": "tool", "content": "x"}]}), "the role 'tool', not"),
+    ("f.jsonl", '[{"question": "x", "answer": 2}]', "line 1 is a list; if the file is one list"),
+    ("f.jsonl", '{"question": "x"}', "no answers, as for a judge, give --columns answer=question"),
+    ("g.jsonl", json.dumps({"prompt": [{"role": "tool", "content": "x"}]}), "user or assistant\n"),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize("name, text, words", UNREADABLE)
 def test_data_that_cannot_be_read_is_refused_with_the_reason(name, text, words, tmp_path, capsys):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(SystemExit) as end:
         load_rows(f"{tmp_path}/{name}", False)
     assert end.value.code == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert words in capsys.readouterr().err.splitlines(keepends=True)[-1]
 
 
 def test_a_directory_without_a_split_says_what_to_give(tmp_path, capsys):

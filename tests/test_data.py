@@ -97,6 +97,32 @@ def test_a_tokenizer_that_truncates_and_pads_gives_complete_prompts(tiny_directo
     assert prompts(truncating, tmp_path / "run") == complete
 
 
+# ---------------------------------------------------------------- training and held-out questions
+def write_sums(path, numbers):
+    rows = [{"question": f"What is {i} + 1?", "answer": i + 1} for i in numbers]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_a_run_without_steps_loads_no_training_questions(tiny_directory, tmp_path):
+    write_sums(tmp_path / "sums.jsonl", range(3))
+    flags = ["--steps 0 --data nowhere.jsonl --eval_data", tmp_path / "sums.jsonl"]
+    cfg = train.parse(arguments([*flags, "--model", tiny_directory, "--out", tmp_path / "out"]))
+    tokenizer = load_tokenizer(str(tiny_directory))
+    questions, examples, held_out = train.load_data(cfg, tokenizer, mock.Mock())
+    assert questions == examples == []
+    assert len(held_out["sums"]) == 3
+
+
+def test_held_out_questions_that_are_trained_on_are_counted(tiny_directory, tmp_path, capsys):
+    write_sums(tmp_path / "train.jsonl", range(40))
+    write_sums(tmp_path / "test.jsonl", range(38, 43))
+    flags = ["--data", tmp_path / "train.jsonl", "--eval_data", tmp_path / "test.jsonl"]
+    cfg = train.parse(arguments([*flags, "--model", tiny_directory, "--out", tmp_path / "out"]))
+    train.load_data(cfg, load_tokenizer(str(tiny_directory)), mock.Mock())
+    said = capsys.readouterr().out
+    assert "test: 2 of 5 held-out questions are also training questions\n" in said
+
+
 # ---------------------------------------------------------------- data sets
 def addends(row):
     numbers = re.findall(r"\d+", row["question"])

@@ -159,15 +159,20 @@ def test_a_reward_that_has_never_worked_ends_the_run(capsys, tmp_path):
         assert pool.report(faults) == 3, "so few may be chance"
         several = {"divides": {0: "ValueError: b", 1: "TypeError: a", 2: "ValueError: b"}}
         assert pool.report(several) == 3
-        assert "ValueError: b (and 1 for other reasons)" in capsys.readouterr().out
+        assert "ValueError: b; on 1 of them: TypeError: a" in capsys.readouterr().out
         _, faults = score(pool, ["bad"] * 4)
+        assert pool.report(faults) == 4, "the function may work for other questions"
+        _, faults = score(pool, ["bad"] * 4, dict(ROW))
+        capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             pool.report(faults)
         assert end.value.code == 2
-        assert capsys.readouterr().err == (
+        said = capsys.readouterr().err
+        assert re.fullmatch(
             "train.py: reward divides failed on all 4 answers that were not truncated: "
-            "ZeroDivisionError: division by zero; fix it\n"
-        )
+            r"ZeroDivisionError: division by zero \(hostile.py:\d+\); fix it\n",
+            said,
+        ), said
         # A function that has worked before may fail for a reason that passes, so the run goes on.
         score(pool, ["5"])
         assert pool.report(faults) == 4

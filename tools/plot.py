@@ -142,7 +142,7 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
     panels = asked.split(",")
     having = ", ".join(sorted(known))
     for name in panels:
-        check(name in known, f"no run has the metric {name}; the metrics are {having}")
+        check(name in known, f"no run has numbers of the metric {name}; these have: {having}")
     return panels
 
 

@@ -177,7 +177,8 @@ class ModelFiles:
         for name, shape in wanted.items():
             if name not in self.tensors:
                 raise CheckpointError(
-                    f"{directory} lacks the tensor {name} that its config.json calls for"
+                    f"{directory} lacks the tensor {name}, which TENSORS (model.py) and its "
+                    "config.json call for"
                 )
             # Shape and dtype come from the file's header.
             tensor, path = self.tensors[name]

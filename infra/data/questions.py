@@ -178,6 +178,10 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
             found = datasets.load_dataset(path, config or None, split=split or default)
             return share_repeats(found)
         except (datasets.exceptions.DatasetGenerationError, ValueError) as e:
+            # The first is a split without rows, and the second is a .csv file without columns.
+            texts = "corresponds to no data", "No columns to parse"
+            if any(text in f"{e} {e.__cause__}" for text in texts):
+                return []
             # A DatasetGenerationError itself does not say what is wrong with the data.
             cause = e if isinstance(e, ValueError) else e.__cause__ or e
             fix = what_to_give(e, name, held_out)
@@ -188,13 +192,11 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
 
     failure = f"{name} cannot be loaded"
     if kind:
-        with exit_on(Exception, failure):
+        not_utf8 = exit_on(UnicodeDecodeError, f"{name} is not UTF-8; convert the file")
+        with exit_on(Exception, failure), not_utf8:
             rows = read()
-        # pandas takes surplus fields at the start of a row as its index.
-        check(
-            kind != "csv" or not rows or "__index_level_0__" not in rows[0],
-            f"{name} row 1 has more fields than the header; quote texts that contain commas",
-        )
+        if rows and kind == "csv":
+            check_fields(name, rows[0])
         return rows
     default = "test" if held_out else "train"
     # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
@@ -204,6 +206,19 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
             with exit_on(Exception, failure):
                 return read()
         return hub.ask(name, read, failure)
+
+
+def check_fields(name: str, row: dict) -> None:
+    """Exit with code 2 if the first row of a .csv file shows that its fields were cut wrongly."""
+    # pandas takes surplus fields at the start of a row as its index.
+    check(
+        "__index_level_0__" not in row,
+        f"{name} row 1 has more fields than the header; quote texts that contain commas",
+    )
+    check(
+        len(row) > 1 or not re.search("[;\t]", *row),
+        f"{name} has one column, {', '.join(row)!r}; separate fields with commas",
+    )
 
 
 def what_to_give(error: Exception, name: str, held_out: bool) -> str:
@@ -249,12 +264,18 @@ def bad_row(name: str, number: int, row: Any, error: Exception) -> str:
     """What to tell the user about a malformed row: the line of a .jsonl file, or the row of other
     data, its first characters, and its columns."""
     place = "line" if name.endswith(".jsonl") else "row"
-    if "has a special token" in str(error):
+    if isinstance(row, list):
+        return f"{name} {place} {number} is a list; if the file is one list, rename it to .json"
+    # Other texts of a ValueError tell all by themselves.
+    if isinstance(error, ValueError) and "is empty, or not a string" not in str(error):
         return f"{name} {place} {number}: {error}"
     found = f"; the columns are {', '.join(map(str, row))}" if isinstance(row, dict) else ""
+    fix = "; if they have unusual names, give --columns"
+    if str(error) == "'answer'":
+        fix += "; if there are no answers, as for a judge, give --columns answer=question"
     return (
         f"{name} {place} {number} needs a string as question, and a string or number as answer: "
-        f"{str(row)[:50]!r}: {first_line(error)}{found}; if they have unusual names, give --columns"
+        f"{str(row)[:50]!r}: {first_line(error)}{found}{fix}"
     )
 
 
@@ -373,7 +394,8 @@ def summary(questions: list[dict], skipped: int, repeats: int, cfg: Any) -> str:
     if counts["other"]:
         text += (
             f"; the answers of {counts['other']} questions are not numbers, so `correct` scores "
-            "0: compare formulas with math-verify (README, How to fork it)"
+            "0: compare formulas with math-verify, and texts with your own reward (README, How to "
+            "fork it)"
         )
     return text
 
@@ -408,6 +430,16 @@ def examples_to_imitate(questions: list[dict], tokenizer: Tokenizer, cfg: Any) -
         if len(demonstration) <= cfg.max_answer
     }
     return [example_of[id(row)] for row in questions if id(row) in example_of]
+
+
+def say_shared(questions: list[dict], held_out: dict) -> None:
+    """Print how many held-out questions are also training questions. held_out: {name of a set: its
+    rows}."""
+    for name, rows in held_out.items():
+        held = {tuple(row["prompt_ids"]) for row in rows}
+        asked = (tuple(row["prompt_ids"]) for row in without_repeats(questions))
+        if shared := len({prompt for prompt in asked if prompt in held}):
+            say(f"{name}: {shared} of {len(held)} held-out questions are also training questions")
 
 
 # ---------------------------------------------------------------- the same data everywhere

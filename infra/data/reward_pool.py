@@ -83,6 +83,8 @@ class RewardPool:
         self.names = [name_of(function) for function in functions]
         # Names of the functions that have returned a score in this run.
         self.have_worked = set()
+        # {function name: ids of the rows on which the function has failed}
+        self.failed_rows = collections.defaultdict(set)
         self.channel, theirs = FORK.Pipe()
         # Call a function once for each answer, even if it is SOLVED and also one of REWARDS.
         distinct = {id(function): function for function in functions}
@@ -126,6 +128,8 @@ class RewardPool:
             # The kernel may have killed the supervisor because memory ran out.
             raise OSError("the process that starts reward workers has ended") from None
         self.have_worked.update(worked)
+        for name, messages in faults.items():
+            self.failed_rows[name].update(id(rows[i]) for i in messages)
         return scores[:, self.columns], faults
 
     def by_name(self, scores: np.ndarray) -> dict:
@@ -140,8 +144,8 @@ class RewardPool:
         """Print which functions failed, with one reason for each. Returns the number of failures.
 
         faults: from `score_answers`. Exits with code 2 if a function failed on MIN_FAILED answers
-        or more and has never returned a score on any process: the run would train on nothing. Every
-        process must call this.
+        or more, has failed on two questions, and has never returned a score on any process: the run
+        would train on nothing. Every process must call this.
         """
         own = [name in self.have_worked for name in self.names]
         worked = all_gather_processes(own).any(0)
@@ -150,9 +154,12 @@ class RewardPool:
             counts = collections.Counter(messages.values())
             # Prefer "not called, ...", in lower case, to "TooSlow: ..."; else the most frequent.
             reason = max(counts, key=lambda text: (text[:1].islower(), counts[text], text))
-            if len(counts) > 1:
-                reason += f" (and {n - counts[reason]} for other reasons)"
+            if others := counts.keys() - {reason}:
+                other = max(others, key=lambda text: (counts[text], text))
+                reason += f"; on {n - counts[reason]} of them: {other}"
             may_work = worked[self.names.index(name)] or n < MIN_FAILED
+            # A function may fail on a single question, and all answers here may be to that one.
+            may_work = may_work or len(self.failed_rows[name]) < 2
             failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
             check(may_work, f"{failed}; fix it")
             print(f"reward {name} failed on {n} answers, and scores 0 there: {reason}")
@@ -549,8 +556,14 @@ def checked(returned) -> float:
 
 
 def fault(error: BaseException) -> str:
-    """Why a call failed. The error's text may be long."""
-    return first_line(error)[:500]
+    """Why a call failed, and on which line of the function. The error's text may be long."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if path != __file__:
+            place = f" ({os.path.basename(path)}:{line})"
+            break
+    return first_line(error)[:500] + place
 
 
 def too_slow(seconds: float) -> str:

@@ -26,7 +26,8 @@ SFT_LINE = (
 GRPO_LINE = (
     "step {step}/{total} | reward {reward/mean:.2f} | solved {solved:.2f} | "
     "len {len/answer:.0f} | clip {clip_fraction:.3f} | kl {kl:.3f} | gnorm {grad_norm:.2f} | "
-    "roll {time/rollout_s:.1f}s upd {time/update_s:.1f}s | {thousands:.1f}k tok/s"
+    "roll {time/rollout_s:.1f}s rew {time/reward_s:.1f}s upd {time/update_s:.1f}s | "
+    "{thousands:.1f}k tok/s"
 )
 # Without a terminal, a status is printed if nothing else was printed for this many seconds.
 QUIET_SECONDS = 30

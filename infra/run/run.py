@@ -12,10 +12,17 @@ from functools import partial
 import jax
 
 from infra.data import hf
-from infra.host import chips
+from infra.host import chips, files
 from infra.host.chips import GIB
 from infra.host.console import check, first_line, say, warn
-from infra.host.processes import Stop, all_gather_processes, check_for_stop, commit, watch_signals
+from infra.host.processes import (
+    Stop,
+    all_gather_processes,
+    check_for_stop,
+    code_hash,
+    commit,
+    watch_signals,
+)
 from infra.run import checkpoint, log, run_dir
 from infra.run.profiler import Profiler
 from infra.update import lora
@@ -61,18 +68,26 @@ class Run:
         fault = lora.difference(json.loads(header.get("base", "{}")), base)
         check(not fault, f"{self.out} cannot resume: {fault}, or choose another --out")
 
-    def compare_data(self, data: dict) -> None:
-        """Warn if the training questions have changed since the run's last start.
+    def warn_of_changes(self, data: dict) -> None:
+        """Warn if the code or the training questions have changed since the run's last start.
 
-        data: their number and checksum.
+        data: number and checksum of the training questions.
         """
         self.data = data
+        if not self.step or jax.process_index() != 0:
+            return
+        # Other flags are refused. Code and data may change, but not by accident.
+        before = files.read_json(f"{self.out}/config.json")
+        if before.get("code") != code_hash():
+            warn(
+                f"{self.out} resumes with other code: commit {before.get('commit')}, now {commit()}"
+            )
         # An older version wrote no such numbers.
-        there = run_dir.data_there(self.out) if self.step else {}
-        if there and there != data and jax.process_index() == 0:
+        questions = before.get("data", data)
+        if questions != data:
             warn(
                 f"{self.out} resumes, but its training prompts or answers have changed: "
-                f"{there['questions']} questions before, {data['questions']} now"
+                f"{questions['questions']} questions before, {data['questions']} now"
             )
 
     def check_disk(self, state) -> None:

@@ -31,7 +31,7 @@ from infra.host import files
 from infra.host.chips import GIB
 from infra.host.console import check, exit_on, say, warn
 from infra.host.files import CheckpointError
-from infra.host.processes import FREE_PER_PROCESS, all_gather_processes, commit
+from infra.host.processes import FREE_PER_PROCESS, all_gather_processes, code_hash, commit
 from infra.run import bucket, checkpoint, log
 from infra.run.claim import InUse, claimed
 from infra.update.state import without_base
@@ -77,17 +77,12 @@ def comparable(flags: dict) -> dict:
     return kept | {"batch * processes": questions}
 
 
-def data_there(out: str) -> dict:
-    """The number and the checksum of the training questions of the run in `out`, from config.json;
-    {} if an older version wrote it."""
-    return files.read_json(f"{out}/config.json").get("data", {})
-
-
 def write_config(out: str, flags: dict, data: dict) -> None:
     """Write config.json on every process, since each may have its own disk, and send it to the
     run's bucket. If the bucket cannot be used, exits as `exit_without_bucket` does."""
     versions = {module.__name__: module.__version__ for module in (jax, optax, np)}
-    content = {"config": flags, "commit": commit(), "versions": versions, "data": data}
+    content = {"config": flags, "commit": commit(), "code": code_hash()}
+    content |= {"versions": versions, "data": data}
     files.write_json(f"{out}/config.json", content)
     if bucket.bucket_of(out) and jax.process_index() == 0:
         with exit_without_bucket():
