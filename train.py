@@ -1014,6 +1014,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         run.check_base(lora.base_of(cfg, weights))
         if adapters:
             lora.check_base(cfg, run.base)
+    run.start_wandb()  # a mistake ends the run here, before compilation
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(
         model_dir,

@@ -95,10 +95,13 @@ class Run:
         cfg = self.cfg
         run_dir.check_disk(self.out, state, self.step, self.total_steps, cfg.save_every, cfg.keep)
 
+    def start_wandb(self) -> None:
+        """Start the run on wandb.ai if there is a project. Exits with code 2 if that fails."""
+        project = self.cfg.wandb
+        self.wandb = log.start_wandb(project, self.out, self.flags, resumes=self.step > 0)
+
     def write_config(self) -> None:
-        """Write config.json, and start the run on wandb.ai if there is a project."""
-        cfg = self.cfg
-        self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags, resumes=self.step > 0)
+        """Write config.json."""
         run_dir.write_config(self.out, self.flags, self.data)
 
     def open_outputs(self, setup) -> None:
