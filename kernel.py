@@ -307,10 +307,10 @@ def pallas_forward(blocks, tiles, save, head_VD, valid_rows, temperature, h_CD):
     valid_rest = valid_rows - tiled_rows
     z_rest, rest = jax_forward(head_VD[tiled_rows:], valid_rest, temperature, h_CD)
     # Convert to base e, which jax_forward uses.
-    of_tiles = (tile_max / LOG2E, tile_sum_exp, tile_sum_shifted_exp / LOG2E)
+    from_tiles = (tile_max / LOG2E, tile_sum_exp, tile_sum_shifted_exp / LOG2E)
     parts = [
         jnp.concatenate([a_tile.reshape(-1, C), a_rest[None]])
-        for a_tile, a_rest in zip(of_tiles, rest, strict=True)
+        for a_tile, a_rest in zip(from_tiles, rest, strict=True)
     ]
     return (*shifted_VC, tile_max, z_rest), combine(*parts)
 
@@ -500,8 +500,8 @@ def chunk_logprobs(head_VD, temperature, h_CD, row_C, reductions):
     w_CD = head_VD.at[row_C].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     products_CD = h_CD.astype(f32) * w_CD
     target_logit = lax.psum(jnp.sum(products_CD, -1) / temperature, HEAD_AXES)
-    of_all_shards = lax.all_gather(reductions, HEAD_AXES)
-    max_C, sum_exp, sum_shifted_exp = combine(*of_all_shards)
+    from_shards = lax.all_gather(reductions, HEAD_AXES)
+    max_C, sum_exp, sum_shifted_exp = combine(*from_shards)
     log_sum = jnp.log(sum_exp)
     # Add one Newton step, because a TPU's log is accurate only to 1e-4.
     log_sum += sum_exp * jnp.exp(-log_sum) - 1

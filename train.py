@@ -88,7 +88,7 @@ class Config:
     # the model, the data and the run
     model: str = "tiny"  # tiny (built in) | hub id or Hugging Face directory: Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
-    columns: str = ""  # column names: question=...,answer=...; not for held-out sets without them
+    columns: str = ""  # question=...,answer=...; ignored for held-out sets that lack them
     eval_data: str = ""  # held-out sets: [name=]data,... | none; "" = data's held-out set, if any
     system: str = SYSTEM  # system prompt; "" = send no system message
     out: str = ""  # directory of the run, or gs://bucket/run; "" = out/<data>-<model>
@@ -369,7 +369,7 @@ class Setup:
     mesh: Mesh
     weights: hf.ModelFiles  # the model's weights; a resumed run needs them only with --lora
     adapters: dict | None  # from --adapter; None without the flag, or if the run resumes
-    questions: list[dict]  # rows of the data; `prompt_ids` are the prompt's token ids
+    questions: list[dict]  # rows, with `prompt_ids`; none if the run only evaluates
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
     held_out: dict[str, list[dict]]  # rows of each set of the evaluation data
     row_width: int  # tokens per packed row
@@ -849,8 +849,8 @@ def evaluate(params, step, cfg, setup, run) -> None:
         # Report only the faults of SOLVED: functions of REWARDS may need columns that only the
         # training data has.
         solved_name = rewards.name_of(SOLVED)
-        of_solved = {name: which for name, which in faults.items() if name == solved_name}
-        setup.reward_pool.report(of_solved)
+        solved_faults = {name: which for name, which in faults.items() if name == solved_name}
+        setup.reward_pool.report(solved_faults)
         found = scores[:, 0], known_rewards(scores, faults)
         answered += answers_of_all_hosts(asked[start:], samples, out, *found, setup.engine.texts)
     setup.engine.unload()
@@ -963,7 +963,7 @@ def load_data(cfg: Config, tokenizer: Tokenizer, run: Run) -> tuple[list[dict], 
     """Load and check the data. Returns `questions`, `examples` and `held_out` of Setup."""
     # If a process lacks a file, all processes exit.
     with together("the data"):
-        # Load these first: a set without held-out questions ends the run, at once.
+        # Load held-out sets first: one without questions ends the run before the others load.
         held_out = {
             name: load_questions(data, held_out=True, tokenizer=tokenizer, cfg=cfg)
             for name, data in eval_sets(cfg).items()
@@ -1014,7 +1014,8 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         run.check_base(lora.base_of(cfg, weights))
         if adapters:
             lora.check_base(cfg, run.base)
-    run.start_wandb()  # a mistake ends the run here, before compilation
+    # A mistake ends the run here, before it compiles. A run that does not fit leaves an empty page.
+    run.start_wandb()
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(
         model_dir,

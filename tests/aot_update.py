@@ -58,8 +58,8 @@ def main(size: str, device_type: str, attention: str, micro_batches: str) -> Non
 
     def compile(lowered, mesh):
         gib, program = fit.compiled_gib(lowered, mesh)
-        texts.append(program.as_text())
-        return gib, True
+        texts.append(program.as_text() if program else "")
+        return gib, program
 
     gib = {}
     for n in map(int, micro_batches.split(",")):

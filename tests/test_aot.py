@@ -67,7 +67,7 @@ def logits_gib(rows):
     return rows * ROW_TOKENS * 151936 * 4 / 2**30
 
 
-# Qwen3's layers have all that Qwen2's have, but for the biases.
+# Qwen3's layers have everything that Qwen2's have, except biases.
 @pytest.mark.parametrize("size", [pytest.param("0.5B", marks=pytest.mark.soak), "Qwen3-0.6B"])
 def test_update_keeps_the_input_of_each_layer_and_no_logits(size, tmp_path, record_property):
     rows = 32

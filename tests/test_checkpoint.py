@@ -365,10 +365,19 @@ def test_a_checkpoint_without_the_state_that_flags_need_is_refused(
 def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
     data = {"questions": 3, "crc32": 7}
     run_dir.write_config(str(tmp_path), {}, data)
-    for code, step, warns in ((run.code_hash(), 2, False), ("f00", 2, True), ("f00", 0, False)):
+    same, now = run.code_hash(), run.commit()
+    changed = f"Python files have changed since, at the same commit {now}\n"
+    for code, commit, step, said in (
+        (same, now, 2, ""),
+        ("f00", now, 2, changed),
+        ("f00", "beef", 2, f"commit {now} before, beef now\n"),
+        ("f00", "beef", 0, ""),
+    ):
         monkeypatch.setattr(run, "code_hash", lambda code=code: code)
+        monkeypatch.setattr(run, "commit", lambda commit=commit: commit)
         run.Run.warn_of_changes(mock.Mock(out=str(tmp_path), step=step), data)
-        assert ("resumes with other code: commit " in capsys.readouterr().err) == warns, code
+        wanted = said and f"train.py: warning: {tmp_path} resumes with other code: {said}"
+        assert capsys.readouterr().err == wanted
 
 
 def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys):

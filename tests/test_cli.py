@@ -48,6 +48,7 @@ MISTAKES = {  # {flags: what the message must say}
     "--columns ask": "columns = 'ask' is not of the form question=...,answer=...",
     "--columns query=ask": "columns = 'query=ask'",
     "--columns question=": "columns = 'question='",
+    "--columns question=,answer=x": "columns = 'question=,answer=x'",
     "--profile -1": "profile = -1",
     "--profile 161":
         "profile = 161 is not a step of this run: the last is sft_steps + steps = 80 + 80 = 160",

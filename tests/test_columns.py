@@ -291,7 +291,8 @@ UNREADABLE = [  # (name of a file, its content, words of the message)
     ("e.json", '{"data": []}', "holds a dict, not a list of rows"),
     ("f.jsonl", json.dumps({"prompt": str(VERL_GSM8K["prompt"]), "answer": 2}), "as a list"),
     ("f.jsonl", '[{"question": "x", "answer": 2}]', "line 1 is a list; if the file is one list"),
-    ("f.jsonl", '{"question": "x"}', "no answers, as for a judge, give --columns answer=question"),
+    ("f.jsonl", '{"question": "x"}', "as for a judge, answer=... may be any column of strings"),
+    ("d.json", '[["question", "answer"]]', "d.json row 1 needs a string as question"),
     ("g.jsonl", json.dumps({"prompt": [{"role": "tool", "content": "x"}]}), "user or assistant\n"),
 ]
 # fmt: on

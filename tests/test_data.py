@@ -120,7 +120,7 @@ def test_held_out_questions_that_are_trained_on_are_counted(tiny_directory, tmp_
     cfg = train.parse(arguments([*flags, "--model", tiny_directory, "--out", tmp_path / "out"]))
     train.load_data(cfg, load_tokenizer(str(tiny_directory)), mock.Mock())
     said = capsys.readouterr().out
-    assert "test: 2 of 5 held-out questions are also training questions\n" in said
+    assert "test (held out): 2 of 5 questions are also training questions\n" in said
 
 
 # ---------------------------------------------------------------- data sets

@@ -310,6 +310,7 @@ def test_mistakes_in_the_call_get_one_line(cloud):
     installing = "launch.sh: installing into .venv, once: a minute or two\n"
     # Git ignores this file.
     write(cloud.clone / "out/mine.jsonl", "")
+    write(cloud.clone / "out/a=b.jsonl", "")
     for call, wanted in mistakes.items():
         # A mistake that train.py finds comes after the installation.
         text = cloud.launch(call, code=2).removeprefix(installing)
@@ -830,6 +831,7 @@ def test_a_vm_that_goes_before_its_run_is_made_again(cloud, moment):
         # The last --out counts.
         ("1", "gs://b/run --out run", 2),
         ("1", "run --out=gs://b/run", 0),
+        ("1", "run --system '--out gs://b/run'", 2),
     ],
 )
 @pytest.mark.parametrize("state", ["STOPPED", "REPAIRING"])

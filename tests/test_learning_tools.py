@@ -45,7 +45,7 @@ MISTAKES = [  # (tool, flags, what the message must say)
     (compare_trl, "--model . --out x --micro_batch 4 --minibatches 2", "give --minibatches 1"),
     (ablations, "--model . --out x --seeds one", "seeds one must be numbers"),
     (ablations, "--model . --out x --variants default,best", "unknown variants ['best']"),
-    (ablations, "--model . --out x --variants default,", "unknown variants ['']"),
+    (ablations, "--model . --out x --variants default,", "unknown variants [''];"),
     (ablations, "--model . --out .", "out = . exists; choose another"),
     (ablations, "--model nowhere --out x", "model nowhere is not a directory"),
     (ablations, "--model . --out x --word", "unrecognized arguments: --word; see --help"),

@@ -508,9 +508,9 @@ CONFIG_MISTAKES = {  # {change of adapter_config.json: what the message must say
 }
 FIRST_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 TENSOR_MISTAKES = [  # (change of adapter_model.safetensors, what the message must say)
-    ({FIRST_A: None}, f"{FIRST_A} must be finite numbers of shape (4, 16)"),
-    ({FIRST_A: np.zeros((4, 15), np.float32)}, "has shape (4, 15)"),
-    ({FIRST_A: np.full((4, 16), np.nan, np.float32)}, "must be finite"),
+    ({FIRST_A: None}, f"{FIRST_A} must have shape (4, 16), and no NaN"),
+    ({FIRST_A: np.zeros((4, 15), np.float32)}, "its shape is (4, 15)"),
+    ({FIRST_A: np.full((4, 16), np.nan, np.float32)}, "no NaN or infinity"),
     ({"lm_head.weight": np.zeros(1, np.float32)}, "lm_head.weight, which is not an adapter"),
     (b"no tensors", "is not a safetensors file"),
     (None, "is not a safetensors file"),

@@ -303,7 +303,7 @@ def test_results_come_home_and_the_vm_goes(cloud):
 
 
 def test_fetch_brings_what_there_is_and_a_trace(cloud):
-    """A running run sends neither checkpoints nor compiled programs."""
+    """While the run goes on, neither its checkpoints nor its compiled programs are copied."""
     cloud.launch("v6e-1 setup --name vm")
     pod = cloud.stub / "vm/w0/podgrpo"
     (pod / "run.flags").write_bytes(b"--out\0out/my run\0")

@@ -159,9 +159,15 @@ def test_a_reward_that_has_never_worked_ends_the_run(capsys, tmp_path):
         assert pool.report(faults) == 3, "so few may be chance"
         several = {"divides": {0: "ValueError: b", 1: "TypeError: a", 2: "ValueError: b"}}
         assert pool.report(several) == 3
-        assert "ValueError: b; on 1 of them: TypeError: a" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "ValueError: b; for other reasons on 1, such as: TypeError: a\n" in said
+        pool.failed_reports.clear()
         _, faults = score(pool, ["bad"] * 4)
         assert pool.report(faults) == 4, "the function may work for other questions"
+        again = [*score(pool, ["bad"] * 4)]
+        with pytest.raises(SystemExit):
+            pool.report(again[1])
+        pool.failed_reports.clear()
         _, faults = score(pool, ["bad"] * 4, dict(ROW))
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
@@ -183,9 +189,17 @@ def test_a_reward_that_works_on_another_host_does_not_end_the_run(tmp_path, monk
     """On a pod, all answers of a host may be to one question."""
     with pool_of([hostile.divides], tmp_path) as pool:
         _, faults = score(pool, ["bad"] * 4)
-        of_hosts = [[False] * len(pool.names), [True] * len(pool.names)]
-        monkeypatch.setattr(reward_pool, "all_gather_processes", lambda own: np.array(of_hosts))
+        pool.failed_reports.update(pool.names)
+        works = True
+
+        def gather(own):
+            return np.array([own, [(works, 0, 0)] * len(own)])
+
+        monkeypatch.setattr(reward_pool, "all_gather_processes", gather)
         assert pool.report(faults) == 4
+        works = False
+        with pytest.raises(SystemExit):
+            pool.report(faults)
 
 
 def test_a_truncated_answer_scores_0_and_is_not_scored(tmp_path):

@@ -125,7 +125,7 @@ def test_prompts_that_do_not_divide_over_the_devices_are_refused():
     on = mesh(1, 8, 1)
     params = random_params(TIED, on)
     prompts = random_prompts(TIED, (4, 4, 4))
-    with pytest.raises(ValueError, match="3 prompts do not divide into 8 devices"):
+    with pytest.raises(ValueError, match="3 prompts do not divide into 8 parts"):
         generate(params, TIED, prompts, 8, on)
 
 

@@ -416,7 +416,7 @@ def test_plots_refuse_in_one_line(tmp_path, capsys, monkeypatch):
     assert "has no rows yet" in refusal(capsys, plot, run, empty)
     assert "neither .svg nor .png" in refusal(capsys, plot, run, "--to", "plot.gif")
     text = refusal(capsys, plot, run, "--panels", "kl,reward")
-    assert "no run has numbers of the metric reward" in text and "reward/mean" in text
+    assert "no run has numbers for the metric reward" in text and "reward/mean" in text
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib" in refusal(capsys, plot, run, "--to", tmp_path / "a.svg")
     assert not (tmp_path / "a.svg").exists()

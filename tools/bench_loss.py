@@ -191,7 +191,7 @@ def main(argv: list[str]) -> None:
             check(value in choices, f"{name} = {value} is not one of {', '.join(choices)}")
     for slice_type in args.aot.split(","):
         # The name may be unknown, or libtpu may not support this slice, or not be installed.
-        fault = f"no {slice_type or 'usable'} devices here; try --aot v6e-8, or pip install libtpu"
+        fault = f"cannot compile for {slice_type or 'devices'} here; try --aot v6e-8, with libtpu"
         with exit_on(Exception, fault):
             devices = absent_devices.of_kind(slice_type) if slice_type else jax.devices()[:1]
         mesh = Mesh(np.array(devices).reshape(1, -1, 1), kernel.TOKEN_AXES)

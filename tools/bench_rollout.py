@@ -229,7 +229,9 @@ def main(argv: list[str]) -> None:
             cfg = model_of_size(name) if name in SIZES else hf.read_config(name)
         # Without stop tokens, every row decodes its full length.
         cfg = replace(cfg, stop_ids=())
-        with exit_on(Exception, f"no {absent or 'usable'} devices here; try --aot v6e-8 or h100-8"):
+        with exit_on(
+            Exception, f"cannot compile for {absent or 'devices'} here; try v6e-8 or h100-8"
+        ):
             devices = np.array(absent_devices.of_kind(absent) if absent else jax.devices())
         is_kind = kind in ("auto", *layouts.LAYOUTS)
         check(is_kind, f"--layout {kind} is not one of auto, {', '.join(layouts.LAYOUTS)}")

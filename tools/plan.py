@@ -192,7 +192,7 @@ def plan(device_type: str, cfg, model_cfg, settings: list[dict]) -> list[dict]:
         others = {} if cfg.micro_batch else gib_of_others(largest, gib, guess.rest_gib, filled)
         say(table_of_update(compiled, others, limit))
         if largest > filled:
-            say(f"this batch fills only {filled} rows per device, so a run uses no more")
+            say(f"this batch fills {filled} rows per device, so a run uses no more")
         found = {"gib": gib, "limit_gib": limit, "fits": bool(largest)}
         # A sweep of micro_batch keeps its own values.
         rows.append({"micro_batch": largest} | setting | found)

@@ -142,7 +142,10 @@ def choose_panels(asked: str, all_series: list[Series]) -> list[str]:
     panels = asked.split(",")
     having = ", ".join(sorted(known))
     for name in panels:
-        check(name in known, f"no run has numbers of the metric {name}; these have: {having}")
+        check(
+            name in known,
+            f"no run has numbers for the metric {name}; the metrics with numbers are {having}",
+        )
     return panels
 
 

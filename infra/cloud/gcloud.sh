@@ -262,7 +262,7 @@ wait_until_ready() { # [again]
       say "$name in $zone is ${now:-gone}"
       before="$now" polls=0
     fi
-    # Poll 180 gives up. With `again`, a VM is replaced one poll earlier.
+    # The last poll gives up, or with `again` counts the VM as preempted.
     case "${1:-}:$now:$polls" in again:STOP*:* | again:*:179) now=PREEMPTED ;; esac
     case "$now" in
       READY) return 0 ;;
@@ -618,8 +618,13 @@ live_and_finish() { # up|start|follow LINE FLAGS...
 
 # Succeed if a run with these flags keeps its checkpoints in a bucket. If --out is repeated, the last one counts.
 is_in_bucket() { # FLAGS...
-  local words=" $*"
-  [[ "${words##* --out[ =]}" = gs://* ]]
+  local word out=''
+  while [ $# -gt 0 ]; do
+    word="$1"
+    case "$word" in --out) out="${2:-}" ;; --out=*) out="${word#*=}" ;; esac
+    shift
+  done
+  [[ "$out" = gs://* ]]
 }
 
 one_life() { # up|again|start|follow LINE FLAGS...

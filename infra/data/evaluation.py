@@ -108,6 +108,6 @@ def eval_metrics(solved_QK) -> dict[str, float]:
     right_Q = (solved_QK >= 1).sum(1).tolist()
     powers = [2**i for i in range(K.bit_length()) if 2**i < K]
     for k in [*powers, K]:
-        of_questions = [pass_at_k(right, K, k) for right in right_Q]
-        metrics[f"pass@{k}"] = sum(of_questions) / Q
+        passed_Q = [pass_at_k(right, K, k) for right in right_Q]
+        metrics[f"pass@{k}"] = sum(passed_Q) / Q
     return metrics

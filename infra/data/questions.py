@@ -161,7 +161,7 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
     # A directory's name may contain `@` or `:`.
     if os.path.isdir(name):
         path, config, split = name, "", ""
-    check(path, f"{name} names no data set; try owner/name:config@split")
+    check(kind or path, f"{name} names no data set; try owner/name:config@split")
 
     def read():
         # `datasets` is slow to import, and not needed for other data.
@@ -178,9 +178,9 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
             found = datasets.load_dataset(path, config or None, split=split or default)
             return share_repeats(found)
         except (datasets.exceptions.DatasetGenerationError, ValueError) as e:
-            # The first is a split without rows, and the second is a .csv file without columns.
-            texts = "corresponds to no data", "No columns to parse"
-            if any(text in f"{e} {e.__cause__}" for text in texts):
+            # A file without rows, and a .csv file without a header.
+            empty = "corresponds to no data", "No columns to parse"
+            if kind and any(text in f"{e} {e.__cause__}" for text in empty):
                 return []
             # A DatasetGenerationError itself does not say what is wrong with the data.
             cause = e if isinstance(e, ValueError) else e.__cause__ or e
@@ -210,14 +210,15 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
 
 def check_fields(name: str, row: dict) -> None:
     """Exit with code 2 if the first row of a .csv file shows that its fields were cut wrongly."""
+    header = ", ".join(map(str, row))
     # pandas takes surplus fields at the start of a row as its index.
     check(
         "__index_level_0__" not in row,
         f"{name} row 1 has more fields than the header; quote texts that contain commas",
     )
     check(
-        len(row) > 1 or not re.search("[;\t]", *row),
-        f"{name} has one column, {', '.join(row)!r}; separate fields with commas",
+        len(row) > 1 or not re.search("[;\t]", header),
+        f"{name} has one column, {header!r}; separate fields with commas",
     )
 
 
@@ -261,18 +262,17 @@ def csv_options(named: str) -> dict:
 
 
 def bad_row(name: str, number: int, row: Any, error: Exception) -> str:
-    """What to tell the user about a malformed row: the line of a .jsonl file, or the row of other
-    data, its first characters, and its columns."""
+    """What to tell the user about a malformed row: where it is, what is wrong, and what to do."""
     place = "line" if name.endswith(".jsonl") else "row"
-    if isinstance(row, list):
+    if isinstance(row, list) and place == "line":
         return f"{name} {place} {number} is a list; if the file is one list, rename it to .json"
-    # Other texts of a ValueError tell all by themselves.
+    # Any other ValueError already says what is wrong.
     if isinstance(error, ValueError) and "is empty, or not a string" not in str(error):
         return f"{name} {place} {number}: {error}"
     found = f"; the columns are {', '.join(map(str, row))}" if isinstance(row, dict) else ""
     fix = "; if they have unusual names, give --columns"
     if str(error) == "'answer'":
-        fix += "; if there are no answers, as for a judge, give --columns answer=question"
+        fix += "; if there are no answers, as for a judge, answer=... may be any column of strings"
     return (
         f"{name} {place} {number} needs a string as question, and a string or number as answer: "
         f"{str(row)[:50]!r}: {first_line(error)}{found}{fix}"
@@ -439,7 +439,7 @@ def say_shared(questions: list[dict], held_out: dict) -> None:
         held = {tuple(row["prompt_ids"]) for row in rows}
         asked = (tuple(row["prompt_ids"]) for row in without_repeats(questions))
         if shared := len({prompt for prompt in asked if prompt in held}):
-            say(f"{name}: {shared} of {len(held)} held-out questions are also training questions")
+            say(f"{name} (held out): {shared} of {len(held)} questions are also training questions")
 
 
 # ---------------------------------------------------------------- the same data everywhere

@@ -52,7 +52,7 @@ AT_ONCE = 64
 # each remaining answer might take --reward_timeout, too.
 MAX_LOST = 16
 # A function that has never worked counts as broken once it fails on all answers of a step, if
-# there are at least this many. Fewer failures may be chance.
+# there are at least this many, to two questions or more. Fewer failures may be chance.
 MIN_FAILED = 4
 # A worker gets a task of at most this many calls at a time: its shared memory has room for that
 # many scores.
@@ -85,6 +85,8 @@ class RewardPool:
         self.have_worked = set()
         # {function name: ids of the rows on which the function has failed}
         self.failed_rows = collections.defaultdict(set)
+        # {function name: number of reports with failures}
+        self.failed_reports = collections.Counter()
         self.channel, theirs = FORK.Pipe()
         # Call a function once for each answer, even if it is SOLVED and also one of REWARDS.
         distinct = {id(function): function for function in functions}
@@ -141,29 +143,45 @@ class RewardPool:
         return dict(zip(names, scores.T, strict=True))
 
     def report(self, faults: dict[str, dict[int, str]]) -> int:
-        """Print which functions failed, with one reason for each. Returns the number of failures.
+        """Print which functions failed, and why. Returns the number of failures.
 
-        faults: from `score_answers`. Exits with code 2 if a function failed on MIN_FAILED answers
-        or more, has failed on two questions, and has never returned a score on any process: the run
-        would train on nothing. Every process must call this.
+        faults: from `score_answers`. Exits with code 2 in all processes if a function is broken:
+        the run would train on nothing. Every process must call this.
         """
-        own = [name in self.have_worked for name in self.names]
-        worked = all_gather_processes(own).any(0)
-        for name, messages in faults.items():
-            n = len(messages)
-            counts = collections.Counter(messages.values())
-            # Prefer "not called, ...", in lower case, to "TooSlow: ..."; else the most frequent.
-            reason = max(counts, key=lambda text: (text[:1].islower(), counts[text], text))
-            if others := counts.keys() - {reason}:
-                other = max(others, key=lambda text: (counts[text], text))
-                reason += f"; on {n - counts[reason]} of them: {other}"
-            may_work = worked[self.names.index(name)] or n < MIN_FAILED
-            # A function may fail on a single question, and all answers here may be to that one.
-            may_work = may_work or len(self.failed_rows[name]) < 2
-            failed = f"reward {name} failed on all {n} answers that were not truncated: {reason}"
-            check(may_work, f"{failed}; fix it")
-            print(f"reward {name} failed on {n} answers, and scores 0 there: {reason}")
+        names = list(dict.fromkeys(self.names))
+        own = [
+            (name in self.have_worked, len(faults.get(name, ())), len(self.failed_rows[name]))
+            for name in names
+        ]
+        totals = all_gather_processes(own).sum(0).tolist()
+        for name, (worked, failed, questions) in zip(names, totals, strict=True):
+            if not failed:
+                continue
+            self.failed_reports[name] += 1
+            # A function may fail on one question only; the data may have one question only.
+            is_chance = failed < MIN_FAILED or max(questions, self.failed_reports[name]) < 2
+            reason = reason_of(faults[name]) if name in faults else "another process says why"
+            check(
+                worked or is_chance,
+                f"reward {name} failed on all {failed} answers that were not truncated: {reason}; "
+                "fix it",
+            )
+            if name in faults:
+                n = len(faults[name])
+                print(f"reward {name} failed on {n} answers, and scores 0 there: {reason}")
         return sum(len(messages) for messages in faults.values())
+
+
+def reason_of(messages: dict[int, str]) -> str:
+    """Why a function failed, in one or two of its messages. messages: {answer: why it failed}."""
+    counts = collections.Counter(messages.values())
+    # Prefer "not called, ...", in lower case, to "TooSlow: ..."; else the most frequent.
+    reason = max(counts, key=lambda text: (text[:1].islower(), counts[text], text))
+    others = counts.keys() - {reason}
+    if not others:
+        return reason
+    other = max(others, key=lambda text: (counts[text], text))
+    return f"{reason}; for other reasons on {len(messages) - counts[reason]}, such as: {other}"
 
 
 def default_workers() -> int:

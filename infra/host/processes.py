@@ -212,7 +212,7 @@ def answer_the_roll(processes, names, facts, seconds):
     """Report to process 0, which may not have started yet. Returns its verdict on all processes."""
     server, port = processes.address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
-    cause = ""
+    cause = "is it running, and is its port open?"
     while time.monotonic() < deadline:
         try:
             with (
@@ -224,14 +224,14 @@ def answer_the_roll(processes, names, facts, seconds):
                 print(json.dumps([processes.index, facts]), file=f, flush=True)
                 return json.loads(f.readline())
         except socket.gaierror as e:
-            cause = f": the name {server} does not resolve here ({e.strerror})"
+            cause = f"the name {server} does not resolve here ({e.strerror})"
         # Process 0 may not be listening yet.
         except (OSError, ValueError):
-            cause = ""
+            cause = "is it running, and is its port open?"
         time.sleep(0.5)
     return (
         f"{names[processes.index]} of {len(names)} heard nothing from process 0 at "
-        f"{processes.address} for {seconds} s: is it running, and is the port open?{cause}"
+        f"{processes.address} for {seconds} s: {cause}"
     )
 
 
@@ -356,10 +356,10 @@ def check_devices(require_processes: int, require_devices: int) -> None:
         f"jax.process_count() = {processes} with {devices} devices, expected {wanted_processes} "
         f"with {wanted_devices}: {how_to_start_all()}",
     )
-    of_process = collections.Counter(device.process_index for device in jax.devices())
+    counts = collections.Counter(device.process_index for device in jax.devices())
     check(
-        len({*of_process.values()}) == 1,
-        f"the processes have unequal numbers of devices: {sorted(of_process.values())}; on Slurm, "
+        len({*counts.values()}) == 1,
+        f"the processes have unequal numbers of devices: {sorted(counts.values())}; on Slurm, "
         "give --gpus-per-node, not --gpus",
     )
 
@@ -367,8 +367,10 @@ def check_devices(require_processes: int, require_devices: int) -> None:
 # ---------------------------------------------------------------- which code this is
 @functools.cache
 def code_hash() -> str:
-    """A hash of the Python files, to tell whether all processes run the same code."""
-    paths = sorted(glob.glob(f"{ROOT}/*.py") + glob.glob(f"{ROOT}/infra/*/*.py"))
+    """A hash of the Python files that a run executes, to tell whether all processes run the same
+    code, and whether the code has changed when a run resumes."""
+    modules = [f"{ROOT}/{name}.py" for name in ("train", "model", "kernel")]
+    paths = modules + sorted(glob.glob(f"{ROOT}/infra/*/*.py"))
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as f:

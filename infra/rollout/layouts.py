@@ -163,12 +163,12 @@ def seconds_halfway(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
     # Each layer has two all-reduces of hidden states. If the query heads are not split over fsdp,
     # the one after attention spans fewer devices.
     head_parts = num_shards(P(layout.heads), layout.mesh)
-    of_layer = sum(
+    layer_seconds = sum(
         chips.ring_seconds(row_bytes * cfg.D, parts, chip, rounds=2)
         for parts in (head_parts, sharing * kv_parts)
     )
     if chip.clock:
-        of_layer += rows * ROW_SECONDS
+        layer_seconds += rows * ROW_SECONDS
     # Devices that share a key/value head also exchange the results of attention. If they split the
     # query heads, they exchange the queries, too, and each sends only its own heads.
     if sharing > 1:
@@ -177,8 +177,8 @@ def seconds_halfway(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) 
         if "fsdp" in layout.heads:
             nbytes /= sharing
             exchanges = 2
-        of_layer += exchanges * (EXCHANGE_SECONDS + chips.ring_seconds(nbytes, sharing, chip))
-    return (weights + cache) / chip.bandwidth + cfg.L * of_layer
+        layer_seconds += exchanges * (EXCHANGE_SECONDS + chips.ring_seconds(nbytes, sharing, chip))
+    return (weights + cache) / chip.bandwidth + cfg.L * layer_seconds
 
 
 def fits(cfg: ModelConfig, layout: Layout, dtype, device_gib: float) -> bool:
@@ -218,7 +218,7 @@ def fastest_layout(cfg: ModelConfig, mesh: Mesh, dtype, size: RolloutSize) -> tu
     # the weights reads and writes the activations of all their rows.
     longest = 1.03 * min(ms.values())
     chosen = next(layout for layout in fitting if ms[layout] <= longest)
-    rule = "least split within 3% of the fastest, in a decode step halfway"
+    rule = "the least split within 3% of the fastest, by a decode step halfway through the rollout"
     return chosen, f"{rule}: {', '.join(estimates)}"
 
 

@@ -60,8 +60,8 @@ def cast_spec(name: str, spec: P, quantised: bool):
     axes = contracted_axes(name)
     if not quantised or not axes:
         return spec
-    of_scale = list(spec)
+    scale_spec = list(spec)
     for axis in axes:
         # Scales have size 1 along this axis.
-        of_scale[axis] = None
-    return Quantised(spec, P(*of_scale))
+        scale_spec[axis] = None
+    return Quantised(spec, P(*scale_spec))

@@ -187,14 +187,14 @@ class ShardFiles:
     def __init__(self, paths: list):
         self.paths = paths
         # {array name: {key: (indices where the piece starts, file)}}
-        self.of_array = {}
+        self.pieces = {}
         for path in paths:
             f = safe_open(path, "np")
             # Several files may have the same piece; one of them is enough.
             for key in f.keys():  # noqa: SIM118, f is not a dict
                 name, _, starts = key.partition("|")
                 start = [int(number) for number in starts.split(",") if number]
-                self.of_array.setdefault(name, {})[key] = (start, f)
+                self.pieces.setdefault(name, {})[key] = (start, f)
 
     def read(self, name: str, shape: tuple, dtype, index: tuple) -> np.ndarray:
         """Read the array `name` at `index`, a slice per dimension, from all pieces that overlap it.
@@ -205,7 +205,7 @@ class ShardFiles:
         # Count the values that are filled in, to notice if some are missing.
         out = np.empty([part.stop - part.start for part in index], dtype)
         filled = 0
-        for key, (start, f) in self.of_array.get(name, {}).items():
+        for key, (start, f) in self.pieces.get(name, {}).items():
             held = f.get_slice(key)
             end = tuple(map(operator.add, start, held.get_shape()))
             if len(end) != len(shape) or any(map(operator.gt, end, shape)):

@@ -174,7 +174,7 @@ def check_together(cfg) -> None:
         cfg.npq >= 2 or cfg.steps == 0,
         f"npq = {cfg.npq} leaves no other answer to compare with; try --npq 8",
     )
-    pair = r"\s*(question|answer)=[^,]+"
+    pair = r"\s*(question|answer)=\s*[^,\s][^,]*"
     check(
         re.fullmatch(f"({pair}(,{pair})?)?", cfg.columns),
         f"columns = {cfg.columns!r} is not of the form question=...,answer=...",

@@ -380,11 +380,11 @@ def print_answers(out: str, steps: list[int]) -> None:
     answers = [row for row in read_jsonl(f"{out}/evals.jsonl") if row["step"] in steps]
     shown = {}
     for row in answers:
-        of_set = shown.setdefault(row["set"], {})
-        if row["question"] in of_set or len(of_set) < SHOWN:
-            of_set.setdefault(row["question"], {}).setdefault(row["step"], row)
-    for of_set in shown.values():
-        for question, of_step in of_set.items():
+        by_question = shown.setdefault(row["set"], {})
+        if row["question"] in by_question or len(by_question) < SHOWN:
+            by_question.setdefault(row["question"], {}).setdefault(row["step"], row)
+    for by_question in shown.values():
+        for question, of_step in by_question.items():
             say(f"\n  {shortened(question)}")
             for step, row in of_step.items():
                 verdict = "right" if row["solved"] >= 1 else "wrong"

@@ -55,6 +55,8 @@ class Run:
         self.cfg = cfg
         # Seconds of each of the last ten steps.
         self.step_seconds = []
+        # A project on wandb.ai has a run of its own, which `start_wandb` starts.
+        self.wandb = None
         # With --lora, the model that the adapters belong to, as lora.base_of describes it.
         self.base = None
 
@@ -76,13 +78,15 @@ class Run:
         self.data = data
         if not self.step or jax.process_index() != 0:
             return
-        # Other flags are refused. Code and data may change, but not by accident.
+        # Changed flags are refused. A change of the code or of the data may be meant, so only warn.
         before = files.read_json(f"{self.out}/config.json")
         if before.get("code") != code_hash():
-            warn(
-                f"{self.out} resumes with other code: commit {before.get('commit')}, now {commit()}"
-            )
-        # An older version wrote no such numbers.
+            was = before.get("commit")
+            commits = f"commit {was} before, {commit()} now"
+            if was == commit():
+                commits = f"Python files have changed since, at the same commit {was}"
+            warn(f"{self.out} resumes with other code: {commits}")
+        # An older version wrote no `data`.
         questions = before.get("data", data)
         if questions != data:
             warn(
@@ -97,8 +101,8 @@ class Run:
 
     def start_wandb(self) -> None:
         """Start the run on wandb.ai if there is a project. Exits with code 2 if that fails."""
-        project = self.cfg.wandb
-        self.wandb = log.start_wandb(project, self.out, self.flags, resumes=self.step > 0)
+        cfg = self.cfg
+        self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags, resumes=self.step > 0)
 
     def write_config(self) -> None:
         """Write config.json."""

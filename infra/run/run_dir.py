@@ -1,6 +1,6 @@
 """The directory of a run: which run owns it, where that run resumes, and whether the disk has room.
 
-config.json      the run's flags, with commit and versions
+config.json      the run's flags, with commit, versions, and checksums of code and data
 metrics.jsonl    one row for each step, and one for each evaluation
 samples.jsonl    two answers of each GRPO step, with their question and rewards
 evals.jsonl      all answers of evaluations
@@ -411,8 +411,8 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
 def worst_disk(out, need_gib, free_gib):
     """Returns (needed, free) GiB of the disk with the least room, among all processes' disks."""
     has_claim = os.path.exists(f"{out}/claim.json")
-    of_this_host = np.array([need_gib, free_gib, has_claim], np.float32)
-    need_P, free_P, has_claim_P = all_gather_processes(of_this_host).T
+    own = np.array([need_gib, free_gib, has_claim], np.float32)
+    need_P, free_P, has_claim_P = all_gather_processes(own).T
     # Process 0 has written the claim. If all processes see it, they all share one disk.
     if has_claim_P.all():
         need_P = need_P.sum(keepdims=True)

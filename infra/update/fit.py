@@ -164,9 +164,9 @@ def update_gib(
     """Returns (GiB that an update takes on a device, whether it fits). The GiB include the state.
 
     micro_batch: rows per device. compile: replaces `compiled_gib`; called for the gradients, then
-    for an optimizer step; its second result may be a bool. limit: GiB of the smallest device of all
-    processes, so that all try the same micro-batches; None = of this process's devices. Results are
-    cached in the process.
+    for an optimizer step; returns (GiB, whether the program compiles). limit: GiB of the smallest
+    device of all processes, so that all try the same micro-batches; None = of this process's
+    devices. Results are cached in the process.
     """
     compile = compile or compiled_gib
     state = abstract_state(cfg, model_cfg, mesh, programs.optimizer)
@@ -293,8 +293,8 @@ def choose_micro_batch(cfg, model_cfg, mesh, shape: RowShape, programs: UpdatePr
     if cfg.steps + cfg.sft_steps == 0:
         return 0
     limit = chips.least_memory(mesh)
-    of_update = dict(cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs, limit=limit)
-    need = partial(update_gib, shape=shape, **of_update)
+    fixed = dict(cfg=cfg, model_cfg=model_cfg, mesh=mesh, programs=programs, limit=limit)
+    need = partial(update_gib, shape=shape, **fixed)
     asked = cfg.micro_batch
     # A minibatch has no more rows than this, so a larger micro-batch would only add padding.
     most = asked or shape.most

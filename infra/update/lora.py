@@ -91,8 +91,8 @@ def flops_of_a_token(cfg, model_cfg: model.ModelConfig) -> int:
     """
     if not cfg.lora:
         return 0
-    of_adapters = sum(math.prod(shape) for shape in adapter_shapes(model_cfg, cfg.lora).values())
-    return 6 * of_adapters - 2 * model_cfg.n_multiplied
+    in_adapters = sum(math.prod(shape) for shape in adapter_shapes(model_cfg, cfg.lora).values())
+    return 6 * in_adapters - 2 * model_cfg.n_multiplied
 
 
 # ---------------------------------------------------------------- the state's arrays
@@ -290,8 +290,8 @@ def read_tensors(path: str, cfg, model_cfg: model.ModelConfig) -> dict:
         for name, side in zip(model.adapter_names(matrix), "AB", strict=True):
             shape = shapes[name]
             # PEFT's A is [R, inputs], and its B is [outputs, R].
-            of_layer = (-1, cfg.lora) if side == "A" else (cfg.lora, -1)
-            wanted = np.empty(shape[1:]).reshape(of_layer).T.shape
+            layer_shape = (-1, cfg.lora) if side == "A" else (cfg.lora, -1)
+            wanted = np.empty(shape[1:]).reshape(layer_shape).T.shape
             # A missing tensor counts as one of size 0.
             layers = []
             for i in range(model_cfg.L):

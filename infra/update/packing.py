@@ -46,8 +46,8 @@ def row_shape(longest: int, cfg, model_cfg: model.ModelConfig, mesh) -> RowShape
     """
     # In the forward, matmuls take 2 FLOPs per token and parameter. Attention over W tokens
     # takes 4 * W * N * H per token and layer.
-    of_width = 2 * model_cfg.L * model_cfg.N * model_cfg.H
-    widest = min(SHARED_WIDTH, MAX_ATTENTION * model_cfg.n_multiplied / of_width)
+    per_width = 4 * model_cfg.L * model_cfg.N * model_cfg.H
+    widest = min(SHARED_WIDTH, MAX_ATTENTION * 2 * model_cfg.n_multiplied / per_width)
     sequences = sequences_of_device(cfg, mesh)
     k = max(1, min(int(widest / longest), sequences // MIN_ROWS))
     # The loss splits the tokens of a row over tp.
@@ -139,15 +139,15 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, cfg, setup) -> Packi
 
 def count_tokens(lengths, answer_lengths, is_packed, slots, cfg, model_cfg) -> dict:
     """The totals that a step's metrics are computed from, summed over all hosts."""
-    of_host = {
+    own = {
         "valid": answer_lengths.sum(),  # tokens of all answers
         "trained": answer_lengths[is_packed].sum(),  # tokens of the packed answers
         "tokens": lengths[is_packed].sum(),  # tokens of the packed answers and their prompts
         "slots": slots,  # places in the computed rows: tokens and padding
         "flops": flops(cfg, model_cfg, lengths[is_packed].tolist()),
     }
-    of_all = all_gather_processes(list(of_host.values())).sum(0).tolist()
-    return dict(zip(of_host, of_all, strict=True))
+    totals = all_gather_processes(list(own.values())).sum(0).tolist()
+    return dict(zip(own, totals, strict=True))
 
 
 def flops(cfg, model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
@@ -157,11 +157,11 @@ def flops(cfg, model_cfg: model.ModelConfig, lengths: Iterable[int]) -> float:
     query and a key that it attends to takes 12 * N * H FLOPs per layer (arXiv 2204.02311,
     appendix B). The LM head counts for all tokens, although the loss skips most prompt tokens.
     """
-    of_parameters = 6 * model_cfg.n_multiplied + lora.flops_of_a_token(cfg, model_cfg)
-    of_attention = 12 * model_cfg.L * model_cfg.N * model_cfg.H
+    per_token = 6 * model_cfg.n_multiplied + lora.flops_of_a_token(cfg, model_cfg)
+    per_pair = 12 * model_cfg.L * model_cfg.N * model_cfg.H
     total = 0.0
     for n in lengths:
         # Token number k of a sequence attends to k tokens.
         pairs = n * (n + 1) // 2
-        total += of_parameters * n + of_attention * pairs
+        total += per_token * n + per_pair * pairs
     return total
