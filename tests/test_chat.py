@@ -367,12 +367,13 @@ def test_rewards_get_what_the_model_wrote_after_the_template_opened_its_thoughts
     with restored_signals(), claimed_out(cfg.out):
         _, setup, run = train.set_up(cfg, None)
     tokenizer = setup.engine.tokenizer
-    rows = setup.questions[:1] * 8
+    questions = setup.held_out["rows"]
+    rows = questions[:1] * 8
     prompt = tokenizer.bpe.decode(rows[0]["prompt_ids"], skip_special_tokens=False)
     assert prompt.endswith("?<｜Assistant｜><think>\n")
     # Supervised steps imitate a text that goes on where the prompt ends.
     with_supervised = dataclasses.replace(cfg, sft_steps=1)
-    example, *_ = examples_to_imitate(setup.questions, tokenizer, with_supervised)
+    example, *_ = examples_to_imitate(questions, tokenizer, with_supervised)
     assert tokenizer.encode(["Hm.<｜end｜>"])[0] == example["demonstration_ids"]
 
     (answer,) = tokenizer.encode(["Hm.</think>4<｜end｜>"])

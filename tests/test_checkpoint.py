@@ -376,7 +376,7 @@ def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(run, "code_hash", lambda code=code: code)
         monkeypatch.setattr(run, "commit", lambda commit=commit: commit)
         run.Run.warn_of_changes(mock.Mock(out=str(tmp_path), step=step), data)
-        wanted = said and f"train.py: warning: {tmp_path} resumes with other code: {said}"
+        wanted = said and f"train.py: {tmp_path} resumes with other code: {said}"
         assert capsys.readouterr().err == wanted
 
 

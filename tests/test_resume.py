@@ -368,6 +368,8 @@ def evaluated(monkeypatch, questions, faults):
     monkeypatch.setattr(train, "sample_answers", lambda *_: (out, ["2", "2"]))
     rows = [{"question": "1 + 1?", "answer": "2"}] * questions
     reward_pool = mock.Mock(names=["correct", "formatted"], have_worked={"correct"})
+    reward_pool.failed_rows = {"correct": {0}, "formatted": {0}}
+    reward_pool.failed_reports = Counter()
     reward_pool.report = partial(RewardPool.report, reward_pool)
     reward_pool.score_answers.return_value = np.array([[1, 1, 0], [1, 1, 0]]), faults
     setup = SimpleNamespace(
