@@ -225,8 +225,8 @@ def block_sizes(device_kind: str, D: int, impl: str = "pallas", chunk_tokens: in
             backward = h_and_dh + head_and_dW + z_and_dz + temporaries_of_a_step
             # In the forward, h, W and z are bfloat16 and have two buffers each. A step copies its
             # rows of W, and has float32 temporaries.
-            T = min(tile_tokens, C)
-            forward = 4 * (T * D + V * D + V * T) + 256 * (2 * D + 20 * T)
+            tokens = min(tile_tokens, C)
+            forward = 4 * (tokens * D + V * D + V * tokens) + 256 * (2 * D + 20 * tokens)
             if backward < vmem_bytes * 7 // 8 and forward < vmem_bytes * 15 // 16:
                 return Blocks(C, tile_tokens, V, d, vmem_bytes * 15 // 16)
     chips = ", ".join(VMEM_MIB)
@@ -333,16 +333,16 @@ def step_gradient(shifted, max_1C, row_1C, per_token, uses_entropy):
 
 def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
     """Compute dz [V, C] of a tile, then dW += dz h (unless the head is frozen) and dh += dz' W."""
-    row_1C, per_token_4C, h_CD, head_VD, shifted_VC, tile_max = refs[:6]
+    row_1C, per_token_4C, h_Cd, head_Vd, shifted_VC, tile_max = refs[:6]
     *in_and_out_of_dW, dh_out = refs[6:-2]
-    dz_VC, dh_CD = refs[-2:]  # scratch; dh_CD is the float32 sum over tiles of V
+    dz_VC, dh_Cd = refs[-2:]  # scratch; dh_Cd is the float32 sum over tiles of V
     tile = program_id(1)
-    tile_rows = head_VD.shape[0]
+    tile_rows = head_Vd.shape[0]
     per_token = [per_token_4C[k : k + 1] for k in range(4)]
 
     @when(tile == 0)
     def _():
-        dh_CD[...] = jnp.zeros_like(dh_CD)
+        dh_Cd[...] = jnp.zeros_like(dh_Cd)
 
     # If a tile has an even number of steps, a GEMM takes two steps' rows, so that h is read less
     # often.
@@ -368,13 +368,13 @@ def backward_kernel(step_rows, uses_entropy, is_first_chunk, *refs):
         if in_and_out_of_dW:
             dW_in, dW_out = in_and_out_of_dW
             dW_so_far = jnp.where(is_first_chunk[0] == 1, 0.0, dW_in[start:end])
-            dW_out[start:end] = dW_so_far + dot(dz, h_CD[...], 1, 0)
+            dW_out[start:end] = dW_so_far + dot(dz, h_Cd[...], 1, 0)
         dz = next_dz
-    dh_CD[...] += dot(dz_VC[...], head_VD[...], 0, 0)
+    dh_Cd[...] += dot(dz_VC[...], head_Vd[...], 0, 0)
 
     @when(tile == num_programs(1) - 1)
     def _():
-        dh_out[...] = dh_CD[...].astype(dh_out.dtype)
+        dh_out[...] = dh_Cd[...].astype(dh_out.dtype)
 
 
 def backward_grid(blocks, h_CD, tile_max, is_frozen):

@@ -311,11 +311,11 @@ def head(params: dict) -> jax.Array:
     return params.get("head_VD", params["embed_VD"])
 
 
-# ---------------------------------------------------------------- the transformer
 def constrain(x, mesh: Mesh, *axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
 
+# ---------------------------------------------------------------- matrices: int8, or with adapters
 class Quantised(NamedTuple):
     """A matrix as int8 times scale, with one scale for each output channel of its matmul."""
 
@@ -457,6 +457,7 @@ def matmul_joined_backward(equation, scale, arrays, d_y):
 matmul_joined.defvjp(matmul_joined_forward, matmul_joined_backward)
 
 
+# ---------------------------------------------------------------- the transformer
 def rms_norm(x, scale, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(x32 * x32, -1, keepdims=True)
@@ -581,8 +582,9 @@ class ForwardOptions:
     lora_scale: float = 0.0  # scale of adapters, if the layers have any
 
 
-# From here to `forward`, functions run inside a shard_map, on one device's rows and weight shards.
-# infra/update/packing.py also calls `rows_at_once`, to count padding.
+# From here to `forward`, which says what masters are, functions run inside a shard_map, on one
+# device's rows and weight shards. infra/update/packing.py also calls `rows_at_once`, to count
+# padding.
 def fsdp_axis(name):
     """The index of the axis of a layer's weight that fsdp shards, or None."""
     axes = spec(f"layers/{name}")[1:]  # without L
@@ -736,7 +738,8 @@ def forward_on_device(params, at_rest, tokens_BT, positions_BT, segments_BT, cfg
         # Join the adapters here, once for all chunks.
         w |= joined_matrices(w, options.lora_scale)
         # XLA drops this all-gather, because nothing reads its values. Only its backward matters: it
-        # reduce-scatters the gradients, which the chunks have summed in float32.
+        # reduce-scatters the gradients. `masters` is the carry of the scan over chunks, so that the
+        # backward pass sums the chunks' gradients in float32.
         masters = gather_layer(masters)
 
         def next_chunk(masters, rows):
@@ -768,7 +771,8 @@ def forward(params, cfg, mesh, rows, options, at_rest=None):
     segment, up to and including itself. Segment 0 is padding; chunks that hold only padding are
     skipped.
 
-    The layers are passed twice, because --offload params keeps them in host memory:
+    The layers are passed twice. The masters collect the gradients of a layer's chunks in float32,
+    outside the cast to the compute dtype. The values may be in host memory (--offload params):
       at_rest            the layers where they are stored. The forward reads their values, and
                          fetches one layer at a time. It may be None if the layers are stored on the
                          devices: then the forward reads params["layers"].

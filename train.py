@@ -5,7 +5,7 @@
 
 One step: sample `npq` answers to each of `batch` questions per host, score them, turn each group's
 scores into advantages, update the policy. A host is a JAX process. Each host has its own questions,
-and every host runs every jitted call. Process 0 prints, and writes the results.
+and all hosts make the same calls in the same order. Process 0 prints, and writes the results.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ from infra.run.flags import (
     NonNegative,
     Positive,
     Probability,
-    Process,
-    Processes,
+    ProcessCount,
+    ProcessIndex,
     Steps,
     Temperature,
 )
@@ -77,6 +77,7 @@ from model import DEVICE, REMAT
 # Start reading at the bottom: `train` is the algorithm.
 # Array names end in their shapes: B answers of a host, T tokens of an answer, G groups of Q
 # answers, M minibatches, N tokens of a flattened micro-batch; D and V are as in model.py.
+# Before `make_batches`, a row is a dict of the data; after it, `rows` are a micro-batch's arrays.
 
 # ---------------------------------------------------------------- Config: every flag
 SYSTEM = "Think step by step, then give the final number as <answer>number</answer>."
@@ -84,7 +85,8 @@ SYSTEM = "Think step by step, then give the final number as <answer>number</answ
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # The comment beside a flag is its help text. The type of a numeric flag gives its range.
+    # The comment beside a flag is its help text. The type of a numeric flag gives its range:
+    # Fraction is [0, 1), and Probability (0, 1].
     # the model, the data and the run
     model: str = "tiny"  # tiny (built in) | hub id or Hugging Face directory: Qwen2, Qwen3 or Llama
     data: str = "gsm8k"  # arith | gsm8k | hub id[:config][@split] | directory | .jsonl .csv...
@@ -140,8 +142,8 @@ class Config:
     require_processes: Natural = 0  # stop unless this many JAX processes run; 0 = any number
     require_devices: Natural = 0  # stop unless the processes have this many devices in all; 0 = any
     coordinator: str = ""  # host:port of process 0; "" = ask Slurm or the TPU slice, or run alone
-    processes: Processes = 1  # number of JAX processes; only with a coordinator
-    process_id: Process = 0  # number of this process, from 0
+    processes: ProcessCount = 1  # number of JAX processes; only with a coordinator
+    process_id: ProcessIndex = 0  # number of this process, from 0
     start_timeout: Natural = 20  # seconds to wait for other processes; launch.sh may wait longer
     # evaluation, and what the run leaves behind
     eval_every: Natural = 50  # GRPO steps between evaluations; 0 = only before and after GRPO
@@ -173,8 +175,8 @@ TINY = dict(
 
 
 def parse(argv: list[str]) -> Config:
-    """Returns the Config of a command line. Exits with code 2 on mistakes. Looks at no devices, and
-    at no file but --adapter's config."""
+    """Returns the Config of a command line; its `out` is a directory, out/gs/... for gs://...
+    Exits with code 2 on mistakes. Looks at no devices, and at no file but --adapter's config."""
     cfg = flags.parse_flags(argv, Config, TINY, __doc__)
     check(cfg.steps + cfg.sft_steps or eval_sets(cfg), "no steps, no eval_data: nothing to do")
     return cfg
@@ -367,7 +369,7 @@ class Setup:
     model_dir: str  # Hugging Face directory of the model that the run starts from
     model_cfg: model.ModelConfig
     mesh: Mesh
-    weights: hf.ModelFiles  # the model's weights; a resumed run needs them only with --lora
+    model_files: hf.ModelFiles  # the weights' files; a resumed run reads them only with --lora
     adapters: dict | None  # from --adapter; None without the flag, or if the run resumes
     questions: list[dict]  # rows, with `prompt_ids`; none if the run only evaluates
     examples: list[dict]  # questions whose demonstration is short enough for supervised steps
@@ -477,7 +479,8 @@ def are_finite(logprobs: list | None) -> bool:
 
 # ---------------------------------------------------------------- packed rows
 # The fields of each token in a packed row. A token's target is the next token of its sequence, if
-# the next token belongs to an answer; other tokens have no target.
+# the next token belongs to an answer; other tokens have no target. All float32 fields reach
+# `grpo_terms` as `vectors`. `token_fields` leaves out the ones that a step does not need.
 TOKEN_FIELDS = {
     "tokens": np.int32,  # token ids
     "positions": np.int32,  # position in the token's sequence
@@ -535,8 +538,8 @@ def make_rows(packed, prompts, answers, advantages, shape, cfg, sampler_logprobs
 def make_batches(
     prompts, answers, advantages, cfg, setup, sampler_logprobs=None, truncated_B=False
 ):
-    """Pack this host's sequences. Returns (batches, counts over all hosts). batches has one list of
-    micro-batches for each minibatch. A micro-batch is {field: global array
+    """Pack this host's sequences. Returns (batches, the totals of `packing.count_tokens`). batches
+    has one list of micro-batches for each minibatch. A micro-batch is {field: global array
     [dp * fsdp * micro_batch, width]}."""
     is_masked = np.broadcast_to(truncated_B, len(answers)) & (cfg.truncated == "mask")
     # With broken weights, answers never end: mask none of them, so that the update finds the NaN.
@@ -610,17 +613,18 @@ def learning_rate(cfg: Config, step: int) -> float:
     return base * warmed_up * decayed[cfg.decay]
 
 
-def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
+def loss_inputs(trained, weights, rows, cfg, model_cfg, mesh):
     """Run the model on packed rows. Returns (hidden states [N, D], LM head [V, D], targets [N]).
 
-    params: the trained parameters on the devices; gradients are with respect to these. at_rest: all
-    parameters in the memory where --offload keeps them. `model.forward` explains why it needs both.
+    trained: the trained parameters on the devices; gradients are with respect to these. weights:
+    all weights, in the memory where --offload keeps them. `model.forward` explains why it needs
+    both.
     """
     attend = segment_attention(cfg.attention, mesh.devices.flat[0].platform)
     options = model.ForwardOptions(cfg.dtype, attend, cfg.remat, cfg.lora_scale)
-    # With --lora, params are the adapters alone, and the frozen weights are in at_rest.
-    params = at_rest | params
-    hidden = model.forward(params, model_cfg, mesh, rows, options, at_rest["layers"])
+    # With --lora, only the adapters are trained, and the frozen weights are in `weights`.
+    params = weights | trained
+    hidden = model.forward(params, model_cfg, mesh, rows, options, weights["layers"])
     # The loss treats tokens independently, so flatten the rows.
     hidden_ND = hidden.reshape(-1, model_cfg.D)
     targets_N = rows["targets"].reshape(-1)
@@ -628,11 +632,11 @@ def loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh):
 
 
 @partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
-def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
-    """Logprobs of a micro-batch's targets under `params`, [rows, width]."""
+def target_logprobs(weights, rows, *, cfg, model_cfg, mesh):
+    """Logprobs of a micro-batch's targets under `weights`, [rows, width]."""
     say(f"tracing target_logprobs: {rows['tokens'].shape}")
-    on_device = jax.device_put(params, DEVICE)
-    inputs = loss_inputs(on_device, params, rows, cfg, model_cfg, mesh)
+    on_device = jax.device_put(weights, DEVICE)
+    inputs = loss_inputs(on_device, weights, rows, cfg, model_cfg, mesh)
     weight_N = rows["weight"].reshape(-1)
     logprob_N, _ = kernel.score(
         *inputs, weight_N, mesh, temperature=cfg.temperature, impl=cfg.loss_impl
@@ -640,14 +644,13 @@ def target_logprobs(params, rows, *, cfg, model_cfg, mesh):
     return model.constrain(logprob_N.reshape(rows["tokens"].shape), mesh, model.ROWS)
 
 
-def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
+def loss_and_metrics(trained, weights, rows, cfg, model_cfg, mesh):
     """Returns (loss, metrics) of one micro-batch. metrics: the loss again; each stat of
     kernel.grpo_loss, summed over tokens; and for some stats also the maximum over tokens.
 
     `update_metrics` divides the sums by the number of trained tokens of a step.
     """
-    inputs = loss_inputs(params, at_rest, rows, cfg, model_cfg, mesh)
-    # The float32 fields of the rows are the `vectors` of kernel.grpo_loss.
+    inputs = loss_inputs(trained, weights, rows, cfg, model_cfg, mesh)
     vectors = {name: a.reshape(-1) for name, a in rows.items() if a.dtype == jnp.float32}
     # Supervised steps imitate demonstrations, which were not sampled at a temperature. An entropy
     # bonus would work against the imitation.
@@ -674,15 +677,15 @@ def loss_and_metrics(params, at_rest, rows, cfg, model_cfg, mesh):
 
 
 @partial(jax.jit, static_argnames=("cfg", "model_cfg", "mesh"))
-def gradients(params, rows, *, cfg, model_cfg, mesh):
-    """Returns (gradients of one micro-batch, in float32 on the devices; its metrics). params: all
+def gradients(weights, rows, *, cfg, model_cfg, mesh):
+    """Returns (gradients of one micro-batch, in float32 on the devices; its metrics). weights: all
     weights of the policy; with --lora, the gradients are of the adapters alone."""
     say(f"tracing gradients: {rows['tokens'].shape}, {', '.join(sorted(rows))}")
     # With --offload params, XLA drops this copy of the layers, because nothing reads it: the
-    # forward fetches each layer from `at_rest`, which is `params`.
-    on_device = jax.device_put(trained_part(params, cfg), DEVICE)
+    # forward fetches each layer from `weights`.
+    on_device = jax.device_put(trained_part(weights, cfg), DEVICE)
     gradient = jax.grad(loss_and_metrics, has_aux=True)
-    grads, metrics = gradient(on_device, params, rows, cfg, model_cfg, mesh)
+    grads, metrics = gradient(on_device, weights, rows, cfg, model_cfg, mesh)
     shardings = model.shardings(model.flatten(grads), mesh)
     return jax.lax.with_sharding_constraint(grads, shardings), metrics
 
@@ -722,7 +725,7 @@ def optimizer_step(param, state, grad, factor, lr, *, name, cfg):
     return step_in_place(step, param, state, grad, name, cfg.offload)
 
 
-def update(state, batch, lr, *, cfg, model_cfg, mesh):
+def update(state, minibatch, lr, *, cfg, model_cfg, mesh):
     """Take an optimizer step on one minibatch.
 
     Returns (state, metrics of each micro-batch, gradient norm). If the gradients' norm or a loss is
@@ -730,7 +733,7 @@ def update(state, batch, lr, *, cfg, model_cfg, mesh):
     """
     total = None
     parts = []
-    for rows in batch:
+    for rows in minibatch:
         grads, metrics = gradients(weights_of(state), rows, cfg=cfg, model_cfg=model_cfg, mesh=mesh)
         # Start from the first gradients, not from zeros, which would take as much memory again.
         total = grads if total is None else sum_of_trees(total, grads)
@@ -766,8 +769,8 @@ def update_policy(state, batches, step, cfg, setup):
     parts = []
     norms = []
     lr = learning_rate(cfg, step)
-    for batch in batches * cfg.ppo_epochs:
-        state, parts_of_update, norm = update(state, batch, lr, **static)
+    for minibatch in batches * cfg.ppo_epochs:
+        state, parts_of_update, norm = update(state, minibatch, lr, **static)
         parts += parts_of_update
         norms.append(norm)
     parts, norms = jax.device_get((parts, norms))
@@ -851,8 +854,9 @@ def evaluate(params, step, cfg, setup, run) -> None:
         solved_name = rewards.name_of(SOLVED)
         solved_faults = {name: which for name, which in faults.items() if name == solved_name}
         setup.reward_pool.report(solved_faults)
-        found = scores[:, 0], known_rewards(scores, faults)
-        answered += answers_of_all_hosts(asked[start:], samples, out, *found, setup.engine.texts)
+        scored = scores[:, 0], known_rewards(scores, faults)
+        of_round = asked[start : start + per_round]
+        answered += answers_of_all_hosts(of_round, samples, out, *scored, setup.engine.texts)
     setup.engine.unload()
     metrics = {"step": step}
     # A single set needs no name.
@@ -945,7 +949,7 @@ def step_metrics(step, counts, t_start, t_update, t_end, cfg, run) -> dict:
         "lr": learning_rate(cfg, step),
         "time/step_s": seconds,
         "time/update_s": update_seconds,
-        "time/train/step_avg_last10_s": run.mean_step_seconds(seconds),
+        "time/train/step_avg_last10_s": run.note_step_seconds(seconds),
         "throughput/train/valid_tokens_per_s": counts["valid"] / seconds,
     }
     return metrics | run.device_metrics(counts["flops"] * cfg.ppo_epochs, update_seconds)
@@ -975,7 +979,7 @@ def load_data(cfg: Config, tokenizer: Tokenizer, run: Run) -> tuple[list[dict], 
         examples = examples_to_imitate(questions, tokenizer, cfg)
     check_same_data(questions, examples, held_out)
     check_data(cfg, questions, examples)
-    run.warn_of_changes({"questions": len(questions), "crc32": checksum(questions)})
+    run.note_data({"questions": len(questions), "crc32": checksum(questions)})
     return questions, examples, held_out
 
 
@@ -1005,13 +1009,13 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     asked = itertools.chain(questions, *held_out.values())
     longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
-    weights = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
+    model_files = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
     # Check after the download of the weights, which may be on the same disk.
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     # A resumed run takes its adapters from its checkpoint.
     adapters = None if run.step else lora.read(cfg, model_cfg)
     if cfg.lora:
-        run.check_base(lora.base_of(cfg, weights))
+        run.note_base(lora.base_of(cfg, model_files))
         if adapters:
             lora.check_base(cfg, run.base)
     # A mistake ends the run here, before it compiles. A run that does not fit leaves an empty page.
@@ -1021,7 +1025,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         model_dir,
         model_cfg,
         mesh,
-        weights,
+        model_files,
         adapters,
         questions,
         examples,
@@ -1039,13 +1043,13 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
 
 # ---------------------------------------------------------------- main: the loop
 def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
-    """The training state that the run starts or resumes from."""
-    shapes = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
-    state = run.load(without_base(shapes))
+    """The training state to start or resume from: the parts that infra/update/state.py lists."""
+    wanted = abstract_state(cfg, setup.model_cfg, setup.mesh, optimizer)
+    state = run.load(without_base(wanted))
     if state is None:
-        state = initial_state(setup.weights, shapes, cfg, setup.mesh, optimizer, setup.adapters)
+        state = initial_state(setup.model_files, wanted, cfg, setup.mesh, optimizer, setup.adapters)
     if cfg.lora:
-        state["base"] = lora.load_base(setup.weights, cfg, setup.mesh)
+        state["base"] = lora.load_base(setup.model_files, cfg, setup.mesh)
     run.begin(state)
     # Without supervised steps, evaluate before the first step. After a resume, repeat an evaluation
     # that was cut short.
@@ -1057,8 +1061,8 @@ def first_state(cfg: Config, setup: Setup, run: Run) -> dict:
 def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
     """Take the supervised steps before GRPO. Returns the state after them.
 
-    With advantage 1 and ratio 1, the gradient of the GRPO loss is the gradient of the
-    demonstrations' negative log-likelihood.
+    Supervised rows have no `old_logprobs` (see `token_fields`), so the ratio is 1. With advantage
+    1, the gradient of the GRPO loss is that of the demonstrations' negative log-likelihood.
     """
     sequences = cfg.batch * cfg.npq
     for step in range(run.step + 1, cfg.sft_steps + 1):
@@ -1087,7 +1091,7 @@ def end_step(step, state, norms, metrics, cfg, setup, run) -> None:
     run.skipped = count_skipped(step, norms, run.skipped)
     run.end_step(step, state, metrics)
     end_if_diverged(run)
-    run.stop_point()
+    run.stop_point()  # a run that stops here saves this step
     if is_evaluated_after(step, cfg, setup):
         evaluate(weights_of(state), step, cfg, setup, run)
     if step == run.total_steps or (cfg.save_every and step % cfg.save_every == 0):

@@ -375,7 +375,7 @@ def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
     ):
         monkeypatch.setattr(run, "code_hash", lambda code=code: code)
         monkeypatch.setattr(run, "commit", lambda commit=commit: commit)
-        run.Run.warn_of_changes(mock.Mock(out=str(tmp_path), step=step), data)
+        run.Run.note_data(mock.Mock(out=str(tmp_path), step=step), data)
         wanted = said and f"train.py: {tmp_path} resumes with other code: {said}"
         assert capsys.readouterr().err == wanted
 
@@ -388,7 +388,7 @@ def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys)
         (2, before | {"crc32": 8}, True),
         (0, before | {"questions": 4}, False),
     ):
-        run.Run.warn_of_changes(mock.Mock(out=str(tmp_path), step=step), data)
+        run.Run.note_data(mock.Mock(out=str(tmp_path), step=step), data)
         said = capsys.readouterr().err
         assert ("its training prompts or answers have changed" in said) == warns, said
 

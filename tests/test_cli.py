@@ -99,7 +99,7 @@ MISTAKES = {  # {flags: what the message must say}
     "--max_prompt 20": "the shortest has 26; raise --max_prompt",
     "--max_prompt 9": "the chat template alone take 13 tokens of max_prompt = 9; raise",
     "--batch 1000000": "asks 1000000 questions a step; arith has 99; try --batch 99",
-    "--batch 96 --npq 9999999": "sequences, in rows of",
+    "--batch 96 --npq 9999999": "sequences of up to",
     "--max_answer 1 --eval_data none": "max_answer = 1",
     "--max_answer 1000": "exceed the model's 1024 positions",
     # what this machine does not have

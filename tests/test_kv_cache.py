@@ -237,10 +237,10 @@ def test_rows_that_stay_keep_their_cache(devices):
     assert set(row_ids[is_live]) == set(new.row_ids[new.is_live])
     kept = new.row_ids.ravel()
     prompts = kept[::2] // 2
-    for a in new.state.answers[0]:
+    for a in new.state.answer_caches[0]:
         first = a[0, :, 0, 0, 0]
         assert_array_equal(first, kept)
-    for a in new.state.prompts[0]:
+    for a in new.state.prompt_caches[0]:
         first = a[0, :, 0, 0, 0]
         assert_array_equal(first, prompts)
     first = new.state.hidden_BD[:, 0]

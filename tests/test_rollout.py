@@ -311,7 +311,7 @@ def test_decode_works_in_place_and_ends(monkeypatch):
     assert all(a.is_deleted() for a in taken), "a copy is made"
     assert (out["lengths_B"] == 1).all()
     assert not out["truncated_B"].any()
-    keys_LBKSH = np.asarray(left[-1].answers[0].keys)
+    keys_LBKSH = np.asarray(left[-1].answer_caches[0].keys)
     is_written = abs(keys_LBKSH).max((0, 1, 2, 4)) > 0
     assert_array_equal(is_written, np.arange(16) < 1)
 
@@ -415,9 +415,9 @@ def test_rows_that_stay_keep_their_caches(group, live, prompts):
     assert smaller.row_ids.tolist() == [live]
     assert smaller.is_live.all()
     assert smaller.group == len(live) // len(prompts)
-    for a in jax.tree.leaves(smaller.state.prompts):
+    for a in jax.tree.leaves(smaller.state.prompt_caches):
         assert_array_equal(a[0, :, 0, 0, 0], prompts)
-    for a in jax.tree.leaves(smaller.state.answers):
+    for a in jax.tree.leaves(smaller.state.answer_caches):
         assert_array_equal(a[0, :, 0, 0, 0], live)
     assert_array_equal(smaller.state.hidden_BD[:, 0], live)
 

@@ -23,7 +23,7 @@ from scipy import special, stats
 import kernel
 import model
 from infra.rollout import engine
-from infra.rollout.sampling import Sampling, sample_token, truncate
+from infra.rollout.sampling import Sampling, keep_most_likely, sample_token
 from test_kernel import mesh
 
 
@@ -219,7 +219,7 @@ def test_draw_never_takes_what_has_no_probability(V, kept, record_property):
 def test_no_draw_is_0(monkeypatch):
     """The CDF is above 0 at the first token, whatever its probability."""
     monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(0))
-    assert 0 < engine.draw(jax.random.key(0), 5, 3) < 2.0**-23
+    assert 0 < engine.uniform(jax.random.key(0), 5, 3) < 2.0**-23
 
 
 def test_largest_uniform_draws_what_has_probability(record_property):
@@ -285,7 +285,7 @@ def test_truncation_keeps_equals_of_the_last_token(tp):
     ]
     for options, kept in cases:
         truncated_z = jax.shard_map(
-            partial(truncate, sampling=Sampling(**options), axes=("tp",)),
+            partial(keep_most_likely, sampling=Sampling(**options), axes=("tp",)),
             mesh=mesh(tp=tp),
             check_vma=False,
             in_specs=P(None, "tp"),

@@ -416,7 +416,8 @@ def may_precede(before: list[re.Match], number: re.Match, is_marked: bool) -> bo
         return False
     if before and before[-1][0] in EQUALS:
         left = list(formula_at_end(before[:-1]))
-        # Punctuation before a formula belongs to the sentence, as in "Therefore, x = 5".
+        # `left` is reversed, so its last token begins the formula. Punctuation there belongs to the
+        # sentence, as in "Therefore, x = 5".
         while left and left[-1][0] in ",:(":
             left.pop()
         return is_left_side(left) and not follows_equation(before, left, is_marked)
@@ -494,9 +495,9 @@ def formula_at_end(tokens: list[re.Match]) -> Iterator[re.Match]:
 
 
 def is_left_side(tokens: list[re.Match]) -> bool:
-    """Whether an equation with this left side states a number, as x = 5 and 2 + 3 = 5 do."""
+    """Whether an equation with this left side states a number, as x = 5 and 2 + 3 = 5 do. tokens:
+    in reverse order."""
     letters = [token for token in tokens if token["word"]]
-    # The tokens are in reverse order.
     is_name = NAME.fullmatch(" ".join(token[0] for token in reversed(tokens)))
     if is_name and tokens[-1][0].lstrip("\\").lower() not in MATHS:
         return True

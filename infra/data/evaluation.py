@@ -47,7 +47,7 @@ def questions_at_once(sequences: int, samples: int, devices: int) -> int:
 def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, decode) -> list[dict]:
     """The answers of one round of an evaluation as rows of evals.jsonl, in the order of `asked`.
 
-    asked: (name of the set, row of the data) of each question of this round and of later rounds.
+    asked: (name of the set, row of the data) of each question of this round.
     samples: answers per question. out, solved_B, reward_B: the answers of this host, from
     Engine.generate, and their scores. decode: Engine.texts.
     """
@@ -60,8 +60,7 @@ def answers_of_all_hosts(asked, samples: int, out: dict, solved_B, reward_B, dec
     # The answers to a question are consecutive.
     rows = [pair for pair in asked for _ in range(samples)]
     answers = []
-    # `rows` also has the questions of later rounds, which zip ignores. In the last round, there may
-    # be more answers than `rows`: zip drops the surplus answers.
+    # In the last round, there may be more answers than `rows`: zip drops the surplus answers.
     for (name, row), text, values in zip(rows, texts, columns.tolist(), strict=False):
         solved, reward, truncated, tokens = values
         answers.append(

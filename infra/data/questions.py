@@ -1,7 +1,8 @@
 """Data sets as rows of questions, with their prompts as token ids.
 
 A row is a dict of all columns of the data. Its `question`, `answer` and optional `demonstration`
-are strings. Reward functions get the other columns as they are in the data.
+are strings. Reward functions get the other columns as they are in the data. Equal rows are one
+object (see `share_repeats`), so functions key their results by id(row), and do the work once.
 """
 
 import decimal
@@ -63,7 +64,7 @@ def load_rows(
     named: --columns, for data whose columns have unusual names. is_other_set: whether this is not
     --data, so that `named` counts only where it fits. refused: a regular expression that no text
     may match. Exits with code 2 if the data cannot be loaded, or if a row of a file is malformed.
-    Malformed rows of a directory or of the hub are skipped. Equal rows are one object.
+    Malformed rows of a directory or of the hub are skipped.
     """
     if name == "arith":
         return arith(held_out)
@@ -109,8 +110,7 @@ def load_rows(
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """Yields (line number, row) of a file with one JSON object per line; skips blank lines. Equal
-    lines are one object."""
+    """Yields (line number, row) of a file with one JSON object per line; skips blank lines."""
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
         # This encoding is UTF-8 that may begin with a byte order mark.
@@ -161,6 +161,7 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
     # A directory's name may contain `@` or `:`.
     if os.path.isdir(name):
         path, config, split = name, "", ""
+    default = "test" if held_out else "train"
     check(kind or path, f"{name} names no data set; try owner/name:config@split")
 
     def read():
@@ -198,7 +199,6 @@ def read_with_datasets(name: str, held_out: bool, named: str) -> list[dict]:
         if rows and kind == "csv":
             check_fields(name, rows[0])
         return rows
-    default = "test" if held_out else "train"
     # A directory takes precedence over a data set of the same name on the hub, as in `datasets`.
     # The directory may exist on some hosts and not on others.
     with together(name):

@@ -143,7 +143,7 @@ class RewardPool:
         return dict(zip(names, scores.T, strict=True))
 
     def report(self, faults: dict[str, dict[int, str]]) -> int:
-        """Print which functions failed, and why. Returns the number of failures.
+        """Print which functions failed, and why. Returns this process's number of failures.
 
         faults: from `score_answers`. Exits with code 2 in all processes if a function is broken:
         the run would train on nothing. Every process must call this.

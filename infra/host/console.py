@@ -65,8 +65,8 @@ def check(condition, message: str) -> None:
 
 @contextlib.contextmanager
 def exit_on(errors, message: str):
-    """If one of these errors is raised in the context, exit like `check`, with the message and the
-    error's first line."""
+    """If one of these errors is raised in the context, or in the function that this decorates, exit
+    like `check`, with the message and the error's first line."""
     try:
         yield
     except BaseException as e:

@@ -1,7 +1,8 @@
 """The processes of a run: find them, compare their flags, gather values, stop together, exit.
 
 A run has one JAX process per machine (a TPU worker or a Slurm node), or one per Slurm task. All
-processes run the same program with the same flags, and every process runs every jitted call.
+processes run the same program with the same flags, and make the same calls in the same order:
+functions without jitted calls may gather values, too.
 """
 
 import collections

@@ -114,7 +114,7 @@ class Engine:
     ) -> dict:
         """Sample an answer to each prompt, until a stop token or for max_answer tokens.
 
-        prompts: this process's lists of token ids, the same number on each process. Every `group`
+        prompts: this process's token ids. Every process must pass equally many lists. Every `group`
         consecutive prompts are equal. Raises ValueError if the prompts do not divide into the
         layout's parts. key: a row's tokens depend on the key and on the row's index among the rows
         of all processes. The first index is `first_id`. The layout affects the tokens only through
@@ -126,14 +126,14 @@ class Engine:
         top_k and top_p.
         """
         prompts_BT, prompt_length_B = pad_prompts(prompts)
-        B = len(prompts_BT)
+        B = len(prompts_BT)  # rows of all processes
         answers = empty_answers(B, self.max_answer)
         stage = STAGE_ON_CPU if self.layout.is_on_cpu else STAGE
         steps = min(stage, self.max_answer)
         shared = dict(model_cfg=self.model_cfg, layout=self.layout)
         run = partial(jitted_decode(self.layout.platform), steps=steps, sampling=sampling, **shared)
         at_once = self.rows_by_group.get(group, B)
-        waves, group = plan_waves(B, layouts.row_shards(self.layout), group, at_once)
+        waves, piece = plan_waves(B, layouts.row_shards(self.layout), group, at_once)
         # Dropping rows pays off sooner if the weights, which every step reads, are quantised.
         quantised = isinstance(model.head(self.weights), model.Quantised)
         for row_ids in waves:
@@ -141,7 +141,7 @@ class Engine:
             wave = state = None
             slots = slots_for(steps, self.max_answer)
             wave = prefill_wave(
-                self.weights, prompts_BT, prompt_length_B, row_ids, group, slots, **shared
+                self.weights, prompts_BT, prompt_length_B, row_ids, piece, slots, **shared
             )
             progress(*totals(answers))
 
@@ -373,9 +373,16 @@ def prefill(
     # Padding comes last, so all prompts begin at position 0.
     positions = jnp.broadcast_to(jnp.arange(width), prompts_PT.shape)
     attend = partial(kv_cache.prefill_attention, first=first, layout=layout)
-    attends = [attend] * len(state.prompts)
-    hidden_PD, prompts = model.cached_forward(
-        weights, model_cfg, layout, prompts_PT, positions, length_P - 1, attends, state.prompts
+    attends = [attend] * len(state.prompt_caches)
+    hidden_PD, prompt_caches = model.cached_forward(
+        weights,
+        model_cfg,
+        layout,
+        prompts_PT,
+        positions,
+        length_P - 1,
+        attends,
+        state.prompt_caches,
     )
 
     # This needs a shard_map, because `first` counts prompts within each device.
@@ -388,7 +395,7 @@ def prefill(
     put = jax.shard_map(put_on_device, mesh=layout.mesh, **specs)
     hidden_BD = put(state.hidden_BD, hidden_PD, first)
     hidden_BD = model.constrain(hidden_BD, layout.mesh, layout.rows)
-    return DecodeState(prompts, state.answers, hidden_BD)
+    return DecodeState(prompt_caches, state.answer_caches, hidden_BD)
 
 
 # ---------------------------------------------------------------- decode
@@ -418,13 +425,14 @@ def decode(
 ) -> tuple[DecodeState, dict]:
     """Decode answer tokens t .. until - 1. Stops early once no row is live.
 
-    steps: columns of the results, at least `until - t`.
+    steps: columns of the results, at least `until - t`. It is static, while t and until are traced:
+    one program serves all stages, and a shorter last one.
 
     Returns (state, {tokens_BT int32 [B, steps], logprobs_BT float32 [B, steps], lengths_B: number
     of tokens decoded, live_B: as in `Rows`, after these tokens}).
     """
     B = len(rows.id_B)
-    slots = state.answers[0].keys.shape[3]
+    slots = state.answer_caches[0].keys.shape[3]
     stop_ids = jnp.array(model_cfg.stop_ids, jnp.int32)
     say(f"tracing decode: {B} rows, {slots} slots, temperature {sampling.temperature}")
 
@@ -459,7 +467,7 @@ def decode(
     return state, {name: model.constrain(a, layout.mesh) for name, a in out.items()}
 
 
-def draw(key, t, row_id) -> jax.Array:
+def uniform(key, t, row_id) -> jax.Array:
     """Returns a uniform number in (0, 1) for token t of a row. The number depends only on the key,
     t and the row, not on layout, wave or stage."""
     key_of_row = jax.random.fold_in(jax.random.fold_in(key, t), row_id)
@@ -480,7 +488,7 @@ def sample_next(weights, state: DecodeState, rows: Rows, key, t, layout, samplin
         in_specs=(P(layout.rows, layout.split), P(layout.rows)),
         out_specs=P(layout.rows),
     )
-    return sample(z_BV, jax.vmap(partial(draw, key, t))(rows.id_B))
+    return sample(z_BV, jax.vmap(partial(uniform, key, t))(rows.id_B))
 
 
 def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) -> DecodeState:
@@ -494,14 +502,14 @@ def run_token(weights, state: DecodeState, rows, token_B, t, model_cfg, layout) 
     # The prompts' caches are only read, so bind them to attention: layers need not return them.
     attends = [
         partial(kv_cache.decode_attention, prompts=prompts, slot=t, layout=layout, **lengths)
-        for prompts in state.prompts
+        for prompts in state.prompt_caches
     ]
     # The prompt comes before the answer.
     position_B = rows.prompt_length_B + t
     # Each row has one new token, so the index of its last token is 0.
     last_B = jnp.zeros_like(token_B)
     new_tokens = token_B[:, None], position_B[:, None], last_B
-    hidden_BD, answers = model.cached_forward(
-        weights, model_cfg, layout, *new_tokens, attends, state.answers
+    hidden_BD, answer_caches = model.cached_forward(
+        weights, model_cfg, layout, *new_tokens, attends, state.answer_caches
     )
-    return DecodeState(state.prompts, answers, hidden_BD)
+    return DecodeState(state.prompt_caches, answer_caches, hidden_BD)

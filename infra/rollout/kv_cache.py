@@ -111,7 +111,8 @@ def decode_attention(
 
 
 def over_devices(run, layout, cache, *others):
-    """Wrap `run` in a shard_map, where each device has its own rows and heads.
+    """Wrap `run` in a shard_map, where each device has its own rows and heads. cache, others: the
+    arguments that follow `layer`; only their dimensions are read here.
 
     Outside a shard_map, jax 0.10 all-gathers an array whose layout in memory is constrained, as in
     `write_plain`, and cannot partition Pallas kernels.

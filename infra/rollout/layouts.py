@@ -378,7 +378,8 @@ def compiled_moves(
         # Move one layer at a time: moving all of them at once would take twice their memory.
         return jax.lax.map(move_layer, jax.tree.map(take, layers))
 
-    # XLA may drop sharding constraints, but not the shardings of a program's outputs.
+    # XLA may drop sharding constraints, but not the shardings of a program's outputs. Here, an
+    # Adapted holds the formats of its arrays.
     formats = model.nest(rollout_formats(specs, layout))
     layer_formats = model.adapted(formats.pop("layers"), lora_scale, is_joined)
     return (
@@ -403,7 +404,7 @@ def bytes_read(cfg: ModelConfig, layout: Layout, dtype, quantised: bool = False)
     return weight_bytes, slot_bytes
 
 
-def bytes_of_row(cfg: ModelConfig, layout: Layout, weight_bytes: int) -> int:
+def row_seconds_as_bytes(cfg: ModelConfig, layout: Layout, weight_bytes: int) -> int:
     """The time that each row of the cache adds to a decode step, apart from reading the cache, as
     the bytes that a device could read in this time. 0 on GPUs, where the time is not known.
 
@@ -438,7 +439,7 @@ def num_shards(spec: P, mesh: Mesh) -> int:
 
 
 def bytes_of_step(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize) -> tuple[int, int]:
-    """Bytes that a device must read in the last decode step: (weights, KV cache)."""
+    """Bytes that a device must read in a decode step with full caches: (weights, KV cache)."""
     weight_bytes, slot_bytes = bytes_read(cfg, layout, dtype, size.quantised)
     answers, group = size.of_device(layout)
     slots = answers // group * size.prompt_slots + answers * size.answer_slots
@@ -480,8 +481,9 @@ def rows_that_fit(
 class DecodeState(NamedTuple):
     """What decode carries from token to token, on all devices."""
 
-    prompts: tuple[Cache, ...]  # one per stack of layers; prompts in the order of their answers
-    answers: tuple[Cache, ...]  # one per stack of layers
+    # One cache per stack of layers. Prompts are in the order of their answers.
+    prompt_caches: tuple[Cache, ...]
+    answer_caches: tuple[Cache, ...]
     hidden_BD: jax.Array  # hidden state of each answer's last token, after the final norm
 
 

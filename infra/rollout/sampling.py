@@ -25,7 +25,7 @@ class Sampling:
     top_p: float = 1.0  # draw only from the most likely tokens with this total probability
 
 
-def truncate(z_BV, sampling: Sampling, axes: tuple) -> jax.Array:
+def keep_most_likely(z_BV, sampling: Sampling, axes: tuple) -> jax.Array:
     """Set the logits of tokens outside the top k, and then outside the top p, to -inf.
 
     Tokens that are as likely as the last kept token are kept, too.
@@ -96,7 +96,7 @@ def sample_token(z_BV, u_B, sampling: Sampling, axes: tuple) -> tuple:
     """
     # The temperature divides the logits, as it does in training.
     temperature = sampling.temperature or 1
-    z_BV = truncate(z_BV / temperature, sampling, axes)
+    z_BV = keep_most_likely(z_BV / temperature, sampling, axes)
     top_B = jax.lax.pmax(z_BV.max(-1), axes)
     # A token's mass is exp(logit - largest logit). Sum it over each column on each of the Z shards,
     # and then over the whole vocabulary.

@@ -101,7 +101,7 @@ def fewer_rows(
     kept and counted several times.
 
     is_live_RPG: P prompts of G answers in each of R parts of the rows. prompt_bytes, answer_bytes:
-    KV cache of one prompt, and of one answer. row_bytes: see `layouts.bytes_of_row`.
+    KV cache of one prompt, and of one answer. row_bytes: see `layouts.row_seconds_as_bytes`.
     """
     _, prompts, group = is_live_RPG.shape
     live_RP = is_live_RPG.sum(2)
@@ -133,7 +133,7 @@ def bytes_of_stage(
     """Returns (prompt_bytes, answer_bytes, row_bytes, weight_bytes) for `fewer_rows`. width, slots:
     slots of a prompt and of an answer."""
     weight_bytes, slot_bytes = layouts.bytes_read(cfg, layout, dtype, quantised)
-    row_bytes = layouts.bytes_of_row(cfg, layout, weight_bytes)
+    row_bytes = layouts.row_seconds_as_bytes(cfg, layout, weight_bytes)
     return width * slot_bytes, slots * slot_bytes, row_bytes, weight_bytes
 
 
@@ -171,6 +171,7 @@ def resize_wave(wave: Wave, slots: int, cfg: ModelConfig, layout: Layout, quanti
     if (prompts_kept, group, slots) == (n_prompts, wave.group, wave.slots):
         return wave
     kept_RPG = kept_rows(is_live_RPG, prompts_kept, group)
+    # Rows are numbered prompt by prompt, so the first row of a block gives its prompt.
     kept_RP = kept_RPG[:, :, 0] // wave.group
     kept_RB = kept_RPG.reshape(len(kept_RPG), -1)
 

@@ -272,8 +272,8 @@ class Saver:
         run = int(all_gather_processes(int(time.time()))[0])
         self.about = {"run": str(run), "commit": commit()} | (about or {})
         self.processes_here = processes_of_this_machine()
-        self.newest = newest  # like `complete`; at an exit, the newest step that this process wrote
-        self.complete = newest  # the newest that all processes have written
+        self.complete = newest  # the newest step that all processes have written
+        self.newest = newest  # the same, but at an exit the newest step of this process's part
         self.pending = None  # (step, future) of the checkpoint that is being written
         self.remembered = None  # (step, state, skipped) to save if the run ends now
         self.thread = ThreadPoolExecutor(1)

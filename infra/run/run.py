@@ -60,7 +60,7 @@ class Run:
         # With --lora, the model that the adapters belong to, as lora.base_of describes it.
         self.base = None
 
-    def check_base(self, base: dict) -> None:
+    def note_base(self, base: dict) -> None:
         """Exit with code 2 if the run resumes from adapters of another base. Checkpoints name the
         base, and do not contain it."""
         self.base = base
@@ -70,8 +70,9 @@ class Run:
         fault = lora.difference(json.loads(header.get("base", "{}")), base)
         check(not fault, f"{self.out} cannot resume: {fault}, or choose another --out")
 
-    def warn_of_changes(self, data: dict) -> None:
-        """Warn if the code or the training questions have changed since the run's last start.
+    def note_data(self, data: dict) -> None:
+        """Keep `data` for config.json, and warn if the code or the training questions have changed
+        since the run's last start.
 
         data: number and checksum of the training questions.
         """
@@ -145,7 +146,7 @@ class Run:
         self.saver.remember(self.step, without_base(state), self.skipped)
 
     def save(self) -> None:
-        """Begin to write a checkpoint of the last complete step."""
+        """Begin to write a checkpoint of the last complete step, whose state `end_step` noted."""
         self.saver.begin()
 
     # ------------------------------------------------------------ a step
@@ -159,7 +160,10 @@ class Run:
 
     def show(self, phase: str, step: int, done: int = 0, total: int = 0, samples: int = 1) -> None:
         """Show the phase of a step as the terminal's status, after `done` of `total` questions with
-        `samples` answers each."""
+        `samples` answers each. `saved_if_cut_short` compares the phase, too.
+
+        phase: rollout, update or evaluating.
+        """
         self.terminal.begin(phase, step, done, total, samples)
 
     def between_stages(self, answers: int, tokens: int) -> None:
@@ -196,7 +200,7 @@ class Run:
         """Append the answers of an evaluation to evals.jsonl."""
         self.evals.append(*[{"step": step} | answer for answer in answers])
 
-    def mean_step_seconds(self, seconds: float) -> float:
+    def note_step_seconds(self, seconds: float) -> float:
         """Note how long a step took. Returns the mean of the last ten steps."""
         self.step_seconds = (self.step_seconds + [seconds])[-10:]
         return sum(self.step_seconds) / len(self.step_seconds)

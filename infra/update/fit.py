@@ -61,17 +61,17 @@ def fit(cfg, model_cfg, mesh, tokenizer, longest_prompt: int, programs) -> tuple
     return shape.width, micro_batch, engine
 
 
-def check_host_memory(cfg, width: int) -> None:
+def check_host_memory(cfg, longest: int) -> None:
     """Exit with code 2 if the rows of a step would take more than a quarter of this process's share
     of the host's memory. Every process must call this."""
     sequences = cfg.batch * cfg.npq
-    gib = sequences * width * HOST_BYTES_OF_A_TOKEN / GIB
+    gib = sequences * longest * HOST_BYTES_OF_A_TOKEN / GIB
     most = total_memory() / GIB / 4 / processes_of_this_machine()
     batch = int(cfg.batch * most / gib)
     fix = f"--batch {batch}" if batch else "a smaller --npq or --max_answer"
     check(
         gib <= most,
-        f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences, in rows of {width} tokens, "
+        f"batch*npq = {cfg.batch}*{cfg.npq} = {sequences} sequences of up to {longest} tokens "
         f"take {gib:.1f} GiB of this host's memory; a process may take a quarter of its share, "
         f"{most:.1f} GiB; try {fix}",
     )
@@ -133,7 +133,7 @@ def compiled_gib(lowered, mesh) -> tuple[float, jax.stages.Compiled | None]:
 class UpdatePrograms:
     """The trainer's functions for an update. fit.py compiles the first two, but runs neither."""
 
-    gradients: Callable  # (params, rows): gradients of a micro-batch
+    gradients: Callable  # (weights, rows): gradients of a micro-batch
     # (param, its optimizer state, grad, factor, lr): the updated parameter and state
     optimizer_step: Callable
     optimizer: Callable  # (cfg, name) -> optax transformation

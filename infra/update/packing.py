@@ -115,9 +115,9 @@ def pack_minibatches(prompts, answers, is_packed, has_loss, cfg, setup) -> Packi
     # A device computes its rows in chunks. It skips an empty chunk, and computes a partly empty
     # chunk in full.
     chunk = model.rows_at_once(micro_batch, width)
-    for rows, n in zip(rows_M, micro_batches_M, strict=True):
+    for rows, count in zip(rows_M, micro_batches_M, strict=True):
         micro_batches.append([])
-        for k in range(n):
+        for k in range(count):
             own = rows[k * height : (k + 1) * height]
             # The number of rows that each device gets, if they are dealt out one by one.
             filled = (len(own) + shards - 1 - np.arange(shards)) // shards

@@ -50,26 +50,26 @@ def step_in_place(step, param, opt_state, grad, name: str, offload: str) -> tupl
     # Scalars, such as Adam's step count, stay on the device.
     opt_memories = jax.tree.map(lambda a: opt_memory if a.ndim else DEVICE, opt_state)
 
-    def step_on_device(kept, grad):
-        param, opt_state = jax.device_put(kept, DEVICE)
+    def step_on_device(stored, grad):
+        param, opt_state = jax.device_put(stored, DEVICE)
         new = step(param, opt_state, grad)
         return jax.device_put(new, (param_memory, opt_memories))
 
-    kept = param, opt_state
+    stored = param, opt_state
     if not is_stepped_by_layer(name, offload):
-        return step_on_device(kept, grad)
+        return step_on_device(stored, grad)
 
-    def step_of_layer(i, kept):
+    def step_of_layer(i, stored):
         def layer(a):
             return jax.lax.dynamic_index_in_dim(a, i, keepdims=False)
 
         def with_layer(a, new):
             return jax.lax.dynamic_update_index_in_dim(a, new, i, 0)
 
-        old, grad_of_layer = jax.tree.map(layer, (kept, grad))
+        old, grad_of_layer = jax.tree.map(layer, (stored, grad))
         new = step_on_device(old, grad_of_layer)
         # As the carry of the loop, the arrays are updated in place, in the host's memory too.
-        return jax.tree.map(with_layer, kept, new)
+        return jax.tree.map(with_layer, stored, new)
 
     L = param.shape[0]
 
@@ -80,9 +80,9 @@ def step_in_place(step, param, opt_state, grad, name: str, offload: str) -> tupl
     def once(a):
         return a if a.ndim > 1 else a[0]
 
-    kept = jax.tree.map(repeated, kept)
-    kept = jax.lax.fori_loop(0, L, step_of_layer, kept)
-    return jax.tree.map(once, kept)
+    stored = jax.tree.map(repeated, stored)
+    stored = jax.lax.fori_loop(0, L, step_of_layer, stored)
+    return jax.tree.map(once, stored)
 
 
 def abstract_state(cfg, model_cfg, mesh, optimizer) -> dict:
