@@ -445,6 +445,7 @@ def test_thoughts_count_only_if_nothing_follows():
     quoted = "They want <answer>number</answer>. 3+31=34.</think>\n\n<answer>34</answer>"
     assert train.formatted({}, quoted) == 1
     assert train.formatted({}, "<answer>1</answer></think><answer>3</answer> <answer>4") == 0
+    assert answers.final_number("4</think><answer>3</answer></think>5") == 5
 
 
 def test_a_marked_answer_is_read_like_one_that_stands_alone():

@@ -681,3 +681,46 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_
             assert len(rows + read_jsonl(out / name)) == len(read_jsonl(calm / name)), name
     record_property("complete all along", f"step {kept}; {said('cannot be saved')} not saved")
     record_property("metrics rows on stderr", len(metrics))
+
+
+def test_checkpoints_of_two_launches_are_not_mixed(tmp_path, capsys):
+    """Each process has its part of step 2 on its own disk, but of different launches."""
+
+    def other_launch(value):
+        return value + 1 if value.size == 1 and value > 1 else value.copy()
+
+    write_checkpoint(tmp_path, 2, parts=[0], complete="1")
+    with process(0, other_has=other_launch):
+        assert "process 0 has its part of steps [2]" in refusal(tmp_path, capsys)
+    with process(0, other_has=np.copy):
+        assert run_dir.newest_checkpoint(str(tmp_path), "auto")[0] == 2
+
+
+@pytest.mark.parametrize("newer", ["4 processes", "1 process"])
+def test_the_newer_of_two_complete_launches_counts(newer, tmp_path):
+    """They had different numbers of processes, so neither has replaced the other's files."""
+    is_one = newer == "1 process"
+    write_checkpoint(tmp_path, 2, run="7" if is_one else "9")
+    shards = checkpoint.shards_of({"a": jnp.arange(9.0)})
+    checkpoint.save_shards(shards, tmp_path / "step_000002", {"run": "8"})
+    paths, about = checkpoint.complete_checkpoint(str(tmp_path / "step_000002"))
+    assert about["run"] == (8 if is_one else 9) and len(paths) == (1 if is_one else 4)
+
+
+def test_a_resume_drops_the_answers_of_an_evaluation_without_a_row(tmp_path):
+    rows = {
+        "metrics": [{"step": 1}, {"step": 1, "eval/solved": 0.5}, {"step": 2}, {"step": 3}],
+        "samples": [{"step": 1}, {"step": 2}, {"step": 3}],
+        "evals": [{"step": 1, "answer": "a"}, {"step": 2, "answer": "b"}],
+    }
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    run_dir.truncate_to(str(tmp_path), 2)
+    left = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in rows}
+    assert left == {
+        "metrics": rows["metrics"][:3],
+        "samples": rows["samples"][:2],
+        "evals": rows["evals"][:1],
+    }
+    run_dir.truncate_to(str(tmp_path), 0)
+    assert not any(read_jsonl(tmp_path / f"{name}.jsonl") for name in rows)

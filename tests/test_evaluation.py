@@ -13,6 +13,7 @@ import pytest
 from conftest import IMPATIENT, ROOT, arguments, read_jsonl, refused, run_train, taught
 
 import train
+from infra.data import evaluation
 from infra.data.evaluation import eval_metrics, named_sets, pass_at_k, questions_at_once
 from infra.data.questions import load_rows
 
@@ -209,3 +210,31 @@ def test_the_standard_error_is_the_spread_over_sets_of_questions():
         results.append(found["solved"])
         told.append(found["stderr"])
     assert 0.8 < np.mean(told) / np.std(results, ddof=1) < 1.25
+
+
+def test_answers_of_two_hosts_are_in_the_order_of_the_questions(monkeypatch):
+    """Here the other host's numbers are this host's plus 1, or the opposite."""
+
+    def gather(own):
+        own = np.asarray(own)
+        return np.stack([own, ~own if own.dtype == bool else own + 1])
+
+    monkeypatch.setattr(evaluation, "all_gather_processes", gather)
+    asked = [("set", {"question": f"{i}?", "answer": str(i)}) for i in range(3)]
+    out = {"tokens_BT": np.array([[10, 0, 0], [20, 21, 0]]), "lengths_B": np.array([1, 2])}
+    out["truncated_B"] = np.zeros(2)
+
+    def decode(out):
+        return [
+            str(t[:n].tolist()) for t, n in zip(out["tokens_BT"], out["lengths_B"], strict=True)
+        ]
+
+    found = evaluation.answers_of_all_hosts(asked, 1, out, [0.0, 1.0], [5.0, 6.0], decode)
+    # The second host repeats a question in the last round: its second answer does not count.
+    got = [(a["question"], a["answer"], a["solved"], a["reward"], a["tokens"]) for a in found]
+    assert got == [
+        ("0?", "[10]", 0.0, 5.0, 1),
+        ("1?", "[20, 21]", 1.0, 6.0, 2),
+        ("2?", "[11, 1]", 1.0, 6.0, 2),
+    ]
+    assert [a["truncated"] for a in found] == [False, False, True]

@@ -28,17 +28,19 @@ def test_launcher_is_bash_3_2():
     scripts = [ROOT / "launch.sh", ROOT / "infra/cloud/gcloud.sh", ROOT / "infra/cloud/cuda.sh"]
     source = "".join(script.read_text() for script in scripts)
     newer = ["mapfile", "readarray", "declare -A", ",,}", "^^}", "wait -n", "&>>", "|&", "coproc"]
+    newer += ["local -n", "declare -n", "[[ -v", "@Q}", "[-1]", "printf '%(", "${EPOCH"]
     found = [word for word in newer if word in source]
     assert not found, f"bash 3.2 has no {found}"
 
 
 def test_shellcheck_finds_nothing():
-    if not shutil.which("shellcheck"):
+    shellcheck = shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if not shellcheck:
         pytest.skip("shellcheck is not installed")
     scripts = (
         "launch.sh infra/cloud/worker.sh .ci/run .ci/slurm .ci/slurm_job tests/worker_python.sh"
     )
-    run("shellcheck", "-x", *scripts.split(), cwd=ROOT)
+    run(shellcheck, "-x", *scripts.split(), cwd=ROOT)
 
 
 @contextlib.contextmanager
@@ -1052,3 +1054,24 @@ def test_a_queued_resource_is_made_and_deleted_with_its_vm(cloud):
     cloud.launch("v6e-8 down --name qr --yes")
     assert not (cloud.stub / "queued/qr.json").exists()
     assert not (cloud.stub / "qr").exists()
+
+
+@pytest.mark.parametrize(
+    "codes, stops", [([0, 0], 0), ([143, 130, 0], 0), ([143, 1, 130], 1), ([1, 7, 2], 1)]
+)
+def test_a_failure_on_one_worker_stops_the_others_once(codes, stops, tmp_path):
+    """After SIGINT or SIGTERM, each worker saves and ends by itself."""
+    script = f". {ROOT}/infra/cloud/gcloud.sh; run_id=7.7; stop_rest() {{ echo >>stops; }}; "
+    script += ": >stops; watch_ends ended seen; wait"
+    lines = "".join(f"[w{i}] exit {code} 1.5 7.7\n" for i, code in enumerate(codes))
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, input=lines, text=True, check=True)
+    assert len((tmp_path / "stops").read_text()) == stops
+
+
+def test_a_vm_that_cannot_be_deleted_is_still_paid_for(cloud):
+    cloud.launch("v6e-8 up --name vm")
+    cloud.fail("tpu-vm delete", "ERROR: (gcloud.x) PERMISSION_DENIED: no")
+    text = cloud.launch("v6e-8 down --name vm --yes", code=1)
+    assert "vm in us-east5-b may still exist and cost money" in text, text
+    assert (cloud.stub / "vm").exists()
+    cloud.launch("v6e-8 down --name vm --yes")

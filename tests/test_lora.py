@@ -441,7 +441,7 @@ def test_a_bfloat16_rollout_does_not_round_small_adapters_away(kind):
         assert is_base.mean() > 0.5
 
 
-def test_the_reference_is_the_base_with_the_adapters_of_its_time():
+def test_weights_are_the_base_with_the_adapters_of_policy_or_reference():
     state = {
         "base": {"norm_D": 1, "layers": {"wq_LDNH": 2}},
         "params": {"layers": {"wq_a_LDR": 3}},

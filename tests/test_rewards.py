@@ -144,6 +144,7 @@ def test_a_reward_that_is_lost_again_and_again_is_not_called_any_more(monkeypatc
         assert_array_equal(scores, [[0, 0.5], [1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]])
         (faults_of,) = faults.values()
         assert sorted(faults_of) == [0, 2, 3, 4]
+        assert not any(faults_of[i].startswith("not called") for i in (0, 2, 3)), faults_of
         assert faults_of[4] == f"not called, as it {how} 2 times in succession"
 
 
@@ -271,6 +272,18 @@ def test_the_time_of_an_async_call_begins_with_the_call(monkeypatch, tmp_path):
     monkeypatch.setattr(reward_pool, "AT_ONCE", 2)
     with pool_of([hostile.takes_most_of_its_time], tmp_path) as pool:
         scores, faults = score(pool, ["5"] * 6)
+    assert scores.all() and not faults
+
+
+def test_the_time_of_each_call_begins_with_the_call(tmp_path):
+    """A worker gets all calls at once. Together, they take longer than one call may take."""
+
+    def rests(row, answer):
+        time.sleep(0.5)
+        return 1
+
+    with pool_of([rests], tmp_path, seconds=1.5) as pool:
+        scores, faults = score(pool, ["5"] * 5)
     assert scores.all() and not faults
 
 
@@ -483,6 +496,8 @@ def test_solved_is_one_named_function(monkeypatch, tmp_path, train_here):
     # A truncated answer is not solved. In each evaluation some answers end.
     assert len(solved) == 2 and 0 < min(solved) <= max(solved) <= 0.5, rows
     assert sum("solved" in row for row in rows) == 1, rows
+    for answer in read_jsonl(tmp_path / "run/evals.jsonl"):
+        assert answer["solved"] == (0 if answer["truncated"] else 0.5), answer
     for row in rows:
         if "solved" in row:
             assert row["solved"] == pytest.approx(0.5 * (1 - row["truncated"])), row

@@ -74,7 +74,8 @@ def test_the_loop_passes_on_what_a_step_sampled(monkeypatch):
     # Column 0 is SOLVED's, and does not count.
     scores = np.zeros((2, 4, 3))
     scores[..., 1] = 0.25 * np.arange(8).reshape(2, 4)
-    scores[..., 2] = 1
+    scores[..., 0] = [9, 0, 0, 9]
+    scores[..., 2] = [0, 1, 1, 0]
     doubles = two_steps(cfg, outs, scores, monkeypatch)
     asked = []
     for n, out in enumerate(outs):
@@ -205,3 +206,101 @@ def test_several_updates_equal_a_plain_implementation(record_property):
     error = max(abs(found[name] - wanted[name]).max() for name in weights)
     record_property("largest error of a weight", f"{error:.1e} of {moved:.1e} moved")
     assert error <= 2e-5 < 1e-2 < moved
+
+
+@pytest.mark.parametrize(
+    "flags, step, rate, fields",
+    [
+        # Step 1 of two warm-up steps of GRPO.
+        (dict(ppo_epochs=2), 3, 2.0, {"old_logprobs": "policy", "ref_logprobs": "start"}),
+        (dict(minibatches=2), 4, 4.0, {"old_logprobs": "policy", "ref_logprobs": "start"}),
+        ({}, 3, 2.0, {"ref_logprobs": "start"}),
+        (dict(beta=0.0), 3, 2.0, {}),
+        (dict(minibatches=2), 1, 0.5, {}),
+    ],
+)
+def test_updates_take_the_rate_of_their_step_and_score_each_policy(
+    flags, step, rate, fields, monkeypatch
+):
+    """All updates of a step have its learning rate, and logprobs under the policy before the first
+    update and under the reference, if the loss needs them."""
+    monkeypatch.setattr(train, "target_logprobs", lambda weights, rows, **_: weights)
+    updates = []
+
+    def update(state, minibatch, lr, **_):
+        updates.append((*minibatch, lr))
+        return state | {"params": "new"}, [{}], 1.0
+
+    monkeypatch.setattr(train, "update", update)
+    common = dict(sft_steps=2, steps=9, warmup=2, lr=4.0, sft_lr=1.0, beta=0.1)
+    cfg = train.Config(**common | flags)
+    batches = [[{}] for _ in range(cfg.minibatches)]
+    state = {"params": "policy", "ref": "start"}
+    setup = SimpleNamespace(model_cfg=None, mesh=None)
+    train.update_policy(state, batches, step, cfg, setup)
+    assert updates == [(fields, rate)] * cfg.minibatches * cfg.ppo_epochs
+
+
+@pytest.mark.parametrize("done, beta, wanted", [(0, 0.1, 3), (2, 0.1, 3), (0, 0.0, None)])
+def test_the_reference_is_the_policy_after_all_supervised_steps(done, beta, wanted, monkeypatch):
+    doubles = dict(rows_of_step=[], make_batches=([], {}), update_metrics={}, step_metrics={})
+    for name, result in doubles.items():
+        double = mock.create_autospec(getattr(train, name), return_value=result)
+        monkeypatch.setattr(train, name, double)
+    monkeypatch.setattr(train, "end_step", mock.create_autospec(train.end_step))
+    monkeypatch.setattr(train, "reference", lambda params, dtype: params)
+    monkeypatch.setattr(
+        train, "update_policy", lambda state, _, step, *__: (state | {"params": step}, [], [])
+    )
+    cfg = train.Config(sft_steps=3, beta=beta)
+    run = mock.Mock(step=done)
+    state = train.imitate({"params": done}, cfg, SimpleNamespace(examples=[]), run)
+    assert state["params"] == 3 and state.get("ref") == wanted
+
+
+def test_the_flops_of_all_epochs_count():
+    run = mock.Mock()
+    run.device_metrics.return_value = {}
+    cfg = train.Config(ppo_epochs=3)
+    train.step_metrics(1, {"valid": 1, "flops": 5}, 0.0, 1.0, 4.0, cfg, run)
+    run.device_metrics.assert_called_once_with(15, 3.0)
+
+
+def test_metrics_of_a_rollout():
+    """Groups: rewards that are equal up to rounding, and rewards that differ."""
+    reward_B = np.array([0.1 + 0.2, 0.3, 1.0, 0.0])
+    scores = np.array([[0, 0.3, 0], [0, 0.3, 0], [1, 1, 0], [0, 0, 0]], float)
+    out = {"lengths_B": np.array([3, 4, 5, 8]), "truncated_B": np.array([0, 0, 0, 1], bool)}
+    texts = ["it is 7", "no idea", "<answer>2</answer>", "no"]
+    pool = mock.Mock()
+    pool.by_name.side_effect = lambda s: {"solved": s[:, 0], "reward/correct": s[:, 1]}
+    found = train.rollout_metrics(
+        reward_B,
+        [[1, 2], [1, 2], [1], [1]],
+        out,
+        texts,
+        scores,
+        2,
+        train.Config(npq=2),
+        SimpleNamespace(reward_pool=pool),
+    )
+    wanted = {"reward/mean": 0.4, "len/prompt": 1.5, "len/answer": 5, "truncated": 0.25}
+    wanted |= {"solved": 0.25, "reward/correct": 0.4, "len/answer_max": 8, "reward/faults": 2}
+    # A truncated answer, and a solved one, do not count as answers without a number.
+    wanted |= {"no_number": 0.25, "group/zero_variance": 0.5, "reward/std": np.std(reward_B)}
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert_allclose(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("save_every, saved", [(2, [2, 4, 5]), (5, [5]), (0, [5]), (9, [5])])
+def test_when_a_run_saves(save_every, saved):
+    """Every save_every steps, and at the end."""
+    run = mock.Mock(skipped=0, total_steps=5)
+    cfg = train.Config(steps=5, save_every=save_every)
+    setup = SimpleNamespace(held_out={})
+    found = []
+    for step in range(1, 6):
+        run.save.side_effect = lambda step=step: found.append(step)
+        train.end_step(step, {}, [1.0], {}, cfg, setup, run)
+    assert found == saved

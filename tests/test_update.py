@@ -436,7 +436,7 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
     token_weights = {"token": 1 / lengths.sum()}
     token_weights["sequence"] = 1 / lengths / 16
     token_weights["constant"] = 1 / 12 / 16
-    knobs = dict(clip_low=0.2, clip_high=0.28, beta=0.1, is_cap=1.5, entropy_bonus=0.0)
+    knobs = dict(clip_low=0.2, clip_high=0.28, beta=0.1, is_cap=1.5, entropy_bonus=0.02)
     errors = {}
     seen = Counter()
     for loss_agg, each in token_weights.items():
@@ -444,7 +444,8 @@ def test_update_equals_numpy_for_every_aggregation(record_property):
         rows = unpacked_rows(cfg, untied, advantages)
         rows, hidden = near_policies(rows, case.weights, untied, rng)
         batch = [normalised(rows, loss_agg)]
-        got, metrics = update_of(batch, untied, loss_agg=loss_agg, beta=0.1, temperature=0.7)
+        flags = dict(loss_agg=loss_agg, beta=0.1, temperature=0.7, entropy_bonus=0.02)
+        got, metrics = update_of(batch, untied, **flags)
         vectors = rows | {"weight": (rows["weight"] > 0) * each}
         vectors = {name: a.reshape(-1) for name, a in vectors.items()}
         targets = vectors["targets"]
@@ -591,3 +592,12 @@ def test_update_that_is_not_finite_changes_nothing():
         else:
             assert np.isnan(norm), (name, value)
             jax.tree.map(assert_array_equal, before, after)
+
+
+def test_a_loss_that_is_not_finite_skips_an_update():
+    """Gradients may be finite where the loss is not."""
+    cfg = train.Config(grad_clip=1.0)
+    grads = {"a": jnp.float32([3, 4])}
+    assert_allclose(train.norm_and_factor(grads, jnp.float32(-2), cfg), (5, 0.2), rtol=1e-6)
+    for loss in np.nan, np.inf:
+        assert np.isnan(train.norm_and_factor(grads, jnp.float32(loss), cfg)).all()
