@@ -127,7 +127,9 @@ def check_lines(text: str) -> int:
 
 
 def test_word_problems_are_what_their_words_say():
-    training, held_out = word_problems.problems(random.SystemRandom().randrange(2**30))
+    seed = random.SystemRandom().randrange(2**30)
+    print(seed)  # pytest shows this if the test fails
+    training, held_out = word_problems.problems(seed)
     assert len(training) == 20000 and len(held_out) == 500
     questions = {row["question"] for row in training}
     assert len(questions) == 20000 and not questions & {row["question"] for row in held_out}
@@ -179,6 +181,7 @@ def test_trl_gets_the_same_schedule_and_sizes(tmp_path):
     flags |= {"lr": rng.uniform(1e-6, 1e-3), "warmup": rng.randrange(9), "steps": 12}
     flags |= {"clip_high": rng.uniform(0.2, 0.4), "decay": rng.choice(["linear", "cosine"])}
     flags |= {"micro_batch": rng.choice([0, 4])}
+    print(flags)  # pytest shows this if the test fails
     cfg = train.parse(runs.words(flags | {"out": str(tmp_path)}))
     options = trl.GRPOConfig(**compare_trl.trl_options(cfg))
     # One rollout of 32 answers is for all updates of a step.
@@ -255,7 +258,7 @@ def loss_by_trl(cfg, mask, new, old, advantage) -> float:
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("loss_agg", compare_trl.LOSS_TYPES)
-def test_trl_has_the_same_loss(loss_agg, micro_batch):
+def test_token_weights_are_those_of_trls_losses(loss_agg, micro_batch):
     """TRL's loss of answers of many lengths equals the loss by the token weights of
     train.make_rows."""
     pytest.importorskip("trl")
