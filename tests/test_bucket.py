@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import re
 import shutil
 import sys
@@ -145,6 +146,7 @@ def test_processes_that_share_a_disk_fetch_one_after_another(tmp_path, waits, mo
         "WARNING: slow\nERROR: (gcloud.storage.rsync) gs://bucket not found: 404.",
         "ERROR: (gcloud.storage.ls) You do not currently have an active account selected.\n"
         "Please run:\n\n  $ gcloud auth login\n\nto obtain new credentials.",
+        "ERROR: gcloud crashed (OSError): [Errno 28] No space left on device",
     ],
 )
 def test_what_can_never_succeed_is_not_tried_again(stderr, tmp_path, waits):
@@ -237,6 +239,29 @@ def test_the_marker_of_a_complete_model_arrives_last(tmp_path, waits):
     before = len(words)
     buckets.send_results(RUN)
     assert [argv[1] for argv in calls(bucket)][before:] == ["cat", "rsync"]
+
+
+def test_the_model_of_another_run_is_not_taken_for_this_one(tmp_path, waits):
+    marker = tmp_path / "gs/bucket/run/final/podgrpo.json"
+    marker.parent.mkdir()
+    marker.write_text('{"step": 2}')
+    with pytest.raises(buckets.BucketError, match="run/final is not the model of this run"):
+        buckets.check_results(RUN)
+    marker.write_text('{"step": 4}\n')
+    buckets.check_results(RUN)
+
+
+def test_what_was_written_here_while_the_bucket_was_out_of_reach_stays(tmp_path, waits):
+    for name in ("metrics.jsonl", "step_000001/shard"):
+        there, here = tmp_path / "gs/bucket/run" / name, tmp_path / RUN / name
+        for path, text in ((there, "older"), (here, "newer")):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        os.utime(there, (1, 1))
+    buckets.fetch_all_but_checkpoints(RUN, final=False)
+    buckets.fetch_checkpoint(RUN, "step_000001", 0, 1)
+    assert (tmp_path / RUN / "metrics.jsonl").read_text() == "newer"
+    assert (tmp_path / RUN / "step_000001/shard").read_text() == "newer"
 
 
 @pytest.mark.parametrize("process", [0, 1])

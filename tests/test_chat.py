@@ -344,6 +344,14 @@ def test_stop_tokens_come_from_both_configs_the_tokenizer_and_the_template(model
     assert Engine.from_directory(directory).model_cfg.stop_ids == (0, 2, 5, 6, 7)
 
 
+def test_the_end_of_an_answer_may_begin_with_another_special_token(model_with):
+    directory = model_with("{% for message in messages %}{{ message.content }}<s>2{% endfor %}")
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>2"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    assert load_tokenizer(str(directory)).end == "<s>2"
+
+
 def test_the_end_of_an_answer_is_not_in_its_text(model_with):
     """transformers treats the eos token as special even if tokenizer.json does not."""
     directory = model_with(None, eos="</think>")

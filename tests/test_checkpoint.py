@@ -113,6 +113,25 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     assert f"{at_once} checkpoints at once and final/ take {at_once}.00" in capsys.readouterr().out
 
 
+def test_the_final_model_of_adapters_needs_room_for_all_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**33))
+    monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 0)
+    # The final model is in float32 at most, so 2**29 values take 2 GiB.
+    base = {"head_VD": jax.ShapeDtypeStruct((2**19, 2**10), jnp.bfloat16)}
+    state = {"params": {"wq_a_LDR": np.zeros(1)}, "base": base}
+    run_dir.check_disk(str(tmp_path), state, 0, 1, save_every=1, keep=1)
+    assert "1 checkpoints at once and final/ take 2.00" in capsys.readouterr().out
+
+
+def test_processes_that_share_a_disk_share_its_room(tmp_path, monkeypatch):
+    """Here two processes need 1 GiB each. Each sees 1.5 GiB of a disk free."""
+    monkeypatch.setattr(run_dir, "all_gather_processes", lambda own: np.stack([own, own]))
+    assert run_dir.worst_disk(str(tmp_path), 1.0, 1.5) == (1.0, 1.5)
+    # Process 0 writes the claim. If all processes see it, they are on the same disk.
+    (tmp_path / "claim.json").touch()
+    assert run_dir.worst_disk(str(tmp_path), 1.0, 1.5) == (2.0, 1.5)
+
+
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")

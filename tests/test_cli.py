@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import IMPATIENT, ROOT, arguments, refused, run, run_to_end, run_train
 
+import kernel
 import train
 from infra.host import processes
 from infra.host.processes import bypass_proxies
@@ -143,6 +144,11 @@ def test_mistakes_in_the_variables_of_a_cluster_are_refused(tmp_path):
         with mock.patch.dict(os.environ, variables):
             message = refused("--out", tmp_path / "run")
         assert words in message, f"{variables}: {message!r} does not say {words!r}"
+
+
+@pytest.mark.parametrize("kind, mib", [("TPU v5 lite", 120), ("TPU v5", 60), ("TPU v6 lite", 120)])
+def test_the_losss_kernels_use_the_memory_of_their_chip(kind, mib):
+    assert kernel.block_sizes(kind, 896).vmem_bytes == mib * 2**20
 
 
 def test_a_chip_that_the_losss_kernels_do_not_know_gets_plain_jax(capsys):
@@ -416,6 +422,18 @@ def test_processes_with_other_flags_or_commits_are_refused(
     assert process_0.returncode == 2, text
     assert wanted in text
     assert "Traceback" not in text, text
+
+
+@pytest.mark.parametrize("endpoints", ["10.0.0.7,10.0.0.8", "a:1:10.0.0.7,b:2:10.0.0.8"])
+def test_workers_of_a_slice_are_found_from_its_metadata(endpoints, monkeypatch):
+    values = {"worker-network-endpoints": endpoints, "agent-worker-number": "1"}
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    monkeypatch.setattr(processes, "on_tpu_vm", lambda: True)
+    monkeypatch.setattr(
+        processes, "metadata", lambda key, _: values[key.removeprefix("attributes/")]
+    )
+    found = processes.find_processes(train.Config())
+    assert found == processes.Processes("10.0.0.7:8476", ["10.0.0.7", "10.0.0.8"], 1)
 
 
 def test_processes_do_not_talk_through_a_proxy(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+import train
 from infra.host import chips
 from infra.host.chips import Chip
 from infra.rollout import layouts
@@ -233,6 +234,21 @@ def test_update_is_timed_at_the_compiled_micro_batch_closest_to_a_steps():
         assert step_time.clock_of_update(clocks, rows).micro_batch == closest
     assert step_time.clock_of_update({112: []}, 8) is None
     assert step_time.clock_of_update({112: [None, both[1]]}, 8) is None
+
+
+@pytest.mark.parametrize(
+    "flags, passes",
+    [
+        (dict(), 1),
+        (dict(ppo_epochs=2), 2 + 1 / 3),
+        (dict(minibatches=2, beta=0.1), 1 + 2 / 3),
+        (dict(lora=8, beta=0.1), 1 + 1 / 2),
+        (dict(lora=8, beta=0.1, ppo_epochs=3), 3 + 2 / 2),
+    ],
+)
+def test_a_forward_pass_is_a_third_of_a_pass_or_half_with_frozen_weights(flags, passes):
+    cfg = train.Config(**dict(minibatches=1, ppo_epochs=1, beta=0.0) | flags)
+    assert_allclose(step_time.passes(cfg), passes)
 
 
 # fmt: off

@@ -6,6 +6,7 @@ import dataclasses
 import fractions
 import itertools
 import json
+import math
 import re
 import shutil
 import threading
@@ -342,6 +343,13 @@ def test_a_line_of_metrics_that_is_no_row_is_reported_and_left_out(tmp_path, cap
     said = capsys.readouterr().err
     for number in range(2, len(lines) + 1):
         assert said.count(f"metrics.jsonl line {number} is not a row of a step") == 1, said
+
+
+def test_numbers_that_json_lacks_are_null():
+    row = {"step": 1, "kl": math.nan, "grad_norm": math.inf, "nll": -math.inf, "lr": 0.5}
+    assert json.loads(log.json_line(row), parse_constant=pytest.fail) == (
+        {"step": 1, "kl": None, "grad_norm": None, "nll": None, "lr": 0.5}
+    )
 
 
 # ---------------------------------------------------------------- GSM8K

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import zlib
 from functools import cache, partial
 
 import jax
@@ -478,6 +479,12 @@ def test_another_base_is_found_by_its_checksums():
     fewer = {"model": "b", "files": {"1.safetensors": "00"}}
     assert lora.difference(was, fewer).endswith(f"in b it is missing; {use}")
     assert lora.difference({}, was) == "its checkpoint comes from a run without --lora; drop --lora"
+
+
+def test_a_checksum_covers_all_pieces_of_a_large_file(tmp_path):
+    data = b"first piece" + bytes(1 << 24) + b"last piece"
+    (tmp_path / "1.safetensors").write_bytes(data)
+    assert lora.checksum(str(tmp_path / "1.safetensors")) == zlib.crc32(data)
 
 
 BASE = {"model": "some/base", "files": {"1.safetensors": "00"}}

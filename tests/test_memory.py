@@ -285,6 +285,12 @@ def test_a_gpu_has_what_jax_takes_less_a_margin(monkeypatch):
     assert_allclose(chips.device_memory(gpu({"bytes_limit": 40 * 2**30})), 0.95 * 40)
 
 
+def test_devices_of_a_cpu_share_its_memory(monkeypatch):
+    monkeypatch.setattr(chips, "total_memory", lambda: 64 * 2**30)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    assert chips.device_memory(SimpleNamespace(platform="cpu")) == 16
+
+
 def test_known_memory_of_gpus_is_that_of_their_specification():
     for gpu in absent_devices.GPUS.values():
         kind = SimpleNamespace(device_kind=gpu.name)

@@ -288,6 +288,15 @@ def test_saved_checkpoint_loads_in_transformers(name, file_bytes, tmp_path, reco
     assert_trees_equal(load(tmp_path)[0], params)
 
 
+def test_final_has_no_index_of_the_original_files(tiny_directory, tmp_path):
+    """transformers would look for the files that it names."""
+    source = spoiled_copy(tiny_directory, tmp_path / "source", INDEX, index_of({NORM: WEIGHTS}))
+    params, cfg = load(source)
+    hf.write_final(str(tmp_path), str(source), params, cfg, mesh(), about={})
+    assert (tmp_path / "final/config.json").exists()
+    assert not (tmp_path / "final" / INDEX).exists()
+
+
 def test_loads_bfloat16_and_several_files(tmp_path, record_property):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -449,6 +458,7 @@ WEIGHTS_REFUSALS = [
     ({NORM: np.ones(17)}, f"{NORM} has shape (17,)"),
     ({QUERY: np.full((128, 128), np.nan, np.float32)}, f"{QUERY} holds NaN"),
     ({NORM: INFINITE}, f"{NORM} holds NaN or infinity"),
+    ({NORM: -INFINITE}, f"{NORM} holds NaN or infinity"),
 ]
 INDEX_REFUSALS = [
     (b"{}", "index.json"),
@@ -488,6 +498,18 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
         assert words in message, f"{name}, wrong by {str(change)[:200]}: {message}"
         shutil.rmtree(bad)
     record_property("refusals", len(cases))
+
+
+def test_all_rows_of_a_saved_head_are_compared_with_the_embedding(tmp_path):
+    config = TINY_MODEL | dict(vocab_size=8200, hidden_size=8, intermediate_size=8)
+    hf.write_random(tmp_path, config, seed=1)
+    head = load_file(tmp_path / WEIGHTS)["model.embed_tokens.weight"]
+    edit(tmp_path / WEIGHTS, {"lm_head.weight": head})
+    hf.ModelFiles(tmp_path, hf.read_config(tmp_path))
+    head[-1] += 1
+    edit(tmp_path / WEIGHTS, {"lm_head.weight": head})
+    with pytest.raises(files.CheckpointError, match="lm_head.weight differs from the embedding"):
+        hf.ModelFiles(tmp_path, hf.read_config(tmp_path))
 
 
 # ---------------------------------------------------------------- load

@@ -444,6 +444,10 @@ def test_the_notice_of_a_preemption_ends_the_run(monkeypatch):
             pass
 
     monkeypatch.setattr(processes, "SECONDS_BETWEEN_TRIES", 0.1)
+    # A proxy would answer for its own machine. This one does not answer at all.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     with restored_signals(), http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")

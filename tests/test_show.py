@@ -522,6 +522,31 @@ def test_samples_refuse_in_one_line(tmp_path, capsys):
     assert "it has no answers" in refusal(capsys, samples, tmp_path / "other")
 
 
+def test_an_answer_that_is_solved_in_part_is_not_called_right(tmp_path, capsys):
+    rows = [
+        {"set": "a", "step": step, "question": "1 + 1?", "answer": f"it is {step}", "solved": share}
+        for step, share in ((0, 0.5), (2, 1.0))
+    ]
+    assert [samples.verdict(row) for row in rows] == ["wrong", "right"]
+    (tmp_path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log.print_answers(str(tmp_path), [0, 2])
+    text = capsys.readouterr().out
+    assert "wrong  it is 0" in text and "right  it is 2" in text, text
+
+
+def test_the_summary_compares_evaluations_of_the_same_sets(tmp_path, capsys):
+    """With --resume force, a run may be given other held-out questions."""
+    rows = [
+        {"step": 0, "eval/old/solved": 0.9, "eval/old/stderr": 0.1},
+        {"step": 2, "eval/solved": 0.25, "eval/stderr": 0.05},
+        {"step": 4, "eval/solved": 0.5, "eval/stderr": 0.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log.print_summary(str(tmp_path), 0, 4, 60.0)
+    line = "solved: 25.0% +- 9.8% at step 2 -> 50.0% +- 19.6% at step 4\n"
+    assert line in capsys.readouterr().out
+
+
 def test_answers_at_the_end_are_shortened_and_obey_no_control_character():
     text = log.shortened("\x1b[2J" + "a" * 1000 + "end")
     assert "\x1b" not in text and len(text) < 700 and text.endswith("end"), text

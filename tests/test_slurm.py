@@ -222,6 +222,9 @@ def test_a_job_ends_with_the_code_of_the_first_task_that_failed(site):
     assert code == 2 and FIRST_IS_2 in text, text
     stand_in(site, "srun", "exit 5")
     assert end(site, start_job(site))[0] == 5
+    # As in a shell, the code of a signal is 128 plus its number.
+    stand_in(site, "srun", "kill -KILL $$")
+    assert end(site, start_job(site))[0] == 137
 
 
 # ---------------------------------------------------------------- a task

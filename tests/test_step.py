@@ -173,14 +173,29 @@ def plain_updates(cfg, weights, reference, step, lr):
 def test_several_updates_equal_a_plain_implementation(record_property):
     """Two epochs of two minibatches of several micro-batches: old_logprobs stay those from before
     the first update, the summed gradient is clipped, and the step's learning rate counts."""
-    # fmt: off
     cfg = train.Config(
-        dtype="float32", attention="blockwise", loss_impl="jax", max_answer=MAX_ANSWER, batch=4,
-        npq=NPQ, minibatches=2, ppo_epochs=2, beta=0.1, entropy_bonus=0.02, is_cap=1.5, lr=0.02,
-        temperature=0.7, grad_clip=0.05, weight_decay=0.1, b2=0.9, steps=10, sft_steps=0, warmup=3,
-        decay="linear", truncated="mask",
+        dtype="float32",
+        attention="blockwise",
+        loss_impl="jax",
+        max_answer=MAX_ANSWER,
+        batch=4,
+        npq=NPQ,
+        minibatches=2,
+        ppo_epochs=2,
+        beta=0.1,
+        entropy_bonus=0.02,
+        is_cap=1.5,
+        lr=0.02,
+        temperature=0.7,
+        grad_clip=0.05,
+        weight_decay=0.1,
+        b2=0.9,
+        steps=10,
+        sft_steps=0,
+        warmup=3,
+        decay="linear",
+        truncated="mask",
     )
-    # fmt: on
     on = mesh()
     step = prompts, answers, advantages, sampled, truncated = random_step()
     assert 0 < truncated.sum() < N
