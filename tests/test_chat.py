@@ -246,6 +246,18 @@ def test_special_tokens_may_be_in_a_file_of_their_own(model_with):
     assert wanted.startswith("<s>")
 
 
+def test_the_config_of_a_tokenizer_that_lists_its_tokens_names_them(model_with):
+    transformers = pytest.importorskip("transformers")
+    directory = model_with("{{ bos_token }}{{ messages[0].content }}", bos="<s>")
+    listed = {"2": {"content": "<|im_end|>", "special": True}}
+    edit(directory / "tokenizer_config.json", {"added_tokens_decoder": listed})
+    (directory / "special_tokens_map.json").write_text('{"bos_token": "</s>"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    wanted = theirs.apply_chat_template([USER], tokenize=False)
+    assert load_tokenizer(directory).render([USER]) == wanted
+    assert wanted.startswith("<s>")
+
+
 def test_the_default_template_begins_as_the_tokenizer_begins_a_text(model_with):
     transformers = pytest.importorskip("transformers")
     for name, begin in (("adds", "<s>"), ("names", "")):

@@ -236,6 +236,26 @@ def test_update_is_timed_at_the_compiled_micro_batch_closest_to_a_steps():
     assert step_time.clock_of_update({112: [None, both[1]]}, 8) is None
 
 
+def test_a_step_reads_the_weights_in_each_wave_and_half_of_the_full_cache(monkeypatch):
+    """Bandwidth and FLOP/s are those of CHIP."""
+    cfg = train.Config(max_prompt=10, max_answer=70, ppo_epochs=1, minibatches=1, beta=0.0)
+    size = layouts.RolloutSize(64, group=8, prompt_slots=16, answer_slots=70)
+    plan = step_time.RolloutPlan(64, 8, 4, waves=2, gib=0, state_gib=0, fits=True, clock=None)
+
+    def bytes_of_step(cfg, layout, dtype, size):
+        assert size.answer_slots == 35
+        return int(3e9), int(1e9)
+
+    monkeypatch.setattr(chips, "chip", lambda device: CHIP)
+    monkeypatch.setattr(layouts, "bytes_of_step", bytes_of_step)
+    monkeypatch.setattr(step_time.packing, "flops", lambda *_: 3e10)
+    text = step_time.time_of_step(cfg, None, None, mesh(), size, plan, None)
+    assert "full length: 71.6 s\n" in text, text
+    wanted = "rollout 70.0 s = 70 tokens x (2 x 3.00 GB of weights + 1.00 GB of cache of 8 rows)"
+    assert wanted in text, text
+    assert "update 1.6 s = 0.00 PFLOP of 64 x 80 tokens / (0.4 x 3 TFLOP/s x 1 devices)" in text
+
+
 @pytest.mark.parametrize(
     "flags, passes",
     [

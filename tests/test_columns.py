@@ -71,6 +71,16 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     assert row["prompt_messages"] == turns
 
 
+def test_special_tokens_in_earlier_messages_are_refused(tmp_path, capsys):
+    """They would end a message early."""
+    turns = [SYSTEM | {"content": "Think.<end>"}, {"role": "user", "content": ASK}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns, "answer": "2"}))
+    with pytest.raises(SystemExit):
+        load_rows(str(path), False, refused="<end>")
+    assert "'Think.<end>' has a special token: '<end>'" in capsys.readouterr().err
+
+
 def test_messages_may_come_in_parts_and_beside_empty_columns(tmp_path):
     parts = [{"type": "text", "text": text} for text in (ASK[:4], ASK[4:])]
     asked = {"role": "user", "content": parts}

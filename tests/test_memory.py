@@ -266,6 +266,20 @@ def test_memory_of_a_program_for_tpus_has_no_arrays_of_the_host(peak, gib):
     assert fit.compiled_gib(lowered, tpu) == (gib, lowered.compile())
 
 
+@pytest.mark.parametrize(
+    "said, gib",
+    [
+        ("RESOURCE_EXHAUSTED: Used 20.1G of 15.7G hbm. Exceeded hbm capacity by 4.4G.", 20.1),
+        ("The total size of arguments (1.5T) exceeds the memory", 1536),
+        ("Used 512.0M of 128.0M vmem", 0.5),
+    ],
+)
+def test_a_program_that_is_refused_takes_what_the_compiler_says(said, gib):
+    lowered = mock.Mock()
+    lowered.compile.side_effect = jax.errors.JaxRuntimeError(said)
+    assert fit.compiled_gib(lowered, None) == (gib, None)
+
+
 # ---------------------------------------------------------------- devices
 def test_a_gpu_has_what_jax_takes_less_a_margin(monkeypatch):
     """The memory of a GPU is what it reports. For an absent GPU it is three quarters of the chip's

@@ -43,6 +43,15 @@ def test_a_system_prompt_other_than_in_the_training_is_named(tmp_path, capsys):
     assert text.count("trained with") == 1, text
 
 
+def test_the_sequences_of_a_step_are_counted_on_all_hosts(capsys, monkeypatch):
+    monkeypatch.setattr(log.jax, "process_count", lambda: 2)
+    setup = SimpleNamespace(model_cfg=SMALL, mesh=mesh(), row_width=8, held_out={}, model_dir="")
+    log.print_setup(train.Config(batch=4, npq=8, minibatches=2, ppo_epochs=3), setup)
+    text = capsys.readouterr().out
+    assert "4 questions x 8 answers = 32 sequences per host, 64 in all" in text, text
+    assert "6 updates a step" in text and "no held-out questions" in text, text
+
+
 # ---------------------------------------------------------------- terminals
 @contextlib.contextmanager
 def terminal(columns):
