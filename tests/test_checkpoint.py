@@ -37,7 +37,7 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 
 import train
-from infra.host import files
+from infra.host import files, processes
 from infra.run import checkpoint, log, run, run_dir
 from infra.update.state import abstract_state
 
@@ -111,6 +111,16 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     state = {"params": {"norm_D": np.zeros(1)}}
     run_dir.check_disk(str(tmp_path), state, here, here + steps_left, save_every=1, keep=keep)
     assert f"{at_once} checkpoints at once and final/ take {at_once}.00" in capsys.readouterr().out
+
+
+def test_the_room_of_checkpoints_that_are_here_counts_as_free(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**28))
+    monkeypatch.setattr(files, "directory_bytes", lambda path: 2**30)
+    (tmp_path / "step_000001").mkdir()
+    state = {"params": {"norm_D": np.zeros(1)}}
+    run_dir.check_disk(str(tmp_path), state, 1, 2, save_every=1, keep=1)
+    assert "disk: 2.25 GiB are free; 2 checkpoints at once" in capsys.readouterr().out
 
 
 def test_the_final_model_of_adapters_needs_room_for_all_weights(tmp_path, monkeypatch, capsys):
@@ -379,6 +389,21 @@ def test_a_checkpoint_without_the_state_that_flags_need_is_refused(
     else:
         step, *_ = run_dir.open_run(str(two_checkpoints), 9, {"profile": 0} | new, "force")
         assert step == 2
+
+
+def test_all_code_that_a_run_executes_counts(tmp_path, monkeypatch):
+    paths = [tmp_path / name for name in ("train.py", "model.py", "kernel.py", "infra/run/log.py")]
+    paths[-1].parent.mkdir(parents=True)
+    for path in paths:
+        path.write_text("a")
+    monkeypatch.setattr(processes, "ROOT", str(tmp_path))
+    # Without the cache, which holds the hash of this checkout.
+    code_hash = processes.code_hash.__wrapped__
+    hashes = [code_hash()]
+    for path in paths:
+        path.write_text("b")
+        hashes.append(code_hash())
+    assert len(set(hashes)) == 5
 
 
 def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):

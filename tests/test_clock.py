@@ -9,6 +9,7 @@ import train
 from infra.host import chips
 from infra.host.chips import Chip
 from infra.rollout import layouts
+from infra.update import lora, packing
 from test_kernel import mesh
 from tools import clock, hlo, rollout_time, step_time
 from tools.sizes import model_of_size
@@ -248,12 +249,27 @@ def test_a_step_reads_the_weights_in_each_wave_and_half_of_the_full_cache(monkey
 
     monkeypatch.setattr(chips, "chip", lambda device: CHIP)
     monkeypatch.setattr(layouts, "bytes_of_step", bytes_of_step)
-    monkeypatch.setattr(step_time.packing, "flops", lambda *_: 3e10)
+    monkeypatch.setattr(packing, "flops", lambda *_: 3e10)
     text = step_time.time_of_step(cfg, None, None, mesh(), size, plan, None)
     assert "full length: 71.6 s\n" in text, text
     wanted = "rollout 70.0 s = 70 tokens x (2 x 3.00 GB of weights + 1.00 GB of cache of 8 rows)"
     assert wanted in text, text
     assert "update 1.6 s = 0.00 PFLOP of 64 x 80 tokens / (0.4 x 3 TFLOP/s x 1 devices)" in text
+
+
+def test_a_step_by_the_compilers_clock_has_all_waves_rows_and_parameters(monkeypatch):
+    cfg = train.Config(max_answer=70, ppo_epochs=1, minibatches=2, beta=0.1, offload="none")
+    plan = step_time.RolloutPlan(64, 8, 4, 2, 0, 0, True, clock.Clock(50.0, []))
+    update = step_time.UpdateClock(3, clock.Clock(900.0, []), clock.Clock(300.0, []))
+    monkeypatch.setattr(packing, "row_shape", lambda *_: packing.RowShape(80, most=12))
+    # The compiled optimizer step is that of 60 of 80 values.
+    shapes = {"head_VD": (6, 10), "norm_D": (20,)}
+    monkeypatch.setattr(lora, "trained_shapes", lambda *_: shapes)
+    text = step_time.time_by_clock(cfg, None, mesh(), plan, update)
+    assert "rollout 7.0 s = 70 tokens x 2 x a step of 4 rows" in text, text
+    # A KL and a second minibatch take a forward pass each: 5/3 passes over 24 rows.
+    assert "update 12.8 s = 1.67 x 24 rows / 3 x a micro-batch, 900.00 ms" in text, text
+    assert "and 2 x an optimizer step, 400.00 ms" in text, text
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,13 @@ def test_messages_may_have_a_system_message_and_earlier_turns(tmp_path):
     assert row["prompt_messages"] == turns
 
 
+def test_a_column_may_have_a_dot_or_a_plus_in_its_name(tmp_path):
+    row = {"body+question": ASK, "reward_model.ground_truth": "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (read,) = load_rows(str(tmp_path / "rows.jsonl"), False)
+    assert (read["question"], read["answer"]) == (ASK, "2")
+
+
 def test_special_tokens_in_earlier_messages_are_refused(tmp_path, capsys):
     """They would end a message early."""
     turns = [SYSTEM | {"content": "Think.<end>"}, {"role": "user", "content": ASK}]

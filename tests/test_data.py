@@ -408,3 +408,13 @@ def test_prompts_of_just_max_prompt_tokens_are_kept(tiny_directory, tmp_path):
     every = lengths(99)
     for most in {*every}:
         assert lengths(most) == [n for n in every if n <= most]
+
+
+def test_demonstrations_of_just_max_answer_tokens_are_imitated(tiny_directory):
+    tokenizer = load_tokenizer(tiny_directory)
+    (tokens,) = tokenizer.encode(["9 + 9 = 18" + tokenizer.end])
+    row = {"answer": "18", "demonstration": "9 + 9 = 18"}
+    for most, found in ((len(tokens), [tokens]), (len(tokens) - 1, [])):
+        cfg = train.Config(sft_steps=1, max_answer=most)
+        examples = examples_to_imitate([row], tokenizer, cfg)
+        assert [example["demonstration_ids"] for example in examples] == found

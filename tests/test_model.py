@@ -500,6 +500,13 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
     record_property("refusals", len(cases))
 
 
+def test_buffers_that_follow_from_the_config_are_no_obstacle(tiny_directory, tmp_path):
+    """Old versions of transformers saved these."""
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    old = spoiled_copy(tiny_directory, tmp_path / "old", WEIGHTS, {name: np.ones(16, np.float32)})
+    assert name in hf.ModelFiles(old, hf.read_config(old)).tensors
+
+
 def test_all_rows_of_a_saved_head_are_compared_with_the_embedding(tmp_path):
     config = TINY_MODEL | dict(vocab_size=8200, hidden_size=8, intermediate_size=8)
     hf.write_random(tmp_path, config, seed=1)

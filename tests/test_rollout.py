@@ -31,6 +31,7 @@ from test_model import by_tier, eight_devices, hf_model, load
 from test_sampling import GREEDY, PLAIN, compiled_sample
 
 import model
+import train
 from infra.data import hf
 from infra.host import chips
 from infra.rollout import engine, layouts, waves
@@ -626,6 +627,20 @@ def test_on_tpus_rows_are_dropped_for_their_time_too(monkeypatch):
     # Groups of one answer would have the fewest rows, but would hold one prompt three times.
     nbytes = 100, 1, 1000, 1000
     assert waves.fewer_rows(live("11100000 10000000"), *nbytes) == (2, 4)
+
+
+def test_a_step_reads_few_rows_of_an_untied_embedding():
+    for cfg, looked_up in ((TIED, 0), (UNTIED, UNTIED.V * UNTIED.D)):
+        layout = layouts.layout_of("replicated", 1, cfg, mesh())
+        weights, _ = layouts.bytes_read(cfg, layout, "float32")
+        assert weights == 4 * (cfg.n_params - looked_up)
+
+
+def test_a_rollout_has_the_answers_of_all_hosts():
+    cfg = train.Config(batch=4, npq=8, max_answer=9)
+    size = engine.size_of_step(cfg, hosts=3, longest_prompt=25)
+    assert (size.answers, size.group) == (96, 8)
+    assert (size.prompt_slots, size.answer_slots) == (32, 9)
 
 
 def test_padded_lengths_are_powers_of_two_and_three_quarters_of_them():
