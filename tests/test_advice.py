@@ -49,6 +49,13 @@ def test_a_constant_reward_that_does_not_use_correct_is_named():
     assert "reward/judge is 0.50 on average" in said, said
 
 
+def test_a_constant_reward_that_is_solved_is_no_cause():
+    others = ("reward/correct", "reward/brief")
+    step = {name: value for name, value in STEP.items() if name not in others}
+    said = advice.why_nothing_is_learned([step | {"reward/mine": 0.0}] * advice.STEPS)
+    assert "100% of the answers are wrong" in said, said
+
+
 def test_equal_groups_are_reported_where_no_cause_is_found():
     steps = [STEP | {"solved": 0.5, "reward/correct": i, "reward/brief": i} for i in range(5)]
     assert "are alike: raise --temperature or --npq" in advice.why_nothing_is_learned(steps)

@@ -113,6 +113,18 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     assert f"{at_once} checkpoints at once and final/ take {at_once}.00" in capsys.readouterr().out
 
 
+def test_a_run_with_a_bucket_keeps_the_checkpoint_that_it_resumed_from(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**33))
+    monkeypatch.chdir(tmp_path)
+    state = {"params": {"norm_D": np.zeros(1)}}
+    for done, at_once in ((0, 1), (1, 2)):
+        run_dir.check_disk("out/gs/bucket/run", state, done, 9, save_every=1, keep=5)
+        assert f"{at_once} checkpoints at once and final/ take" in capsys.readouterr().out
+
+
 def test_the_room_of_checkpoints_that_are_here_counts_as_free(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**28))

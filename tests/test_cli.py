@@ -146,6 +146,11 @@ def test_mistakes_in_the_variables_of_a_cluster_are_refused(tmp_path):
         assert words in message, f"{variables}: {message!r} does not say {words!r}"
 
 
+def test_a_slash_at_the_end_of_out_changes_nothing():
+    for flag, out in (("gs://bucket/run/", "out/gs/bucket/run"), ("here/run/", "here/run")):
+        assert train.parse(["--out", flag]).out == train.parse(["--out", flag[:-1]]).out == out
+
+
 @pytest.mark.parametrize("kind, mib", [("TPU v5 lite", 120), ("TPU v5", 60), ("TPU v6 lite", 120)])
 def test_the_losss_kernels_use_the_memory_of_their_chip(kind, mib):
     assert kernel.block_sizes(kind, 896).vmem_bytes == mib * 2**20

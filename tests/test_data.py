@@ -257,6 +257,21 @@ def test_references_that_are_sentences_are_counted(tiny_directory, tmp_path, cap
     assert "; the answers of 1 questions are not numbers" in printed
 
 
+def test_columns_of_the_training_questions_need_not_be_those_of_other_sets(
+    tiny_directory, tmp_path
+):
+    """The held-out questions here have the usual names."""
+    rows = {"train": {"ask": "1 + 1?", "value": 2}, "test": {"question": "2 + 2?", "answer": "4"}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    tokenizer = load_tokenizer(tiny_directory)
+    data = f"{tmp_path}/train.jsonl"
+    cfg = train.Config(data=data, columns="question=ask,answer=value", system="")
+    (asked,) = load_questions(data, False, tokenizer, cfg)
+    (held_out,) = load_questions(f"{tmp_path}/test.jsonl", True, tokenizer, cfg)
+    assert (asked["answer"], held_out["answer"]) == ("2", "4")
+
+
 def test_each_epoch_is_a_permutation_of_its_own():
     epochs = [train.question_order(3, epoch * 10, 10, 10) for epoch in range(3)]
     for epoch in epochs:

@@ -170,3 +170,14 @@ def test_a_ratio_that_overflows():
     assert not np.asarray(dh).any() and not np.asarray(dW).any()
     v["advantage"] = -v["advantage"]
     assert is_finite(run_loss("jax", inputs, 1.0, entropy_bonus=0.0))
+
+
+def test_a_kl_that_overflows():
+    """The loss and its gradient are finite for a token that the reference finds far more likely."""
+    vectors = {"weight": jnp.ones(1), "advantage": jnp.zeros(1), "ref_logprobs": jnp.zeros(1)}
+
+    def loss(logp):
+        loss_N, _ = kernel.grpo_terms(logp, jnp.zeros(1), vectors, beta=0.1)
+        return loss_N.sum()
+
+    assert is_finite(jax.value_and_grad(loss)(jnp.full(1, -300.0)))

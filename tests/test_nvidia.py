@@ -234,7 +234,11 @@ def test_tasks_take_all_gpus_of_their_node(monkeypatch, capsys):
     )
     # Slurm does not set CUDA_VISIBLE_DEVICES on every site.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert slurm_processes().local_gpu == 1
+    found = slurm_processes()
+    assert found.local_gpu == 1
+    # Two jobs may run on the same node.
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert slurm_processes().address != found.address
 
 
 def test_an_uneven_number_of_tasks_is_refused(monkeypatch, capsys):

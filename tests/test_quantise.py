@@ -177,7 +177,8 @@ def test_weights_that_are_not_finite_stay_so():
 
 def test_bytes_that_a_step_reads_count_a_matrix_as_a_byte():
     cfg = CONFIGS["untied"]
-    layout, _ = layouts.rollout_layout("tp", cfg, mesh(1, 8, 1), "bfloat16", INT8)
+    layout, text = layouts.rollout_layout("tp", cfg, mesh(1, 8, 1), "bfloat16", INT8)
+    assert "GiB of int8 weights" in text
     weights, slot = layouts.bytes_read(cfg, layout, "bfloat16")
     quantised_weights, same_slot = layouts.bytes_read(cfg, layout, "bfloat16", True)
     assert weights == 2 * quantised_weights

@@ -287,18 +287,20 @@ def test_short_sequences_share_rows():
 
 
 def test_flops_are_those_of_matrices_and_of_attention():
-    """The tokens of a sequence attend to 1, 2, 3 tokens, and so on. No head is tied here, so the
-    embedding is only looked up."""
-    cfg = dataclasses.replace(SMALL, tied=False)
-    sizes = model.shapes(cfg)
-    del sizes["embed_VD"]
-    matrices = sum(map(math.prod, sizes.values()))
+    """The tokens of a sequence attend to 1, 2, 3 tokens, and so on. An embedding is only looked up,
+    unless it is the head, too."""
     tokens = 3 + 2
     pairs = (1 + 2 + 3) + (1 + 2)
-    of_pair = 12 * cfg.L * cfg.N * cfg.H
-    wanted = 6 * matrices * tokens
-    wanted += of_pair * pairs
-    assert packing.flops(train.Config(), cfg, [3, 2]) == wanted
+    for tied in True, False:
+        cfg = dataclasses.replace(SMALL, tied=tied)
+        sizes = model.shapes(cfg)
+        if not tied:
+            del sizes["embed_VD"]
+        matrices = sum(map(math.prod, sizes.values()))
+        of_pair = 12 * cfg.L * cfg.N * cfg.H
+        wanted = 6 * matrices * tokens
+        wanted += of_pair * pairs
+        assert packing.flops(train.Config(), cfg, [3, 2]) == wanted
 
 
 def test_a_minibatch_takes_every_nth_sequence():
