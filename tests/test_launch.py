@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pods
 import pytest
-from conftest import ROOT, arguments, run
+from conftest import ROOT, arguments, run, until
 from pods import ENDS, OFFLINE, POD_FLAGS, SLEEP, UNAVAILABLE, until_it_works, write
 
 # pytest finds the fixture under this name.
@@ -950,6 +950,23 @@ def test_a_run_whose_exit_code_is_lost_has_failed(tmp_path):
     (tmp_path / "run.exit.new").symlink_to("/dev/full")
     worker("train", code=1)
     assert worker("follow +1 20 7.7") == lost
+
+
+def test_a_killed_run_does_not_end_with_the_code_of_the_one_before(tmp_path):
+    shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
+    write(tmp_path / "bin/curl", "#!/bin/sh\necho 0\n", 0o755)
+    # The run ends together with the shell that would write its exit code.
+    write(tmp_path / "launch.sh", 'if [ "$1" = task ]; then kill -KILL $PPID; fi')
+    write(tmp_path / "run.commit", "")
+    write(tmp_path / "run.exit", "0 1.5\n")
+
+    def worker(*words):
+        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        return run("bash", "infra/cloud/worker.sh", *words, cwd=tmp_path, PATH=path)
+
+    worker("start", "7.7", "--lr", "1")
+    assert until(lambda: "no run" in worker("status"), seconds=60)
+    assert worker("follow", "+1", "20", "7.7") == "[w0] exit 137 9999999999 7.7\n"
 
 
 def test_logs_of_a_spot_run_resume_it(cloud):

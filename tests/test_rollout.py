@@ -636,6 +636,17 @@ def test_a_step_reads_few_rows_of_an_untied_embedding():
         assert weights == 4 * (cfg.n_params - looked_up)
 
 
+def test_a_step_halfway_reads_a_quarter_of_the_answers_slots(monkeypatch):
+    """Halfway, half of the answers have ended, and half of the others' slots are filled."""
+    monkeypatch.setattr(chips, "chip", lambda device: chips.Chip(bandwidth=1e9))
+    layout = layouts.layout_of("replicated", 1, TIED, mesh())
+    size = layouts.RolloutSize(64, group=8, prompt_slots=32, answer_slots=100)
+    weights, slot = layouts.bytes_read(TIED, layout, "float32")
+    found = layouts.seconds_halfway(TIED, layout, "float32", size)
+    slots = 8 * 32 + 32 * 50
+    assert_allclose(found, (weights + slot * slots) / 1e9)
+
+
 def test_a_rollout_has_the_answers_of_all_hosts():
     cfg = train.Config(batch=4, npq=8, max_answer=9)
     size = engine.size_of_step(cfg, hosts=3, longest_prompt=25)
