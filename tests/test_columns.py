@@ -192,6 +192,13 @@ def test_answers_of_a_csv_file_stay_as_they_are_written(tmp_path):
         assert {row["words"] for row in rows} == {3}
 
 
+def test_only_empty_fields_of_a_csv_file_are_missing(tmp_path):
+    text = "question,answer,country,unit,note\n1 + 1?,2,NA,N/A,\n"
+    (tmp_path / "rows.csv").write_text(text)
+    (row,) = load_rows(str(tmp_path / "rows.csv"), False)
+    assert (row["country"], row["unit"], row["note"]) == ("NA", "N/A", None)
+
+
 def test_a_set_of_several_configs_asks_for_one(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     row = json.dumps({"question": ASK, "answer": "2"})

@@ -425,6 +425,14 @@ def test_prompts_of_just_max_prompt_tokens_are_kept(tiny_directory, tmp_path):
         assert lengths(most) == [n for n in every if n <= most]
 
 
+def test_questions_that_are_too_long_are_counted(tiny_directory, tmp_path, capsys):
+    rows = [{"question": "9" * n, "answer": "9"} for n in (1, 200, 300)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = train.Config(system="", max_prompt=100)
+    load_questions(f"{tmp_path}/rows.jsonl", False, load_tokenizer(tiny_directory), cfg)
+    assert "1 questions; 2 skipped, longer than max_prompt = 100" in capsys.readouterr().out
+
+
 def test_demonstrations_of_just_max_answer_tokens_are_imitated(tiny_directory):
     tokenizer = load_tokenizer(tiny_directory)
     (tokens,) = tokenizer.encode(["9 + 9 = 18" + tokenizer.end])

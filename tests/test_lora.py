@@ -586,6 +586,10 @@ def test_mistakes_are_refused_with_what_to_try(tmp_path, monkeypatch):
         assert words in message, f"{flags}: {message!r} does not say {words!r}"
 
 
+def test_a_rank_may_be_the_hidden_size():
+    lora.check_rank(train.Config(lora=SMALL.D), SMALL)
+
+
 def test_learning_rates_are_ten_times_as_high_by_default():
     full = train.parse([])
     cfg = train.parse(["--lora", "8"])

@@ -45,6 +45,9 @@ def test_cuda_is_what_the_driver_and_the_gpus_take(cloud, tmp_path):
         assert "JAX_PLATFORMS=cuda\\,cpu" in text, text
     v100 = with_driver(tmp_path, "580.65.06", capability="7.0")
     assert "jax\\[cuda12\\]" in cloud.launch("--dry-run gpu", PATH=v100)
+    # A user's choice counts, whatever the driver.
+    older = with_driver(tmp_path, "575.57")
+    assert "jax\\[cuda13\\]" in cloud.launch("--dry-run gpu", PATH=older, CUDA="13")
     t4 = with_driver(tmp_path, "580.65.06", capability="7.5")
     assert "jax\\[cuda13\\]" in cloud.launch("--dry-run gpu", PATH=t4)
     anywhere = {"JAX_PLATFORMS": ""}

@@ -483,6 +483,15 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_the_run(monkeypat
     assert "SOLVED and another function, in REWARDS, are both named partial" in text
 
 
+def test_no_reward_has_the_name_of_the_count_of_faults(capsys):
+    def faults(row, answer):
+        return 0.0
+
+    with pytest.raises(SystemExit):
+        rewards.check_functions(train.correct, [(faults, 1.0)])
+    assert "named faults, but reward/faults is a metric of all functions" in capsys.readouterr().err
+
+
 def test_solved_is_one_named_function(monkeypatch, tmp_path, train_here):
     """The metric `solved` and evaluations use SOLVED, whatever REWARDS contains."""
     monkeypatch.setattr(train, "REWARDS", [(hostile.fine, 1.0)])
