@@ -618,10 +618,9 @@ live_and_finish() { # up|start|follow LINE FLAGS...
 
 # Succeed if a run with these flags keeps its checkpoints in a bucket. If --out is repeated, the last one counts.
 is_in_bucket() { # FLAGS...
-  local word out=''
+  local out=''
   while [ $# -gt 0 ]; do
-    word="$1"
-    case "$word" in --out) out="${2:-}" ;; --out=*) out="${word#*=}" ;; esac
+    case "$1" in --out) out="${2:-}" ;; --out=*) out="${1#*=}" ;; esac
     shift
   done
   [[ "$out" = gs://* ]]

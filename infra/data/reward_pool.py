@@ -158,8 +158,10 @@ class RewardPool:
             if not failed:
                 continue
             self.failed_reports[name] += 1
-            # A function may fail on one question only; the data may have one question only.
-            is_chance = failed < MIN_FAILED or max(questions, self.failed_reports[name]) < 2
+            # A function may fail on one question by chance. Do not wait for a second question if it
+            # fails again: the data may have only one.
+            is_first_question = questions < 2 and self.failed_reports[name] < 2
+            is_chance = failed < MIN_FAILED or is_first_question
             reason = reason_of(faults[name]) if name in faults else "another process says why"
             check(
                 worked or is_chance,

@@ -213,7 +213,8 @@ def answer_the_roll(processes, names, facts, seconds):
     """Report to process 0, which may not have started yet. Returns its verdict on all processes."""
     server, port = processes.address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
-    cause = "is it running, and is its port open?"
+    unreachable = "is it running, and is its port open?"
+    cause = unreachable
     while time.monotonic() < deadline:
         try:
             with (
@@ -228,7 +229,7 @@ def answer_the_roll(processes, names, facts, seconds):
             cause = f"the name {server} does not resolve here ({e.strerror})"
         # Process 0 may not be listening yet.
         except (OSError, ValueError):
-            cause = "is it running, and is its port open?"
+            cause = unreachable
         time.sleep(0.5)
     return (
         f"{names[processes.index]} of {len(names)} heard nothing from process 0 at "

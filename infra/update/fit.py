@@ -79,7 +79,7 @@ def check_host_memory(cfg, longest: int) -> None:
 
 def check_rollout_memory(layout, state_bytes: int, cfg, model_cfg) -> None:
     """Exit with code 2 if the rollout's weights do not fit on a device together with the training
-    state, which takes `state_bytes` bytes. Every process must call this."""
+    state, which takes `state_bytes`. Every process must call this."""
     weights_gib = layouts.weights_gib(model_cfg, layout, cfg.dtype)
     limit = chips.least_memory(layout.mesh)
     ways = [] if cfg.rollout_sharding == "auto" else ["--rollout_sharding auto"]
