@@ -115,6 +115,41 @@ ENTRY %main (d: f32[8]) -> f32[8] {
   ROOT %while.3 = f32[8]{0} while(%d), condition=%unsaid, body=%loop NOTED
 }
 """
+# A decode step for a GPU, where no inner loop runs over the layers. It reads a weight of 4 MiB in
+# bytes, updates and reads a cache of 2 MiB, and makes an activation of 1 MiB that it reads twice.
+GPU_STEP = """HloModule jit_decode, is_scheduled=true
+
+%update (cache: s8[2,1048576], new: s8[1,1024], slot: s32[]) -> s8[2,1048576] {
+  %cache = s8[2,1048576]{1,0} parameter(0)
+  %new = s8[1,1024]{1,0} parameter(1)
+  %slot = s32[] parameter(2)
+  ROOT %dus.1 = s8[2,1048576]{1,0} dynamic-update-slice(%cache, %new, %slot, %slot)
+}
+
+%step (state: (s32[], s8[4,1048576], s8[2,1048576], s8[1,1024])) -> (s8[1048576]) {
+  %state = (s32[], s8[4,1048576]{1,0}, s8[2,1048576]{1,0}, s8[1,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %w = s8[4,1048576]{1,0} get-tuple-element(%state), index=1
+  %cache.1 = s8[2,1048576]{1,0} get-tuple-element(%state), index=2
+  %new.1 = s8[1,1024]{1,0} get-tuple-element(%state), index=3
+  %copied = s8[4,1048576]{1,0} WEIGHT(%w)
+  %x = s8[1048576]{0} custom-call(%copied, %i), custom_call_target="gemm"
+  %cache.2 = s8[2,1048576]{1,0} fusion(%cache.1, %new.1, %i), kind=kLoop, calls=%update
+  %flat = s8[2097152]{0} bitcast(%cache.2)
+  %y = s8[1048576]{0} custom-call(%flat, %x), custom_call_target="gemm"
+  ROOT %z = s8[1048576]{0} add(%x, %y)
+}
+
+%step_condition (state.1: (s32[])) -> pred[] {
+  %state.1 = (s32[]) parameter(0)
+  ROOT %any = pred[] constant(true)
+}
+
+ENTRY %main (p.0: (s32[], s8[4,1048576], s8[2,1048576], s8[1,1024])) -> (s8[1048576]) {
+  %p.0 = (s32[], s8[4,1048576]{1,0}, s8[2,1048576]{1,0}, s8[1,1024]{1,0}) parameter(0)
+  ROOT %while.1 = (s8[1048576]{0}) while(%p.0), condition=%step_condition, body=%step
+}
+"""
 
 
 def filled(text, **values):
@@ -151,6 +186,16 @@ def test_bytes_of_a_step_count_each_layer_of_the_weights_once():
     # A copy that is not an alias reads all nine layers, not one.
     copied = hlo.loop_traffic(step_text(ALIASING="metadata={}"), 1)
     assert copied.device_memory == traffic.device_memory + 9 * 8 * MIB
+
+
+def test_bytes_without_activations_are_those_of_weights_and_cache():
+    indices = 2 * 4
+    of_new_token = 1024
+    traffic = hlo.loop_traffic(filled(GPU_STEP, WEIGHT="bitcast"), 1)
+    assert traffic.carried == (4 + 2) * MIB + of_new_token + indices
+    # The copy reads the weight once more, and its result counts as the weight.
+    copied = hlo.loop_traffic(filled(GPU_STEP, WEIGHT="copy"), 1)
+    assert copied.carried == traffic.carried + 4 * MIB
 
 
 def test_an_attribute_may_span_lines():

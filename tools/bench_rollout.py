@@ -67,10 +67,14 @@ def check_loop(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, lora_
     compiled_ms = traffic.device_memory / chip.bandwidth * 1e3
     copied = traffic.copied / cache_bytes
     peak = program.memory_analysis().peak_memory_in_bytes
+    # On TPUs, an inner loop over the layers reads the weights and the cache.
+    alone = ""
+    if layout.by_layer:
+        alone = f"without activations {traffic.carried / least:.3f} of that; "
     words = (
         f"a step reads at least {least / 1e9:.3f} GB in {least_ms:.2f} ms; as compiled "
         f"{traffic.device_memory / 1e9:.3f} GB in {compiled_ms:.2f} ms, "
-        f"{traffic.device_memory / least:.3f} of that; collectives move "
+        f"{traffic.device_memory / least:.3f} of that; {alone}collectives move "
         f"{traffic.moved / 1e9:.3f} GB; copies write {copied:.3f} of the KV cache's bytes; "
         f"peak {peak / 1e9:.2f} GB"
     )
