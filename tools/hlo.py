@@ -181,7 +181,7 @@ class Program:
         return Traffic(device_memory, carried, moved, copied)
 
     def bytes_carried(self, computation: str, name: str) -> int:
-        """Returns the bytes that a top-level instruction reads from arrays that the loop carries."""
+        """Returns the bytes that a top-level instruction reads from arrays the loop carries."""
         instruction = self.computations[computation][name]
         if instruction.op in FREE or instruction.op.endswith("-done"):
             return 0
