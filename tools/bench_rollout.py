@@ -70,7 +70,7 @@ def check_loop(cfg: ModelConfig, layout: Layout, dtype, size: RolloutSize, lora_
     # On TPUs, an inner loop over the layers reads the weights and the cache.
     alone = ""
     if layout.by_layer:
-        alone = f"without activations {traffic.carried / least:.3f} of that; "
+        alone = f"without activations {hlo.bytes_without_activations(text) / least:.3f} of that; "
     words = (
         f"a step reads at least {least / 1e9:.3f} GB in {least_ms:.2f} ms; as compiled "
         f"{traffic.device_memory / 1e9:.3f} GB in {compiled_ms:.2f} ms, "

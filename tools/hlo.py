@@ -24,7 +24,6 @@ class Traffic(NamedTuple):
     """The bytes of one step on one device."""
 
     device_memory: int  # read and written by instructions
-    carried: int  # read from the arrays that the loop carries: the weights and the KV cache
     moved: int  # operands and results of collectives
     copied: int  # written by copies, relayouts and conversions
 
@@ -35,11 +34,22 @@ def loop_traffic(hlo: str, layers: int) -> Traffic:
     Counts the operands and results of each top-level instruction in the body of the loop. The body
     of an inner loop counts once per trip, with `layers` trips if the program states no trip count.
     A slice, or an update in place, counts only the bytes of the slice. Values in a TPU's VMEM count
-    only in collectives. `carried` leaves out what inner loops read, so it is complete only on GPUs,
-    where each layer has arrays of its own.
+    only in collectives.
     """
     program = Program(hlo, layers)
     return program.traffic(program.main_loop())
+
+
+def bytes_without_activations(hlo: str) -> int:
+    """Returns the bytes that a step of the decode loop reads from the arrays that the loop carries
+    (the weights and the KV cache) and from their copies.
+
+    Leaves out what inner loops read, so the result is complete only for GPUs, where each layer has
+    arrays of its own.
+    """
+    program = Program(hlo, trips=1)
+    loop = program.main_loop()
+    return sum(program.bytes_carried(loop, name) for name in program.computations[loop])
 
 
 def parse(hlo: str) -> dict:
@@ -158,7 +168,7 @@ class Program:
 
     def traffic(self, computation: str) -> Traffic:
         """Returns the traffic of one execution of a computation."""
-        device_memory = carried = moved = copied = 0
+        device_memory = moved = copied = 0
         for name, instruction in self.computations[computation].items():
             # A `while` is an inner loop, such as the loop over the layers.
             if instruction.op == "while":
@@ -171,14 +181,13 @@ class Program:
                 if is_collective(instruction.op):
                     moved += self.bytes_moved(computation, name)
                 device_memory += self.bytes_touched(computation, name)
-                carried += self.bytes_carried(computation, name)
             if self.is_copy(instruction):
                 written = array_sizes(instruction.type)
                 # The first array of a copy-start is the destination; the second is the source.
                 if instruction.op.endswith("-start"):
                     written = written[:1]
                 copied += sum(size for size, in_memory in written if in_memory)
-        return Traffic(device_memory, carried, moved, copied)
+        return Traffic(device_memory, moved, copied)
 
     def bytes_carried(self, computation: str, name: str) -> int:
         """Returns the bytes that a top-level instruction reads from arrays the loop carries."""
@@ -206,14 +215,15 @@ class Program:
             return operands[0]
         if self.is_copy(instruction):
             # The other operands are indices.
-            return max(operands, key=lambda operand: self.size(computation, operand))
+            return max(operands, key=lambda operand: self.size(computation, operand), default="")
         if instruction.op == "fusion":
             inside = self.computations[instruction.calls]
             # The root of a computation comes last.
             root = list(inside.values())[-1]
             if root.op == "dynamic-update-slice":
                 updated = inside[root.operands[0]]
-                return operands[int(updated.arguments)]
+                if updated.op == "parameter":
+                    return operands[int(updated.arguments)]
         return ""
 
     def bytes_moved(self, computation: str, name: str) -> int:
