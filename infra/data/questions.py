@@ -308,7 +308,8 @@ def number_text(number: int | float) -> str:
     """Write a number in digits, without an exponent: 0.00001 for 1e-05."""
     if isinstance(number, int):
         return str(number)
-    # A column of 32-bit numbers holds 0.1 as 0.10000000149011612. Nobody writes so many digits.
+    # A column of 32-bit numbers holds 0.1 as 0.10000000149011612. Nobody writes so many digits, so
+    # return the 0.1 that was meant.
     with np.errstate(over="ignore"):
         short = np.float32(number)
     digits = repr(number).partition("e")[0].replace(".", "").lstrip("-0")

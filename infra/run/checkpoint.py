@@ -329,8 +329,8 @@ class Saver:
             bucket.send_all_but_checkpoints(self.out)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. If all processes have written their parts,
-        delete older checkpoints."""
+        """Wait for the checkpoint that is being written. Then delete the incomplete ones before
+        it and, if all processes have written their parts, complete ones that are too old."""
         if not self.pending:
             return
         step, future = self.pending
