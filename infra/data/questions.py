@@ -113,7 +113,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """Yields (line number, row) of a file with one JSON object per line; skips blank lines."""
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
-        # This encoding is UTF-8 that may begin with a byte order mark.
+        # utf-8-sig is UTF-8, with or without a byte order mark.
         open(path, encoding="utf-8-sig", errors="surrogateescape") as f,
     ):
         lines = f.readlines()

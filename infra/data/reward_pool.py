@@ -542,7 +542,7 @@ def score(function: Callable, row: bytes, answer: str) -> float | str:
     own copy."""
     try:
         return checked(function(pickle.loads(row), answer))
-    # This includes SystemExit and KeyboardInterrupt.
+    # BaseException includes SystemExit and KeyboardInterrupt.
     except BaseException as e:
         return fault(e)
 
