@@ -226,7 +226,8 @@ def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
 
 
 def test_checkpoints_that_failed_do_not_fill_the_disk(tmp_path, monkeypatch):
-    """While a bucket cannot be reached, only the last checkpoint stays beside the complete one."""
+    """While a bucket cannot be reached, only the last checkpoint stays on this disk. The complete
+    one is in the bucket."""
     monkeypatch.setattr(checkpoint.bucket, "bucket_of", lambda out: "gs://bucket/run")
     monkeypatch.setattr(checkpoint.Saver, "thin_bucket", lambda *_: None)
     send = mock.Mock(side_effect=[None, OSError("503"), OSError("503"), OSError("503"), None])

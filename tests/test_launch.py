@@ -90,7 +90,7 @@ def test_stop_leaves_time_to_save(tmp_path, words, seconds):
 
 
 def test_a_stop_that_gcloud_repeats_sends_one_sigterm(tmp_path):
-    """A second SIGTERM would end a save."""
+    """A second SIGTERM would cut a save short."""
     terms, known = tmp_path / "terms", tmp_path / "run.stop"
     with stubborn_run(tmp_path) as (_, call):
         call(["stop", "", "1"])
@@ -310,7 +310,7 @@ def test_mistakes_in_the_call_get_one_line(cloud):
         "cpu --batch 1 --npq 1": "npq = 1",
     }
     installing = "launch.sh: installing into .venv, once: a minute or two\n"
-    # Git ignores this file.
+    # Git ignores these files.
     write(cloud.clone / "out/mine.jsonl", "")
     write(cloud.clone / "out/a=b.jsonl", "")
     for call, wanted in mistakes.items():

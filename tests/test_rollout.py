@@ -406,7 +406,7 @@ def wave_of(live, group, slots):
     [
         # Prompts 1 and 3 of four still have live answers. They stay, in order.
         (2, [2, 3, 6, 7], [1, 3]),
-        # Prompt 0 of two has three live answers, and prompt 1 has one. Each gets a prompt.
+        # Prompt 0 of two has three live answers, and prompt 1 has one. Each answer gets a prompt.
         (4, [0, 2, 3, 5], [0, 0, 0, 1]),
     ],
 )
