@@ -73,8 +73,8 @@ SCALING = dict(
     original_max_position_embeddings=64,
 )
 LLAMA3_ROPE = SCALING | {"rope_theta": 5e5}
-# Heads of 8, 64, 80 and 128, with 1 to 7 query heads per key/value head. Qwen3 and some Llamas have
-# query heads that are not as wide as the model together.
+# Heads of 8, 64, 80 and 128, with 1 to 7 query heads per key/value head. In many, the query
+# heads together are wider than the model, as in Qwen3.
 # fmt: off
 HF_MODELS = {
     "tied": dict(
