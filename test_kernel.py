@@ -373,7 +373,7 @@ def test_loss_equals_numpy(impl, record_property):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_masked_tokens_have_no_effect(impl):
     """Masked tokens may contain anything. If all tokens are masked, all results are 0."""
-    # loss_inputs puts NaN and infinity into masked tokens; replace these by zeros.
+    # loss_inputs puts NaN and infinity into masked tokens. Replace these with zeros.
     dirty_inputs = loss_inputs(136, 107, 1.3, 9)
     hidden, head, targets, vectors, cotangents = dirty_inputs
     live = vectors["weight"] > 0

@@ -437,7 +437,7 @@ def are_equal(reward_GQ) -> np.ndarray:
     """Whether all rewards of a group are equal, up to rounding: bool [G, 1]."""
     # Rewards are rounded sums (0.1 + 0.2 differs from 0.3), so compare them with a tolerance. The
     # tolerance is relative above 1, and absolute below 1, because 0.1 + 0.2 - 0.3 is 6e-17, not 0.
-    # A standard deviation of 0 would not do as a test: it is rounded, too, even for equal rewards.
+    # Do not test for a standard deviation of 0: rounding may raise it above 0 for equal rewards.
     best_G1 = reward_GQ.max(1, keepdims=True)
     worst_G1 = reward_GQ.min(1, keepdims=True)
     largest_G1 = np.maximum(abs(best_G1), abs(worst_G1))
@@ -1010,7 +1010,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
     longest_prompt = max(len(row["prompt_ids"]) for row in asked)
     check_host_memory(cfg, longest_prompt + cfg.max_answer)
     model_files = hf.ModelFiles(model_directory(cfg, "*.safetensors"), model_cfg)
-    # Check after the download of the weights, which may be on the same disk.
+    # Check the disk after the download of the weights, which may be on it.
     run.check_disk(abstract_state(cfg, model_cfg, mesh, optimizer))
     # A resumed run takes its adapters from its checkpoint.
     adapters = None if run.step else lora.read(cfg, model_cfg)
@@ -1018,7 +1018,7 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         run.note_base(lora.base_of(cfg, model_files))
         if adapters:
             lora.check_base(cfg, run.base)
-    # A mistake ends the run here, before it compiles. A run that does not fit leaves an empty page.
+    # A failed login ends the run before compiling. A run that does not fit has an empty wandb page.
     run.start_wandb()
     row_width, micro_batch, engine = fit(cfg, model_cfg, mesh, tokenizer, longest_prompt, UPDATE)
     setup = Setup(
@@ -1062,7 +1062,7 @@ def imitate(state: dict, cfg: Config, setup: Setup, run: Run) -> dict:
     """Take the supervised steps before GRPO. Returns the state after them.
 
     Supervised rows have no `old_logprobs` (see `token_fields`), so the ratio is 1. With advantage
-    1, the gradient of the GRPO loss is that of the demonstrations' negative log-likelihood.
+    1, the GRPO loss then has the gradient of the demonstrations' negative log-likelihood.
     """
     sequences = cfg.batch * cfg.npq
     for step in range(run.step + 1, cfg.sft_steps + 1):

@@ -348,7 +348,7 @@ def greedy_answers(theirs, prompts, n, **stop):
 
 
 # ---------------------------------------------------------------- train.py as a process
-# A run of the tiny model: one supervised step, then two GRPO steps with an evaluation after each.
+# A run of the tiny model: one supervised step and two GRPO steps, with an evaluation after each.
 TINY_FLAGS = "--batch 4 --npq 4 --steps 2 --sft_steps 1 --minibatches 2 --eval_n 8 --eval_every 1"
 
 
@@ -420,7 +420,7 @@ def refused(*flags):
 
 @contextlib.contextmanager
 def restored_signals():
-    """Restore the signal handlers that train.main replaces in this process."""
+    """Restore the handlers of these signals, which train.main replaces in this process."""
     taken = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
     before = {number: signal.getsignal(number) for number in taken}
     try:

@@ -153,8 +153,8 @@ BYTES_PER_MS = 1.64e9
 
 
 def kernel_cycles(dump, tiles):
-    """Returns {kernel: cycles counted by the compiler} for one chunk of tokens and so many tiles of
-    the LM head."""
+    """Returns {kernel: cycles counted by the compiler} for one chunk of tokens and this many tiles
+    of the LM head."""
     dump.mkdir()
     init_args = f"--xla_jf_dump_static_llo_profile_to={dump}"
     compile_elsewhere("-m tests.aot_kernels", str(tiles), LIBTPU_INIT_ARGS=init_args)

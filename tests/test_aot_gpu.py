@@ -111,7 +111,7 @@ def table_cell(device_type, size):
 @pytest.mark.parametrize("device_type, size", [
     ("h100-8", "7B"),
     ("h100-8", "Qwen3-8B"),
-    # test_offloaded_7b_fits_one_gpu compiles the same update of other rows.
+    # test_offloaded_7b_fits_one_gpu compiles the same update with other rows.
     pytest.param("h200-1", "7B", marks=pytest.mark.soak),
 ])
 # fmt: on

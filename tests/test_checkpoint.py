@@ -226,7 +226,8 @@ def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
 
 
 def test_checkpoints_that_failed_do_not_fill_the_disk(tmp_path, monkeypatch):
-    """While a bucket cannot be reached, only the last checkpoint stays beside the complete one."""
+    """While a bucket cannot be reached, only the last checkpoint stays on this disk. The complete
+    one is in the bucket."""
     monkeypatch.setattr(checkpoint.bucket, "bucket_of", lambda out: "gs://bucket/run")
     monkeypatch.setattr(checkpoint.Saver, "thin_bucket", lambda *_: None)
     send = mock.Mock(side_effect=[None, OSError("503"), OSError("503"), OSError("503"), None])
@@ -602,7 +603,7 @@ def opened(out, resume="auto"):
 
 
 def test_half_of_the_first_file_is_not_in_the_way(tmp_path):
-    """Files of which a killed process has written half do not stop the next run."""
+    """Half-written files of a killed process do not stop the next run."""
     for name in ("config.json.0.tmp", "claim.json.tmp", "claim.json"):
         (tmp_path / name).write_text("{")
     assert opened(tmp_path) == (0, [], 0)
@@ -740,7 +741,7 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path, tmp_path_factory, record_
 
 
 def test_checkpoints_of_two_launches_are_not_mixed(tmp_path, capsys):
-    """Each process has its part of step 2 on its own disk, but of different launches."""
+    """Each process has a part of step 2 on its own disk, but the parts are from two launches."""
 
     def other_launch(value):
         return value + 1 if value.size == 1 and value > 1 else value.copy()
@@ -754,7 +755,7 @@ def test_checkpoints_of_two_launches_are_not_mixed(tmp_path, capsys):
 
 @pytest.mark.parametrize("newer", ["4 processes", "1 process"])
 def test_the_newer_of_two_complete_launches_counts(newer, tmp_path):
-    """They had different numbers of processes, so neither has replaced the other's files."""
+    """The launches had different numbers of processes, so neither replaced the other's files."""
     is_one = newer == "1 process"
     write_checkpoint(tmp_path, 2, run="7" if is_one else "9")
     shards = checkpoint.shards_of({"a": jnp.arange(9.0)})

@@ -179,7 +179,7 @@ FORK = """
 import os, sys, time
 from infra.run.claim import claimed
 with claimed(sys.argv[1]):
-    # By the child: its lock is closed by the time that fork returns in it.
+    # Printed by the child, where the lock is already closed.
     if not os.fork():
         print(os.getpid(), flush=True)
     time.sleep(999)

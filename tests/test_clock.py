@@ -307,7 +307,7 @@ def test_a_step_by_the_compilers_clock_has_all_waves_rows_and_parameters(monkeyp
     plan = step_time.RolloutPlan(64, 8, 4, 2, 0, 0, True, clock.Clock(50.0, []))
     update = step_time.UpdateClock(3, clock.Clock(900.0, []), clock.Clock(300.0, []))
     monkeypatch.setattr(packing, "row_shape", lambda *_: packing.RowShape(80, most=12))
-    # The compiled optimizer step is that of 60 of 80 values.
+    # The compiled optimizer step is for 60 of the 80 values.
     shapes = {"head_VD": (6, 10), "norm_D": (20,)}
     monkeypatch.setattr(lora, "trained_shapes", lambda *_: shapes)
     text = step_time.time_by_clock(cfg, None, mesh(), plan, update)

@@ -79,7 +79,7 @@ def test_a_column_may_have_a_dot_or_a_plus_in_its_name(tmp_path):
 
 
 def test_special_tokens_in_earlier_messages_are_refused(tmp_path, capsys):
-    """They would end a message early."""
+    """A special token would end a message early."""
     turns = [SYSTEM | {"content": "Think.<end>"}, {"role": "user", "content": ASK}]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": turns, "answer": "2"}))

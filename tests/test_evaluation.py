@@ -135,7 +135,7 @@ def test_two_sets_are_evaluated_and_can_be_scored_again(
     tmp_path, tmp_path_factory, record_property
 ):
     """The metrics follow from evals.jsonl, and two devices give the same answers as one, except for
-    rounding, though they answer more questions at once."""
+    rounding, though they answer four questions at once instead of five."""
     flags = [*taught(tmp_path_factory), *two_sets(tmp_path), *arguments([SAMPLED])]
     text = run_train(*flags, "--out", tmp_path / "one", devices=1)
     (row,) = read_jsonl(tmp_path / "one/metrics.jsonl")

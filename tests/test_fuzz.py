@@ -43,7 +43,7 @@ def places(value):
 
 
 def spoil_json(rng, text):
-    """Replace one value by an odd one or by another value of the text, or remove it."""
+    """Replace one value with an odd one or with another value of the text, or remove it."""
     value = json.loads(text)
     everything = places(value)
     holder, key = rng.choice(everything)

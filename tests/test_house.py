@@ -12,14 +12,15 @@ FILES = sorted(
     for pattern in ("*.py", "infra/**/*.py", "tools/*.py", "tests/*.py")
     for path in ROOT.glob(pattern)
 )
-# The wings of infra/, in order: a wing imports itself and the wings before it.
+# The wings (folders) of infra/, in order: a wing imports itself and the wings before it.
 WINGS = ["infra.host", "infra.data", "infra.rollout", "infra.update", "infra.run"]
-# What each room may import of our modules; tools and tests may import anything.
+# What each room, a file at the top or a folder, may import of our modules. tools and tests may
+# import anything.
 MAY_IMPORT = {
     "model": set(),
     "kernel": set(),
     "train": {"model", "kernel", *WINGS},
-    # This file runs under Slurm before anything is installed.
+    # slurm_job.py only starts tasks, so it needs none of our modules.
     "infra.cloud": set(),
 }
 MAY_IMPORT |= {wing: {"model", *WINGS[: i + 1]} for i, wing in enumerate(WINGS)}

@@ -90,7 +90,7 @@ def test_stop_leaves_time_to_save(tmp_path, words, seconds):
 
 
 def test_a_stop_that_gcloud_repeats_sends_one_sigterm(tmp_path):
-    """A second SIGTERM would end a save."""
+    """A second SIGTERM would cut a save short."""
     terms, known = tmp_path / "terms", tmp_path / "run.stop"
     with stubborn_run(tmp_path) as (_, call):
         call(["stop", "", "1"])
@@ -310,7 +310,7 @@ def test_mistakes_in_the_call_get_one_line(cloud):
         "cpu --batch 1 --npq 1": "npq = 1",
     }
     installing = "launch.sh: installing into .venv, once: a minute or two\n"
-    # Git ignores this file.
+    # Git ignores these files.
     write(cloud.clone / "out/mine.jsonl", "")
     write(cloud.clone / "out/a=b.jsonl", "")
     for call, wanted in mistakes.items():
@@ -702,7 +702,8 @@ BAD_LINES = ["WANDB_API_KEY = s3cret", "HF_TOKEN=a$s3cret", "HF_TOKEN=a$1"]
 
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_env_file_that_bash_cannot_read_costs_nothing(cloud, line):
-    """It is refused before a VM exists and before anything is installed, and is never printed."""
+    """Such a file is refused before a VM exists and before anything is installed, and its content
+    is never printed."""
     write(cloud.clone / ".env", f"{line}\nGOOD=1\n")
     for call in "v6e-1", "v6e-1 setup", "v6e-1 logs --spot", "cpu --lr 1", "report out/a":
         text = cloud.launch(call, code=2)
@@ -889,7 +890,7 @@ def test_a_vm_that_is_stopped_can_be_started(cloud):
 
 
 def test_a_vm_of_another_type_is_refused(cloud):
-    """Its number of workers differs, so the launcher would wait for workers that do not exist."""
+    """The VM may have too few workers: the launcher would wait for workers that do not exist."""
     cloud.launch("v6e-1 up --name pod")
     for action in ("", "run", "logs"):
         text = cloud.launch(f"v6e-8 {action} --name pod", code=2)
@@ -930,7 +931,7 @@ def test_a_worker_does_not_fall_back_to_the_cpu(tmp_path):
 
 
 def test_a_run_whose_exit_code_is_lost_has_failed(tmp_path):
-    """A full disk takes no exit code, and the file that should have it may be empty."""
+    """On a full disk, the exit code cannot be written, and its file may be empty."""
     shutil.copytree(ROOT / "infra/cloud", tmp_path / "infra/cloud")
     write(tmp_path / "bin/curl", "#!/bin/sh\necho 0\n", 0o755)
     write(tmp_path / "launch.sh", "")
@@ -1010,7 +1011,7 @@ def test_flags_are_read_once_although_a_connection_breaks(tmp_path, cut):
 
 def test_logs_without_a_run_and_logs_that_cannot_be_read_differ(cloud):
     cloud.launch("v6e-1 up --name fresh")
-    # This is the first ssh from this machine, so ssh-keygen speaks, too.
+    # This is the first ssh from this machine, so ssh-keygen prints lines, too.
     text = cloud.launch("v6e-1 logs --name fresh", code=1)
     assert "no run was started there: bash launch.sh v6e-1 run --name=fresh" in text, text
     denied = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) PERMISSION_DENIED: no"

@@ -55,7 +55,7 @@ from tools import abstract_rollout
 from tools.sizes import model_of_size
 
 RANK = 4
-# All matrices, and the rows of a chunk, have different sizes.
+# With these sizes, no product of activations has as many values as a matrix.
 WIDE = dataclasses.replace(UNTIED, V=331, D=40, F=56, N=6, K=3, H=14, L=2)
 # The scale is 6 / 4.
 LORA = PLAIN | dict(lora=RANK, lora_alpha=6)

@@ -78,7 +78,7 @@ def test_micro_batch_is_found_by_few_compilations():
             assert bent(found) <= limit and found >= best - 2, (limit, found, best, asked)
             assert len(asked) <= 12, (limit, most, asked)
     assert search(lambda n: 40.0 + n, 64)[0] == 0, "none fits"
-    assert search(lambda n: 40.0, 64, first=1) == (0, [1]), "nor do those that rest"
+    assert search(lambda n: 40.0, 64, first=1) == (0, [1]), "a single try is enough"
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_refusal_without_a_try_names_none(monkeypatch, capsys):
 
 
 def test_all_processes_take_what_fits_least(tmp_path, monkeypatch):
-    """Processes may know different limits of their devices: process 0 alone reads its memory."""
+    """Processes may find different numbers of rows. All of them take the smallest."""
     monkeypatch.setenv("HOME", str(tmp_path))
     others = [60.0, 15.0, 61.0, 16.5]
     gathered = lambda own: np.array([own, others if np.ndim(own) else True])  # noqa: E731
@@ -634,7 +634,8 @@ def test_skipped_updates_are_counted_and_the_run_goes_on(train_here, monkeypatch
 
 def test_ten_skipped_updates_in_a_row_end_a_run_that_resumed(train_here, monkeypatch, capsys):
     spoil_advantages(monkeypatch, bad_steps=range(99), terminated_in=4)
-    # SIGTERM comes in step 6, after 8 skipped updates. The checkpoint keeps this number.
+    # SIGTERM comes in step 6, whose end makes 8 skipped updates in a row. The checkpoint keeps this
+    # number.
     with pytest.raises(SystemExit) as end:
         train_here(RUN_FLAGS, "--out run")
     assert end.value.code == 128 + signal.SIGTERM

@@ -73,8 +73,8 @@ SCALING = dict(
     original_max_position_embeddings=64,
 )
 LLAMA3_ROPE = SCALING | {"rope_theta": 5e5}
-# Heads of 8, 64, 80 and 128, with 1 to 7 query heads per key/value head. Qwen3 and some Llamas have
-# query heads that are not as wide as the model together.
+# Heads of 8, 64, 80 and 128, with 1 to 7 query heads per key/value head. In many, the query
+# heads together are wider than the model, as in Qwen3.
 # fmt: off
 HF_MODELS = {
     "tied": dict(
@@ -289,7 +289,7 @@ def test_saved_checkpoint_loads_in_transformers(name, file_bytes, tmp_path, reco
 
 
 def test_final_has_no_index_of_the_original_files(tiny_directory, tmp_path):
-    """transformers would look for the files that it names."""
+    """transformers would look for the files that the index names."""
     source = spoiled_copy(tiny_directory, tmp_path / "source", INDEX, index_of({NORM: WEIGHTS}))
     params, cfg = load(source)
     hf.write_final(str(tmp_path), str(source), params, cfg, mesh(), about={})
@@ -501,7 +501,7 @@ def test_refusals_name_the_cause(tiny_directory, tmp_path, record_property):
 
 
 def test_buffers_that_follow_from_the_config_are_no_obstacle(tiny_directory, tmp_path):
-    """Old versions of transformers saved these."""
+    """Old versions of transformers saved such buffers."""
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     old = spoiled_copy(tiny_directory, tmp_path / "old", WEIGHTS, {name: np.ones(16, np.float32)})
     assert name in hf.ModelFiles(old, hf.read_config(old)).tensors

@@ -372,7 +372,7 @@ def test_a_run_that_takes_its_time_to_start_is_followed(cloud):
 
 
 def test_a_vm_stays_until_its_model_is_in_the_bucket(cloud):
-    """With --down, a VM is deleted only once the marker of final/ in the bucket is that of this
+    """With --down, a VM is deleted only once the marker of final/ in the bucket belongs to this
     run, even if train.py exits with code 0."""
     (cloud.stub / "gs/bucket").mkdir(parents=True)
     write(cloud.stub / "finishes", "")

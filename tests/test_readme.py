@@ -67,7 +67,7 @@ KINDS = {
     r"\.venv/bin/python -m pip install": "package index",
     r"python tools/smollm2\.py": "package index",  # tests/test_smollm2.py runs it
     r"python tools/worked_answers\.py": "hub",  # tests/test_learning_tools.py runs it on files
-    r"\.venv/bin/xprof --logdir ": "viewer",  # which is not here; that it has something to open
+    r"\.venv/bin/xprof --logdir ": "viewer",  # not installed; its files are looked for
 }
 
 
@@ -150,7 +150,7 @@ SHORT = {
 }
 
 
-# The user's Python has fewer sums to encode.
+# The user's Python runs train.py by tests/impatient.py, which has fewer sums to encode.
 PYTHON = f"""#!/bin/sh
 [ "$1" != -u ] || shift
 case "$1" in

@@ -354,7 +354,7 @@ def test_an_address_filters_the_answers(tmp_path):
     for address, found in zip(conditions, seen, strict=True):
         wanted = [row["answer"] for row in by_step if conditions[address](row)]
         assert found == wanted, address
-    # A page opens at an address.
+    # A page can be opened at an address, with its filters set.
     page = tmp_path / "run/report.html"
     seen = look(page, "seen.push(answers(), id('text').value)", "#show=right&text=step+2")
     right = [row["answer"] for row in rows if row["step"] == 2 and row["solved"] == 1.0]

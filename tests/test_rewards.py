@@ -57,7 +57,7 @@ def test_a_function_that_also_judges_is_called_once(tmp_path):
     assert sorted((tmp_path / "calls").read_text()) == ["1", "2"]
 
 
-# ---------------------------------------------------------------- twenty-odd ways to misbehave
+# ---------------------------------------------------------------- ways to misbehave
 # fmt: off
 HANGING = [
     hostile.loops,
@@ -204,7 +204,7 @@ def test_a_reward_that_works_on_another_host_does_not_end_the_run(tmp_path, monk
 
 
 def test_a_truncated_answer_scores_0_and_is_not_scored(tmp_path):
-    """Two functions may have one name: their faults count together."""
+    """A function that is SOLVED and one of REWARDS is called once, and its faults count once."""
     with pool_of([hostile.divides, hostile.divides, hostile.fine], tmp_path) as pool:
         truncated = [False, False, True, True]
         scores, faults = score(pool, ["5", "bad", "5", "bad"], truncated=truncated)
@@ -232,7 +232,7 @@ def test_answers_are_scored_side_by_side(tmp_path):
 
 
 def test_many_scores_are_exact_and_in_order(tmp_path):
-    # A function without a name of its own works, and one that cannot be imported.
+    # A function without a name of its own works, and so does one that cannot be imported.
     functions = [functools.partial(hostile.as_written), lambda row, answer: 0.5]
     numbers = [i / 7 for i in range(1000)]
     for workers in (1, 3):
@@ -514,8 +514,8 @@ def test_solved_is_one_named_function(monkeypatch, tmp_path, train_here):
 
 # ---------------------------------------------------------------- math-verify
 def test_math_verify_compares_formulas_within_the_time_limit(monkeypatch, tmp_path):
-    """README's reward function works with math-verify's own time limits, whose alarm ends another
-    alarm. A function that hangs after it still ends."""
+    """README's reward function works with math-verify's own time limits, whose alarm replaces any
+    other alarm. A function that hangs after it is ended all the same."""
     pytest.importorskip("math_verify")
     text = (ROOT / "README.md").read_text()
     (lines,) = re.findall(r"((?:^    .*\n)*^    .*math_verify.*\n(?:(?:    .*)?\n)*)", text, re.M)

@@ -406,7 +406,7 @@ def wave_of(live, group, slots):
     [
         # Prompts 1 and 3 of four still have live answers. They stay, in order.
         (2, [2, 3, 6, 7], [1, 3]),
-        # Prompt 0 of two has three live answers, and prompt 1 has one. Each gets a prompt.
+        # Prompt 0 of two has three live answers, and prompt 1 has one. Each answer gets a prompt.
         (4, [0, 2, 3, 5], [0, 0, 0, 1]),
     ],
 )
@@ -476,8 +476,8 @@ def test_layout_is_chosen_by_size_and_memory(monkeypatch):
 
 def test_fastest_layout_is_chosen_where_the_speed_is_known(monkeypatch):
     """On chips of known speed, the layout with the fastest estimated step is chosen, or one that
-    splits the weights less and takes at most 3% longer. More tp means
-    fewer bytes of weights to read, but longer sums and exchanges in each layer."""
+    splits the weights less and takes at most 3% longer. More tp means fewer bytes of weights to
+    read, but longer sums and exchanges in each layer."""
     on = mesh(1, 8, 1)
     set_memory(monkeypatch, 32)
     narrow = dataclasses.replace(sizes("0.5B"), D=128, F=512)

@@ -271,7 +271,7 @@ ROW_SHAPES = [  # (model, longest sequence, sequences per device, tokens per row
 
 
 def test_short_sequences_share_rows():
-    """A row holds several short sequences, but attention stays cheap, and each device keeps
+    """A row holds several short sequences, but attention stays cheap, and each device keeps enough
     rows. Sequences of any lengths fit into the number of rows that is promised."""
     rng = np.random.default_rng(0)
     for model_cfg, longest, sequences, *expected in ROW_SHAPES:

@@ -1,9 +1,9 @@
 #!/bin/bash
-# The Python of a TPU worker in tests of launch.sh, before the interpreter in $REAL_PYTHON.
-# A .venv made of it holds it again. pip installs nothing and notes in ~/pip.log what it is asked
-# for. train.py's start is noted in ~/token, as the length of the secret that came with it. It fails
-# where ~/broken is; where $GCLOUD_STUB/idle is, it says so here and in ~/said, and waits for two
-# minutes, or until it is stopped; where $GCLOUD_STUB/finishes is, it ends well, and its model is on this worker alone.
+# The Python of a TPU worker in tests of launch.sh. It does some commands itself, and gives all others to $REAL_PYTHON.
+# A .venv that it makes has a copy of this script as its Python. pip installs nothing, and adds its arguments to
+# ~/pip.log. When train.py starts, the length of $HF_TOKEN is written to ~/token. If ~/broken exists, train.py fails. If
+# $GCLOUD_STUB/idle exists, it writes a line, also to ~/said, and waits for two minutes or until it is stopped. If
+# $GCLOUD_STUB/finishes exists, it exits with code 0, and its model is on this worker alone.
 case "$*" in
   "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "-I -m pip "*) echo "$*" >>~/pip.log ;;

@@ -4,11 +4,11 @@
     pip install trl==1.16.0 torch transformers
     python tools/compare_trl.py --model out/cold/final --out out/compare
 
-Flags of `train.py` may follow; their defaults are the embedded default's. For each seed,
-both trainers get the same prompts in the same order, and the same rewards, learning rates and loss.
-This trainer evaluates both, and evaluations are not timed. The metrics go to
-OUT/rows, as podgrpo-seedN.jsonl and trl-seedN.jsonl. If other programs use the cores, too, put
-`taskset -c 0` before the command: PyTorch's threads wait for each other in every operation.
+Flags of `train.py` may follow; their defaults are the embedded default's. For each seed, both
+trainers get the same prompts in the same order, and the same rewards, learning rates and loss. This
+trainer evaluates both, and evaluations are not timed. The metrics go to OUT/rows, as
+podgrpo-seedN.jsonl and trl-seedN.jsonl. If other programs use the cores, too, put `taskset -c 0`
+before the command: PyTorch's threads wait for each other in every operation.
 """
 
 import argparse

@@ -421,7 +421,7 @@ pack() {
   fi
 }
 
-# Succeed if a git repository inside this tree, which `pack` sends as one directory, has the path.
+# Succeed if the path is in a git repository inside this tree. `pack` sends such a repository as one directory.
 is_in_repository() {
   git -C "$here" ls-files -co --exclude-standard |
     path="$1" awk '/\/$/ && index(ENVIRON["path"], $0) == 1 { found = 1 } END { exit !found }'
@@ -514,8 +514,8 @@ follow() { # LINE of worker 0's log to begin with
 }
 
 # Succeed if the VM leaves READY within ten minutes. When a spot VM is preempted, its run fails first, usually from
-# SIGTERM, while the API still says READY. Google turns the VM off 30 seconds after it gives notice, so workers that run
-# a command before and after such a pause will stay.
+# SIGTERM, while the API still says READY. Google turns the VM off 30 seconds after it gives notice. So if the workers
+# can run a command both before and after such a pause, the VM is not being preempted.
 is_preempted() {
   local now look worked=0 end=$((SECONDS + 600))
   for ((look = 0; look < 20 && SECONDS < end; look++)); do
@@ -629,7 +629,7 @@ is_in_bucket() { # FLAGS...
 one_life() { # up|again|start|follow LINE FLAGS...
   local life="$1" line="$2"
   shift 2
-  # The disks of a VM that is stopped or repaired keep the checkpoints: delete it only if they are in a bucket, too.
+  # The disks of a VM that is stopped or repaired keep the checkpoints. Delete the VM only if a bucket has them, too.
   case "$life" in
     again) if is_in_bucket "$@"; then up ${spot:+again}; else up; fi ;;
     up) up ;;

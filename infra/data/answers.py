@@ -79,8 +79,8 @@ MEASURE = re.compile(
 )
 # After a number, these words add a fraction to it, as in 2 hours and a half.
 AND_A_HALF = re.compile(r"(?:\s+[^\W\d_]+)?\s+and an? (?:half|third|quarter)\b")
-# A new formula begins after one of these. A plain arrow may also be that of a limit, so `name =`
-# must follow it.
+# A new formula begins after one of these. A plain arrow may also belong to a limit, as in x → 0, so
+# `name =` must follow it.
 ARROWS = re.compile(
     r"[⇒⟹∴]|\\(?:Rightarrow|implies|therefore)(?![A-Za-z])"
     r"|(?:→|\\rightarrow(?![A-Za-z]))(?=\s*\w+\s?=)"
@@ -102,8 +102,8 @@ FIRST_WORD = re.compile(r"[^\w\\]*(?:[^\W\d_]{2}|[aAI]\s[a-z]{2}|[A-E][.):]\s)")
 # These begin with a word, too, but are not sentences: equations, such as `AB = 9, CD = 4`; named
 # numbers, such as `base 5, height 10`; and a date.
 EQUATIONS = re.compile(r"\W*(?:\w+\s){0,2}\w+\s?=[^=]+?(?:,(?!\d{3})|;|\b(?:and|or)\b)\W*\w+\s?=")
-# A number after one or two words that name it, and its unit. Words such as `so` name none: `He has
-# 4, so 5` is a sentence.
+# A number after one or two words that name it, and its unit. Words such as `so` do not name a
+# number: `He has 4, so 5` is a sentence.
 NAMED = (
     rf"(?!(?:so|thus|hence|then)\b)[^\W\d_]+(?:\s[^\W\d_]+)?\s*(?::\s*)?-?{DECIMAL}"
     r"(?:\s?[^\W\d_]+|%)?"

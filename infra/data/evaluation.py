@@ -82,7 +82,7 @@ def pass_at_k(right: int, n: int, k: int) -> float:
     """The probability that at least one of k answers is right, if they are drawn without
     replacement from n answers, of which `right` are right. This is the unbiased estimator of arXiv
     2107.03374."""
-    # All k answers are wrong if all of them are drawn from the `n - right` answers that are wrong.
+    # The probability that all k answers are drawn from the `n - right` wrong ones.
     all_wrong = math.comb(n - right, k) / math.comb(n, k)
     return 1 - all_wrong
 

@@ -113,7 +113,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """Yields (line number, row) of a file with one JSON object per line; skips blank lines."""
     with (
         exit_on(Exception, f"{path} cannot be loaded"),
-        # This encoding is UTF-8 that may begin with a byte order mark.
+        # utf-8-sig is UTF-8, with or without a byte order mark.
         open(path, encoding="utf-8-sig", errors="surrogateescape") as f,
     ):
         lines = f.readlines()
@@ -308,7 +308,8 @@ def number_text(number: int | float) -> str:
     """Write a number in digits, without an exponent: 0.00001 for 1e-05."""
     if isinstance(number, int):
         return str(number)
-    # A column of 32-bit numbers holds 0.1 as 0.10000000149011612. Nobody writes so many digits.
+    # A column of 32-bit numbers holds 0.1 as 0.10000000149011612. Nobody writes so many digits, so
+    # return the 0.1 that was meant.
     with np.errstate(over="ignore"):
         short = np.float32(number)
     digits = repr(number).partition("e")[0].replace(".", "").lstrip("-0")

@@ -7,9 +7,8 @@ The run forks the supervisor before JAX looks for devices, and the supervisor fo
 a worker starts within milliseconds with all that train.py has imported, and without JAX threads.
 A reward function that hangs or ends its process scores 0 on that answer and costs one worker,
 which is replaced. If the function is an `async def`, all its calls that were running in that worker
-score 0. A function can damage only its own worker, unless the function signals other processes.
-If a function starts a program in a session of its own, the function must also end
-that program.
+score 0. A function can damage only its own worker, unless the function signals other processes. A
+function that starts a program in a new session must also end that program.
 """
 
 import asyncio
@@ -52,7 +51,8 @@ AT_ONCE = 64
 # each remaining answer might take --reward_timeout, too.
 MAX_LOST = 16
 # A function that has never worked counts as broken once it fails on all answers of a step, if
-# there are at least this many, to two questions or more. Fewer failures may be chance.
+# there are at least this many: fewer failures may be chance. The first time, the answers must also
+# belong to two questions or more.
 MIN_FAILED = 4
 # A worker gets a task of at most this many calls at a time: its shared memory has room for that
 # many scores.
@@ -81,7 +81,7 @@ class RewardPool:
         """functions: train.py's SOLVED, then the functions of its REWARDS. workers: number of
         workers, or 0 for `default_workers`. seconds, log: see Supervisor."""
         self.names = [name_of(function) for function in functions]
-        # Names of the functions that have returned a score in this run.
+        # Names of the functions that have returned a score since this process began.
         self.have_worked = set()
         # {function name: ids of the rows on which the function has failed}
         self.failed_rows = collections.defaultdict(set)
@@ -542,7 +542,7 @@ def score(function: Callable, row: bytes, answer: str) -> float | str:
     own copy."""
     try:
         return checked(function(pickle.loads(row), answer))
-    # This includes SystemExit and KeyboardInterrupt.
+    # BaseException includes SystemExit and KeyboardInterrupt.
     except BaseException as e:
         return fault(e)
 

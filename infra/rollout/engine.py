@@ -114,10 +114,10 @@ class Engine:
     ) -> dict:
         """Sample an answer to each prompt, until a stop token or for max_answer tokens.
 
-        prompts: this process's token ids. Every process must pass equally many lists. Every `group`
-        consecutive prompts are equal. Raises ValueError if the prompts do not divide into the
-        layout's parts. key: a row's tokens depend on the key and on the row's index among the rows
-        of all processes. The first index is `first_id`. The layout affects the tokens only through
+        prompts: lists of token ids, the same number in every process. Every `group` consecutive
+        prompts are equal. Raises ValueError if the prompts do not divide into the layout's parts.
+        key: a row's tokens depend on the key and on the row's index among the rows of all
+        processes. The first index is `first_id`. The layout affects the tokens only through
         rounding. progress(rows that have ended, tokens) is called after each prefill and stage.
 
         Returns NumPy arrays, with a row for each prompt: tokens_BT int32 [B, max_answer], 0 after

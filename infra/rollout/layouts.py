@@ -458,7 +458,7 @@ def rows_that_fit(
     """Number of rows that fit on a device at once, beside the weights and `state_bytes` bytes.
 
     state_bytes: see `make_engine`. group: rows that share a prompt. The KV cache of these rows,
-    and of their prompts, takes half of the free memory. The other half is for the prefill, the
+    and of their prompts, may take half of the free memory. The other half is for the prefill, the
     logits, and the smaller cache from which a growing cache is copied.
     """
     # Compute this from sizes, not from the memory in use, so that a resumed run decodes the same

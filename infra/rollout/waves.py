@@ -51,7 +51,7 @@ def plan_waves(B: int, shards: int, group: int, at_once: int) -> tuple[list, int
 
     B: total number of rows. shards: number of parts that the rows are split into; devices may share
     a part. group: consecutive rows that share a prompt. at_once: maximum rows per part in a wave.
-    Raises ValueError if the parts cannot have equally many rows.
+    Raises ValueError if the rows do not divide evenly into the parts.
     """
     if B % shards:
         raise ValueError(f"{B} prompts do not divide into {shards} parts: repeat some prompts")
@@ -141,7 +141,7 @@ def kept_rows(is_live_RPG, prompts: int, group: int) -> np.ndarray:
     """Indices of the rows that the next stage decodes, within each part: [R, prompts, group].
 
     The answers of each prompt, live ones first, are split into blocks of `group`. Blocks with live
-    answers stay, and as many others as there is room for.
+    answers stay, and as many others as fit.
     """
     R, P, G = is_live_RPG.shape
     order_RPG = np.argsort(~is_live_RPG, axis=2, kind="stable")

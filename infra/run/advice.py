@@ -13,7 +13,7 @@ STEPS = 5
 STEPS_BETWEEN = 50
 # A fraction below this counts as hardly any.
 FEW = 0.05
-# Metrics that point to a cause. `no_number` is missing if SOLVED does not read numbers.
+# Metrics that point to a cause. `no_number` is missing unless SOLVED is `correct`.
 CAUSES = ("group/zero_variance", "truncated", "solved", "no_number")
 
 

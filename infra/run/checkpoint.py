@@ -329,8 +329,8 @@ class Saver:
             bucket.send_all_but_checkpoints(self.out)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. If all processes have written their parts,
-        delete older checkpoints."""
+        """Wait for the checkpoint that is being written. Then delete the incomplete ones before
+        it and, if all processes have written their parts, complete ones that are too old."""
         if not self.pending:
             return
         step, future = self.pending
@@ -344,7 +344,7 @@ class Saver:
         for old in too_old(here, self.newest, step, kept if is_saved else len(here)):
             shutil.rmtree(f"{self.out}/step_{old:06}", ignore_errors=True)
         if is_saved and in_bucket and jax.process_index() == 0:
-            # This also runs in the thread, before the next checkpoint is sent.
+            # The thread removes old checkpoints from the bucket before it sends the next one.
             self.thread.submit(self.thin_bucket, self.newest, step)
         if is_saved:
             self.newest = self.complete = step

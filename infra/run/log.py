@@ -112,7 +112,7 @@ class Terminal:
         is_supervised = self.last_step < self.sft_steps
         # The pace of supervised steps says nothing about GRPO steps.
         end = self.sft_steps if is_supervised else self.total_steps
-        # This includes evaluations and checkpoints between steps.
+        # The pace includes evaluations and checkpoints between steps.
         pace = (self.last_end - self.first_end) / (self.ended - 1)
         seconds = pace * (end - self.last_step) - (time.monotonic() - self.last_end)
         minutes, seconds = divmod(max(0, round(seconds)), 60)

@@ -55,7 +55,7 @@ class Run:
         self.cfg = cfg
         # Seconds of each of the last ten steps.
         self.step_seconds = []
-        # A project on wandb.ai has a run of its own, which `start_wandb` starts.
+        # The counterpart of this run on wandb.ai, if `start_wandb` starts one.
         self.wandb = None
         # With --lora, the model that the adapters belong to, as lora.base_of describes it.
         self.base = None
