@@ -28,12 +28,11 @@ def abstract_weights(
     """Shapes and formats of a rollout's weights."""
     shapes = model.shapes(cfg)
     # As in `layouts.to_rollout`, adapters stay beside matrices that are not quantised.
-    has_adapters = bool(lora_rank and not quantised)
-    if has_adapters:
+    if lora_rank and not quantised:
         shapes |= lora.adapter_shapes(cfg, lora_rank)
 
     def place(name, a, spec):
-        format_of_weight = layouts.rollout_format(name, spec, layout, has_adapters)
+        format_of_weight = layouts.rollout_format(name, spec, layout)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=format_of_weight)
 
     weights = {}

@@ -272,29 +272,26 @@ def rollout_spec(name: str, layout: Layout, quantised: bool = False):
     return quantise.cast_spec(name, spec, quantised)
 
 
-def rollout_format(name: str, spec: P, layout: Layout, has_adapters: bool) -> Format:
+def rollout_format(name: str, spec: P, layout: Layout) -> Format:
     """Where the devices hold a parameter in a rollout, and the order of its dimensions in memory.
 
     By default, a TPU holds a matrix in the order that pads it least, but decoding reads matrices
     with a dimension F in row-major order. If the orders differed, each call of `decode` would begin
-    with a copy of these matrices of all layers. With adapters, the default remains: row-major
-    order would make a step of 3B on v6e-8 take 4.7 ms instead of 4.2, as tools/clock.py estimates.
-    The default also remains in the layout fsdp, where each step gathers the matrices: row-major
-    order would raise the peak memory of decoding 7B on v6e-8 from 3.53 to 4.07 GB.
+    with a copy of these matrices of all layers. The default remains in the layout fsdp, where each
+    step gathers the matrices: row-major order would raise the peak memory of decoding 7B on v6e-8
+    from 3.53 to 4.07 GB.
     """
     order = None
-    if "F" in model.letters(name) and not has_adapters and layout.kind != "fsdp":
+    if "F" in model.letters(name) and layout.kind != "fsdp":
         order = ArrayLayout(tuple(range(len(spec))))
     return Format(order, NamedSharding(layout.mesh, spec))
 
 
 def rollout_formats(specs: dict, layout: Layout) -> dict:
     """{flat name: `rollout_format` of the parameter}. specs: {flat name: its `rollout_spec`}."""
-    has_adapters = any(map(model.is_adapter, specs))
     formats = {}
     for name, spec in specs.items():
-        place = partial(rollout_format, name, layout=layout, has_adapters=has_adapters)
-        formats[name] = jax.tree.map(place, spec)
+        formats[name] = jax.tree.map(partial(rollout_format, name, layout=layout), spec)
     return formats
 
 
