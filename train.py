@@ -831,7 +831,8 @@ def evaluate(params, step, cfg, setup, run) -> None:
     began = time.monotonic()
     asked = [(name, row) for name, rows in setup.held_out.items() for row in rows]
     samples = cfg.eval_samples
-    per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count())
+    most = -(-len(asked) // jax.process_count())
+    per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count(), most)
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
     run.show("evaluating", step, 0, len(asked), samples)
@@ -848,7 +849,10 @@ def evaluate(params, step, cfg, setup, run) -> None:
         rows = [asked[i % len(asked)][1] for i in places for _ in range(samples)]
         run.show("evaluating", step, start, len(asked), samples)
         out, texts = sample_answers(rows, samples, eval_key, sampling, setup, run, start * samples)
-        scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
+        # Like truncated answers, answers beyond the last question are not scored.
+        is_beyond_B = np.repeat(places, samples) >= len(asked)
+        is_left_out_B = out["truncated_B"] | is_beyond_B
+        scores, faults = setup.reward_pool.score_answers(rows, texts, is_left_out_B)
         # Report only the faults of SOLVED: functions of REWARDS may need columns that only the
         # training data has.
         solved_name = rewards.name_of(SOLVED)
