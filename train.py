@@ -1039,8 +1039,6 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         engine,
         pool,
     )
-    # With --resume force, this overwrites the old flags, so all checks come first.
-    run.write_config()
     run.open_outputs(setup)
     return cfg, setup, run
 

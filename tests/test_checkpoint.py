@@ -113,6 +113,20 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     assert f"{at_once} checkpoints at once and final/ take {at_once}.00" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "done, total, saves", [(0, 100, 2), (0, 101, 3), (49, 101, 3), (50, 100, 1), (60, 70, 1)]
+)
+def test_the_checkpoints_of_the_steps_that_are_left_are_counted(
+    done, total, saves, tmp_path, monkeypatch, capsys
+):
+    """A run that a signal stopped after step 49 of 101 saves steps 50, 100 and 101."""
+    monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**33))
+    state = {"params": {"norm_D": np.zeros(1)}}
+    run_dir.check_disk(str(tmp_path), state, done, total, save_every=50, keep=9)
+    assert f"{saves} checkpoints at once and final/ take {saves}.00" in capsys.readouterr().out
+
+
 def test_a_run_with_a_bucket_keeps_the_checkpoint_that_it_resumed_from(
     tmp_path, monkeypatch, capsys
 ):
@@ -434,6 +448,28 @@ def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
         run.Run.note_data(mock.Mock(out=str(tmp_path), step=step), data)
         wanted = said and f"train.py: {tmp_path} resumes with other code: {said}"
         assert capsys.readouterr().err == wanted
+
+
+def test_new_flags_are_written_only_once_the_checkpoint_has_loaded(two_checkpoints, monkeypatch):
+    """After `--resume force` with another --model, whose arrays the checkpoint does not have, the
+    old command still resumes the run."""
+    flags = {"model": "old", "resume": "auto", "profile": 0}
+    files.write_json(str(two_checkpoints / "config.json"), {"config": flags})
+    cfg = SimpleNamespace(out=str(two_checkpoints), sft_steps=0, steps=9, resume="force")
+    monkeypatch.setattr(dataclasses, "asdict", lambda cfg: flags | {"model": "new"})
+    monkeypatch.setattr(run_dir, "keep_compiled", lambda out: None)
+    resumed = run.Run(cfg)
+    resumed.data = {}
+    resumed.saver = mock.Mock()
+    wanted = {"other": jax.device_put(jnp.zeros(9), NamedSharding(mesh(), P()))}
+    monkeypatch.setattr(train, "abstract_state", lambda *_: wanted)
+    setup = SimpleNamespace(model_cfg=None, mesh=None)
+    with pytest.raises(files.CheckpointError, match="other that this process needs"):
+        train.first_state(cfg, setup, resumed)
+    path = str(two_checkpoints / "config.json")
+    assert files.read_json(path)["config"]["model"] == "old"
+    resumed.begin({})
+    assert files.read_json(path)["config"]["model"] == "new"
 
 
 def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys):

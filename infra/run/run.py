@@ -105,10 +105,6 @@ class Run:
         cfg = self.cfg
         self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags, resumes=self.step > 0)
 
-    def write_config(self) -> None:
-        """Write config.json."""
-        run_dir.write_config(self.out, self.flags, self.data)
-
     def open_outputs(self, setup) -> None:
         """Open the files and the terminal. From here on, signals end the run at a `stop_point`.
 
@@ -141,7 +137,11 @@ class Run:
         return checkpoint.load_shards(self.files, wanted)
 
     def begin(self, state) -> None:
-        """Begin to train from this state, and drop the rows that were written after its step."""
+        """Begin to train from this state: write config.json, and drop the rows that were written
+        after its step."""
+        # With --resume force, this overwrites the old flags, so it comes after all checks and after
+        # the checkpoint has loaded: if the model has changed, the checkpoint may not fit.
+        run_dir.write_config(self.out, self.flags, self.data)
         run_dir.truncate_to(self.out, self.step)
         self.saver.remember(self.step, without_base(state), self.skipped)
 

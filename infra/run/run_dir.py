@@ -386,7 +386,10 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     final = 0
     if jax.process_index() == 0:
         final = 4 * sum(array.size for array in final_weights)
-    saves = 1 + (steps_left - 1) // save_every if save_every else 1
+    # The last step is saved in any case. The others are multiples of `save_every`.
+    saves = 1
+    if save_every:
+        saves += (total_steps - 1) // save_every - done // save_every
     present = glob.glob(f"{glob.escape(out)}/step_*")
     # While a checkpoint is written, the older ones are still there: at first the present ones, and
     # later the newest `keep`.
