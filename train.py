@@ -983,7 +983,9 @@ def load_data(cfg: Config, tokenizer: Tokenizer, run: Run) -> tuple[list[dict], 
         examples = examples_to_imitate(questions, tokenizer, cfg)
     check_same_data(questions, examples, held_out)
     check_data(cfg, questions, examples)
-    run.note_data({"questions": len(questions), "crc32": checksum(questions)})
+    asked = list(itertools.chain(*held_out.values()))
+    found = {"questions": len(questions), "crc32": checksum(questions)}
+    run.note_data(found | {"held_out": len(asked), "held_out_crc32": checksum(asked)})
     return questions, examples, held_out
 
 

@@ -433,7 +433,7 @@ def test_all_code_that_a_run_executes_counts(tmp_path, monkeypatch):
 
 
 def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
-    data = {"questions": 3, "crc32": 7}
+    data = {"questions": 3, "crc32": 7, "held_out": 0, "held_out_crc32": 0}
     run_dir.write_config(str(tmp_path), {}, data)
     same, now = run.code_hash(), run.commit()
     changed = f"Python files have changed since, at the same commit {now}\n"
@@ -472,17 +472,30 @@ def test_new_flags_are_written_only_once_the_checkpoint_has_loaded(two_checkpoin
     assert files.read_json(path)["config"]["model"] == "new"
 
 
-def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys):
-    before = {"questions": 3, "crc32": 7}
+HELD_OUT = {"held_out": 2, "held_out_crc32": 9}
+
+
+def test_a_resume_warns_if_the_questions_have_changed(tmp_path, capsys):
+    before = {"questions": 3, "crc32": 7} | HELD_OUT
     run_dir.write_config(str(tmp_path), {}, before)
-    for step, data, warns in (
-        (2, before, False),
-        (2, before | {"crc32": 8}, True),
-        (0, before | {"questions": 4}, False),
+    training = "training prompts or answers have changed: 3 questions before, 3 now\n"
+    held_out = "held-out questions, and so its evaluations, differ: 2 questions before, 1 now\n"
+    for step, data, what in (
+        (2, before, ""),
+        (2, before | {"crc32": 8}, training),
+        (2, before | {"held_out": 1, "held_out_crc32": 7}, held_out),
+        (0, before | {"questions": 4}, ""),
     ):
         run.Run.note_data(mock.Mock(out=str(tmp_path), step=step), data)
-        said = capsys.readouterr().err
-        assert ("its training prompts or answers have changed" in said) == warns, said
+        wanted = what and f"train.py: {tmp_path} resumes, but its {what}"
+        assert capsys.readouterr().err == wanted
+
+
+def test_a_resume_of_an_older_version_does_not_warn_of_held_out_questions(tmp_path, capsys):
+    before = {"questions": 3, "crc32": 7}
+    run_dir.write_config(str(tmp_path), {}, before)
+    run.Run.note_data(mock.Mock(out=str(tmp_path), step=2), before | HELD_OUT)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):

@@ -71,10 +71,10 @@ class Run:
         check(not fault, f"{self.out} cannot resume: {fault}, or choose another --out")
 
     def note_data(self, data: dict) -> None:
-        """Keep `data` for config.json, and warn if the code or the training questions have changed
-        since the run's last start.
+        """Keep `data` for config.json, and warn if the code or the questions have changed since the
+        run's last start.
 
-        data: number and checksum of the training questions.
+        data: numbers and checksums of the training questions, and of all held-out questions.
         """
         self.data = data
         if not self.step or jax.process_index() != 0:
@@ -87,13 +87,15 @@ class Run:
             if was == commit():
                 commits = f"Python files have changed since, at the same commit {was}"
             warn(f"{self.out} resumes with other code: {commits}")
-        # An older version wrote no `data`.
-        questions = before.get("data", data)
-        if questions != data:
-            warn(
-                f"{self.out} resumes, but its training prompts or answers have changed: "
-                f"{questions['questions']} questions before, {data['questions']} now"
-            )
+        # An older version wrote no `data`, and another one nothing about held-out questions.
+        was = data | before.get("data", {})
+        for count, crc, what in (
+            ("questions", "crc32", "training prompts or answers have changed"),
+            ("held_out", "held_out_crc32", "held-out questions, and so its evaluations, differ"),
+        ):
+            if (was[count], was[crc]) != (data[count], data[crc]):
+                numbers = f"{was[count]} questions before, {data[count]} now"
+                warn(f"{self.out} resumes, but its {what}: {numbers}")
 
     def check_disk(self, state) -> None:
         """Exit with code 2 unless the disk has room for checkpoints. state: a tree of shapes."""
