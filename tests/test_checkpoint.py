@@ -99,11 +99,13 @@ def test_a_disk_that_is_too_small_is_refused_before_weights_load(
 
 
 @pytest.mark.parametrize(
-    "here, steps_left, keep, at_once", [(2, 1, 2, 3), (1, 1, 2, 2), (0, 9, 2, 3), (3, 5, 1, 4)]
+    "here, steps_left, keep, at_once", [(2, 1, 2, 3), (1, 1, 2, 2), (0, 9, 2, 3), (3, 5, 1, 2)]
 )
 def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     here, steps_left, keep, at_once, tmp_path, monkeypatch, capsys
 ):
+    """All but `keep` of them are deleted before the next save, and a run needs no more room after a
+    stop than at its start. A damaged one, of a later step than the run resumes from, may stay."""
     monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**33))
     for step in range(here):
@@ -111,6 +113,10 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     state = {"params": {"norm_D": np.zeros(1)}}
     run_dir.check_disk(str(tmp_path), state, here, here + steps_left, save_every=1, keep=keep)
     assert f"{at_once} checkpoints at once and final/ take {at_once}.00" in capsys.readouterr().out
+    (tmp_path / "step_000099").mkdir()
+    run_dir.check_disk(str(tmp_path), state, here, here + steps_left, save_every=1, keep=keep)
+    beside = max(at_once, min(here, keep) + 2)
+    assert f"{beside} checkpoints at once and final/ take {beside}.00" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -237,6 +243,32 @@ def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
     saved = save_five_steps(saver)
     assert saved == [(1, [1]), (2, [1, 2]), (2, [1, 2, 3]), (4, [2, 4]), (5, [4, 5])]
     assert "step 3 cannot be saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_stop_and_a_resume_need_no_more_room_than_a_run(keep, tmp_path, monkeypatch):
+    """There are at most `keep` + 1 checkpoints on the disk, as the check of the disk promises: also
+    in the save at a stop, and in the first save of the run that resumes."""
+    save_shards = checkpoint.save_shards
+    most = []
+
+    def save_and_count(*arguments):
+        save_shards(*arguments)
+        most.append(len(checkpoint.saved_steps(str(tmp_path))))
+
+    monkeypatch.setattr(checkpoint, "save_shards", save_and_count)
+    step = 0
+    # Some launches are stopped before their first regular save.
+    for saves in (4, 3, 0, 0, 0, 2):
+        saver = checkpoint.Saver(str(tmp_path), keep, step)
+        for _ in range(saves):
+            step += 1
+            saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
+            saver.begin()
+        step += 1
+        saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
+        assert saver.save_together().startswith(f"step {step} is saved")
+    assert len(most) == step == 15 and max(most) == keep + 1
 
 
 def test_checkpoints_that_failed_do_not_fill_the_disk(tmp_path, monkeypatch):
