@@ -831,7 +831,8 @@ def evaluate(params, step, cfg, setup, run) -> None:
     began = time.monotonic()
     asked = [(name, row) for name, rows in setup.held_out.items() for row in rows]
     samples = cfg.eval_samples
-    per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count())
+    most = -(-len(asked) // jax.process_count())
+    per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count(), most)
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)
     run.show("evaluating", step, 0, len(asked), samples)
@@ -848,7 +849,10 @@ def evaluate(params, step, cfg, setup, run) -> None:
         rows = [asked[i % len(asked)][1] for i in places for _ in range(samples)]
         run.show("evaluating", step, start, len(asked), samples)
         out, texts = sample_answers(rows, samples, eval_key, sampling, setup, run, start * samples)
-        scores, faults = setup.reward_pool.score_answers(rows, texts, out["truncated_B"])
+        # Like truncated answers, answers beyond the last question are not scored.
+        is_beyond_B = np.repeat(places, samples) >= len(asked)
+        is_left_out_B = out["truncated_B"] | is_beyond_B
+        scores, faults = setup.reward_pool.score_answers(rows, texts, is_left_out_B)
         # Report only the faults of SOLVED: functions of REWARDS may need columns that only the
         # training data has.
         solved_name = rewards.name_of(SOLVED)
@@ -979,7 +983,9 @@ def load_data(cfg: Config, tokenizer: Tokenizer, run: Run) -> tuple[list[dict], 
         examples = examples_to_imitate(questions, tokenizer, cfg)
     check_same_data(questions, examples, held_out)
     check_data(cfg, questions, examples)
-    run.note_data({"questions": len(questions), "crc32": checksum(questions)})
+    asked = list(itertools.chain(*held_out.values()))
+    found = {"questions": len(questions), "crc32": checksum(questions)}
+    run.note_data(found | {"held_out": len(asked), "held_out_crc32": checksum(asked)})
     return questions, examples, held_out
 
 
@@ -1035,8 +1041,6 @@ def set_up(cfg: Config, pool: RewardPool) -> tuple[Config, Setup, Run]:
         engine,
         pool,
     )
-    # With --resume force, this overwrites the old flags, so all checks come first.
-    run.write_config()
     run.open_outputs(setup)
     return cfg, setup, run
 

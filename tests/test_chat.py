@@ -17,7 +17,7 @@ import train
 from infra.data import hf
 from infra.data.chat import default_template, load_tokenizer
 from infra.data.questions import examples_to_imitate, load_questions
-from infra.rollout.engine import Engine
+from infra.rollout.engine import Engine, with_stop_ids
 from infra.run.run_dir import claimed_out
 from test_kernel import mesh
 
@@ -354,6 +354,35 @@ def test_stop_tokens_come_from_both_configs_the_tokenizer_and_the_template(model
     assert Engine.from_directory(directory).model_cfg.stop_ids == (0, 2, 5)
     (directory / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
     assert Engine.from_directory(directory).model_cfg.stop_ids == (0, 2, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    "generation, named",
+    [
+        (None, [0, 2]),
+        ({"eos_token_id": 6, "temperature": 0.7}, [6, 0, 2]),
+        ({"eos_token_id": [2, 0]}, [2, 0]),
+    ],
+)
+def test_final_tells_transformers_which_tokens_end_an_answer(
+    generation, named, model_with, tmp_path
+):
+    """A base model's eos is not the end of a turn, which its answers learn to end with."""
+    transformers = pytest.importorskip("transformers")
+    source = model_with(FORMS["Qwen2.5-Math"].template, eos="<|endoftext|>")
+    edit(source / "config.json", {"eos_token_id": 0, "pad_token_id": 3})
+    if generation:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    params, cfg = load(source)
+    cfg = with_stop_ids(cfg, load_tokenizer(source).stop_ids)
+    hf.write_final(str(tmp_path), str(source), params, cfg, mesh(), {})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert theirs.generation_config.eos_token_id == named
+    # Other settings stay.
+    settings = generation or {"pad_token_id": 3}
+    assert theirs.generation_config.pad_token_id == settings.get("pad_token_id")
+    final = json.loads((tmp_path / "final/generation_config.json").read_text())
+    assert final == settings | {"eos_token_id": named}
 
 
 def test_the_end_of_an_answer_may_begin_with_another_special_token(model_with):

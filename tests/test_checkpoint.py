@@ -99,11 +99,13 @@ def test_a_disk_that_is_too_small_is_refused_before_weights_load(
 
 
 @pytest.mark.parametrize(
-    "here, steps_left, keep, at_once", [(2, 1, 2, 3), (1, 1, 2, 2), (0, 9, 2, 3), (3, 5, 1, 4)]
+    "here, steps_left, keep, at_once", [(2, 1, 2, 3), (1, 1, 2, 2), (0, 9, 2, 3), (3, 5, 1, 2)]
 )
 def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     here, steps_left, keep, at_once, tmp_path, monkeypatch, capsys
 ):
+    """All but `keep` of them are deleted before the next save, and a run needs no more room after a
+    stop than at its start. A damaged one, of a later step than the run resumes from, may stay."""
     monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**33))
     for step in range(here):
@@ -111,6 +113,24 @@ def test_checkpoints_that_are_here_need_room_beside_the_next_one(
     state = {"params": {"norm_D": np.zeros(1)}}
     run_dir.check_disk(str(tmp_path), state, here, here + steps_left, save_every=1, keep=keep)
     assert f"{at_once} checkpoints at once and final/ take {at_once}.00" in capsys.readouterr().out
+    (tmp_path / "step_000099").mkdir()
+    run_dir.check_disk(str(tmp_path), state, here, here + steps_left, save_every=1, keep=keep)
+    beside = max(at_once, min(here, keep) + 2)
+    assert f"{beside} checkpoints at once and final/ take {beside}.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "done, total, saves", [(0, 100, 2), (0, 101, 3), (49, 101, 3), (50, 100, 1), (60, 70, 1)]
+)
+def test_the_checkpoints_of_the_steps_that_are_left_are_counted(
+    done, total, saves, tmp_path, monkeypatch, capsys
+):
+    """A run that a signal stopped after step 49 of 101 saves steps 50, 100 and 101."""
+    monkeypatch.setattr(run_dir, "checkpoint_bytes", lambda state: 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**33))
+    state = {"params": {"norm_D": np.zeros(1)}}
+    run_dir.check_disk(str(tmp_path), state, done, total, save_every=50, keep=9)
+    assert f"{saves} checkpoints at once and final/ take {saves}.00" in capsys.readouterr().out
 
 
 def test_a_run_with_a_bucket_keeps_the_checkpoint_that_it_resumed_from(
@@ -223,6 +243,32 @@ def test_the_newest_checkpoints_stay_and_a_full_disk_does_not_end_a_run(
     saved = save_five_steps(saver)
     assert saved == [(1, [1]), (2, [1, 2]), (2, [1, 2, 3]), (4, [2, 4]), (5, [4, 5])]
     assert "step 3 cannot be saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_stop_and_a_resume_need_no_more_room_than_a_run(keep, tmp_path, monkeypatch):
+    """There are at most `keep` + 1 checkpoints on the disk, as the check of the disk promises: also
+    in the save at a stop, and in the first save of the run that resumes."""
+    save_shards = checkpoint.save_shards
+    most = []
+
+    def save_and_count(*arguments):
+        save_shards(*arguments)
+        most.append(len(checkpoint.saved_steps(str(tmp_path))))
+
+    monkeypatch.setattr(checkpoint, "save_shards", save_and_count)
+    step = 0
+    # Some launches are stopped before their first regular save.
+    for saves in (4, 3, 0, 0, 0, 2):
+        saver = checkpoint.Saver(str(tmp_path), keep, step)
+        for _ in range(saves):
+            step += 1
+            saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
+            saver.begin()
+        step += 1
+        saver.remember(step, {"params": {"norm_D": jnp.ones(4)}}, 0)
+        assert saver.save_together().startswith(f"step {step} is saved")
+    assert len(most) == step == 15 and max(most) == keep + 1
 
 
 def test_checkpoints_that_failed_do_not_fill_the_disk(tmp_path, monkeypatch):
@@ -420,7 +466,7 @@ def test_all_code_that_a_run_executes_counts(tmp_path, monkeypatch):
 
 
 def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
-    data = {"questions": 3, "crc32": 7}
+    data = {"questions": 3, "crc32": 7, "held_out": 0, "held_out_crc32": 0}
     run_dir.write_config(str(tmp_path), {}, data)
     same, now = run.code_hash(), run.commit()
     changed = f"Python files have changed since, at the same commit {now}\n"
@@ -437,17 +483,52 @@ def test_a_resume_warns_if_the_code_has_changed(tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().err == wanted
 
 
-def test_a_resume_warns_if_the_training_questions_have_changed(tmp_path, capsys):
-    before = {"questions": 3, "crc32": 7}
+def test_new_flags_are_written_only_once_the_checkpoint_has_loaded(two_checkpoints, monkeypatch):
+    """After `--resume force` with another --model, whose arrays the checkpoint does not have, the
+    old command still resumes the run."""
+    flags = {"model": "old", "resume": "auto", "profile": 0}
+    files.write_json(str(two_checkpoints / "config.json"), {"config": flags})
+    cfg = SimpleNamespace(out=str(two_checkpoints), sft_steps=0, steps=9, resume="force")
+    monkeypatch.setattr(dataclasses, "asdict", lambda cfg: flags | {"model": "new"})
+    monkeypatch.setattr(run_dir, "keep_compiled", lambda out: None)
+    resumed = run.Run(cfg)
+    resumed.data = {}
+    resumed.saver = mock.Mock()
+    wanted = {"other": jax.device_put(jnp.zeros(9), NamedSharding(mesh(), P()))}
+    monkeypatch.setattr(train, "abstract_state", lambda *_: wanted)
+    setup = SimpleNamespace(model_cfg=None, mesh=None)
+    with pytest.raises(files.CheckpointError, match="other that this process needs"):
+        train.first_state(cfg, setup, resumed)
+    path = str(two_checkpoints / "config.json")
+    assert files.read_json(path)["config"]["model"] == "old"
+    resumed.begin({})
+    assert files.read_json(path)["config"]["model"] == "new"
+
+
+HELD_OUT = {"held_out": 2, "held_out_crc32": 9}
+
+
+def test_a_resume_warns_if_the_questions_have_changed(tmp_path, capsys):
+    before = {"questions": 3, "crc32": 7} | HELD_OUT
     run_dir.write_config(str(tmp_path), {}, before)
-    for step, data, warns in (
-        (2, before, False),
-        (2, before | {"crc32": 8}, True),
-        (0, before | {"questions": 4}, False),
+    training = "training prompts or answers have changed: 3 questions before, 3 now\n"
+    held_out = "held-out questions, and so its evaluations, differ: 2 questions before, 1 now\n"
+    for step, data, what in (
+        (2, before, ""),
+        (2, before | {"crc32": 8}, training),
+        (2, before | {"held_out": 1, "held_out_crc32": 7}, held_out),
+        (0, before | {"questions": 4}, ""),
     ):
         run.Run.note_data(mock.Mock(out=str(tmp_path), step=step), data)
-        said = capsys.readouterr().err
-        assert ("its training prompts or answers have changed" in said) == warns, said
+        wanted = what and f"train.py: {tmp_path} resumes, but its {what}"
+        assert capsys.readouterr().err == wanted
+
+
+def test_a_resume_of_an_older_version_does_not_warn_of_held_out_questions(tmp_path, capsys):
+    before = {"questions": 3, "crc32": 7}
+    run_dir.write_config(str(tmp_path), {}, before)
+    run.Run.note_data(mock.Mock(out=str(tmp_path), step=2), before | HELD_OUT)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_lost_file_of_another_number_of_processes_ends_the_run(two_checkpoints, capsys):

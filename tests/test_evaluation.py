@@ -65,14 +65,21 @@ def test_metrics_are_those_computed_by_hand():
 
 
 def test_a_host_answers_as_many_questions_as_its_devices_need():
-    assert questions_at_once(64, 1, 8) == 64
-    assert questions_at_once(64, 4, 8) == 16
+    assert questions_at_once(64, 1, 8, 99) == 64
+    assert questions_at_once(64, 4, 8, 99) == 16
     # Three answers each: eight questions make 24 answers, three for each device.
-    assert questions_at_once(64, 3, 8) == 16
-    assert questions_at_once(16, 64, 8) == 1
+    assert questions_at_once(64, 3, 8, 99) == 16
+    assert questions_at_once(16, 64, 8, 99) == 1
+    # A set of 30 questions, as AIME's, needs no more rows than this, however large a rollout is.
+    assert questions_at_once(1024, 1, 8, 30) == 32
+    assert questions_at_once(1024, 4, 8, 30) == 30
     for sequences, samples, devices in itertools.product((8, 16, 40), range(1, 20), (1, 2, 4, 8)):
-        n = questions_at_once(sequences, samples, devices)
-        assert n * samples % devices == 0
+        for most in (1, 7, 99):
+            n = questions_at_once(sequences, samples, devices, most)
+            assert n * samples % devices == 0
+            # Without the last device's unit, there would be too few, or a round would be fuller.
+            unit = devices // math.gcd(samples, devices)
+            assert n == unit or (n - unit < most and n * samples <= sequences)
 
 
 # ---------------------------------------------------------------- sets

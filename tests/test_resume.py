@@ -398,7 +398,8 @@ def test_an_evaluation_writes_its_row_last(monkeypatch):
 
 @pytest.mark.parametrize("host, wanted", [(0, [0, 1, 4, 5]), (1, [2, 3, 0, 1])])
 def test_hosts_ask_different_questions_in_an_evaluation(host, wanted, monkeypatch):
-    """Two hosts ask two of six questions each. In the last round, the second host repeats some."""
+    """Two hosts ask two of six questions each. In the last round, the second host repeats some, and
+    their answers are not scored: a judge may cost money."""
     monkeypatch.setattr(jax, "process_index", lambda: host)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
@@ -406,7 +407,7 @@ def test_hosts_ask_different_questions_in_an_evaluation(host, wanted, monkeypatc
 
     def sample(rows, *_):
         asked.extend(row["question"] for row in rows)
-        return {"truncated_B": None}, []
+        return {"truncated_B": np.array([True, False])}, []
 
     monkeypatch.setattr(train, "sample_answers", sample)
     of_all = [{"set": "sums", "solved": 1.0}]
@@ -417,6 +418,8 @@ def test_hosts_ask_different_questions_in_an_evaluation(host, wanted, monkeypatc
     setup = SimpleNamespace(held_out=held_out, engine=mock.Mock(), reward_pool=pool)
     train.evaluate(None, 1, train.Config(batch=2, npq=1), setup, mock.Mock())
     assert asked == wanted
+    left_out = [call.args[2].tolist() for call in pool.score_answers.call_args_list]
+    assert left_out == [[True, False], [[True, False], [True, True]][host]]
 
 
 def test_an_evaluation_says_that_solved_fails(monkeypatch, capsys):

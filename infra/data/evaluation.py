@@ -32,15 +32,16 @@ def named_sets(eval_data: str) -> dict[str, str]:
     return sets
 
 
-def questions_at_once(sequences: int, samples: int, devices: int) -> int:
+def questions_at_once(sequences: int, samples: int, devices: int, most: int) -> int:
     """Number of questions that a host answers in one round, `samples` times each.
 
-    sequences: number of answers of a rollout. A round has about this many answers, but always a
+    sequences: number of answers of a rollout. most: number of questions that a host has to answer.
+    A round has about `sequences` answers, or fewer if the host has fewer questions, but always a
     multiple of `devices`.
     """
     # The least number of questions whose answers divide over the devices.
     unit = devices // math.gcd(samples, devices)
-    units = sequences // (samples * unit)
+    units = min(sequences // (samples * unit), math.ceil(most / unit))
     return max(1, units) * unit
 
 

@@ -401,6 +401,23 @@ def trained_system(directory: str) -> str | None:
     return files.read_json(path).get("system") if os.path.exists(path) else None
 
 
+def name_stop_ids(directory: str, stop_ids: tuple) -> None:
+    """Name the tokens that end an answer in generation_config.json, where transformers and vLLM
+    look for them, unless all are named there already."""
+    path = f"{directory}/generation_config.json"
+    generation = files.read_optional_json(path)
+    if not generation:
+        # Without this file, transformers takes eos_token_id and pad_token_id from config.json.
+        config = files.read_json(f"{directory}/config.json")
+        generation = {name: i for name, i in config.items() if name.endswith("_token_id")}
+    named = generation.get("eos_token_id")
+    if not isinstance(named, list):
+        named = [] if named is None else [named]
+    missing = [i for i in stop_ids if i not in named]
+    if missing:
+        files.write_json(path, generation | {"eos_token_id": named + missing})
+
+
 def write_final(
     out: str,
     source_directory: str,
@@ -415,9 +432,10 @@ def write_final(
     its name once it is complete.
 
     OUT/final has the parameters, and the model's *.json, *.txt and *.jinja files. If the model has
-    no chat template, the default template is added. The parameters are in bfloat16 or float16 if
-    the model's config.json names that dtype, and otherwise in float32. `about` goes into
-    podgrpo.json: the step, commit and system prompt of the training. lora_scale: as for `save`.
+    no chat template, the default template is added. generation_config.json names all tokens that
+    end an answer. The parameters are in bfloat16 or float16 if the model's config.json names that
+    dtype, and otherwise in float32. `about` goes into podgrpo.json: the step, commit and system
+    prompt of the training. lora_scale: as for `save`.
     Every process calls write_more(directory) before the directory is complete.
     """
     final = f"{out}/final"
@@ -442,6 +460,7 @@ def write_final(
         if chat.template_of(source_directory) is None:
             with open(f"{unfinished}/chat_template.jinja", "w", encoding="utf-8") as f:
                 f.write(chat.default_template(source_directory))
+        name_stop_ids(unfinished, model_cfg.stop_ids)
         files.write_json(f"{unfinished}/podgrpo.json", about)
         # safetensors creates files that other users cannot read. Give them an ordinary file's mode.
         for path in glob.glob("**/*.safetensors", root_dir=unfinished, recursive=True):

@@ -284,7 +284,7 @@ class Saver:
 
     def begin(self) -> None:
         """Start to save the state that `remember` noted last."""
-        self.finish()
+        self.make_room()
         step, state, skipped = self.remembered
         shards = shards_of(state)
         size = sum(array.nbytes for array in shards.values())
@@ -341,13 +341,23 @@ class Saver:
         here = saved_steps(self.out)
         # Checkpoints that are in a bucket need not stay on this disk.
         kept = 0 if in_bucket else self.keep
-        for old in too_old(here, self.newest, step, kept if is_saved else len(here)):
-            shutil.rmtree(f"{self.out}/step_{old:06}", ignore_errors=True)
+        self.delete(too_old(here, self.newest, step, kept if is_saved else len(here)))
         if is_saved and in_bucket and jax.process_index() == 0:
             # The thread removes old checkpoints from the bucket before it sends the next one.
             self.thread.submit(self.thin_bucket, self.newest, step)
         if is_saved:
             self.newest = self.complete = step
+
+    def make_room(self) -> None:
+        """`finish`, and delete all but the newest `keep` checkpoints: each launch that a signal has
+        stopped has left one more."""
+        self.finish()
+        self.delete(too_old(saved_steps(self.out), self.newest, self.newest, self.keep))
+
+    def delete(self, steps: list) -> None:
+        """Delete the checkpoints of these steps from this disk."""
+        for step in steps:
+            shutil.rmtree(f"{self.out}/step_{step:06}", ignore_errors=True)
 
     def thin_bucket(self, newest: int, step: int) -> None:
         """Remove old checkpoints from the bucket. See `too_old`."""
@@ -360,6 +370,7 @@ class Saver:
     def save_together(self) -> str:
         """`save_before_exit` in all processes at once. Returns when the last one has saved: once a
         process is gone, JAX aborts the others."""
+        self.make_room()
         self.save_before_exit()
         self.newest = self.complete = int(all_gather_processes(self.newest).min())
         return self.last_saved()

@@ -71,10 +71,10 @@ class Run:
         check(not fault, f"{self.out} cannot resume: {fault}, or choose another --out")
 
     def note_data(self, data: dict) -> None:
-        """Keep `data` for config.json, and warn if the code or the training questions have changed
-        since the run's last start.
+        """Keep `data` for config.json, and warn if the code or the questions have changed since the
+        run's last start.
 
-        data: number and checksum of the training questions.
+        data: numbers and checksums of the training questions, and of all held-out questions.
         """
         self.data = data
         if not self.step or jax.process_index() != 0:
@@ -87,13 +87,15 @@ class Run:
             if was == commit():
                 commits = f"Python files have changed since, at the same commit {was}"
             warn(f"{self.out} resumes with other code: {commits}")
-        # An older version wrote no `data`.
-        questions = before.get("data", data)
-        if questions != data:
-            warn(
-                f"{self.out} resumes, but its training prompts or answers have changed: "
-                f"{questions['questions']} questions before, {data['questions']} now"
-            )
+        # An older version wrote no `data`, and another one nothing about held-out questions.
+        was = data | before.get("data", {})
+        for count, crc, what in (
+            ("questions", "crc32", "training prompts or answers have changed"),
+            ("held_out", "held_out_crc32", "held-out questions, and so its evaluations, differ"),
+        ):
+            if (was[count], was[crc]) != (data[count], data[crc]):
+                numbers = f"{was[count]} questions before, {data[count]} now"
+                warn(f"{self.out} resumes, but its {what}: {numbers}")
 
     def check_disk(self, state) -> None:
         """Exit with code 2 unless the disk has room for checkpoints. state: a tree of shapes."""
@@ -104,10 +106,6 @@ class Run:
         """Start the run on wandb.ai if there is a project. Exits with code 2 if that fails."""
         cfg = self.cfg
         self.wandb = log.start_wandb(cfg.wandb, self.out, self.flags, resumes=self.step > 0)
-
-    def write_config(self) -> None:
-        """Write config.json."""
-        run_dir.write_config(self.out, self.flags, self.data)
 
     def open_outputs(self, setup) -> None:
         """Open the files and the terminal. From here on, signals end the run at a `stop_point`.
@@ -141,7 +139,11 @@ class Run:
         return checkpoint.load_shards(self.files, wanted)
 
     def begin(self, state) -> None:
-        """Begin to train from this state, and drop the rows that were written after its step."""
+        """Begin to train from this state: write config.json, and drop the rows that were written
+        after its step."""
+        # With --resume force, this overwrites the old flags, so it comes after all checks and after
+        # the checkpoint has loaded: if the model has changed, the checkpoint may not fit.
+        run_dir.write_config(self.out, self.flags, self.data)
         run_dir.truncate_to(self.out, self.step)
         self.saver.remember(self.step, without_base(state), self.skipped)
 

@@ -386,11 +386,17 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     final = 0
     if jax.process_index() == 0:
         final = 4 * sum(array.size for array in final_weights)
-    saves = 1 + (steps_left - 1) // save_every if save_every else 1
+    # The last step is saved in any case. The others are multiples of `save_every`.
+    saves = 1
+    if save_every:
+        saves += (total_steps - 1) // save_every - done // save_every
     present = glob.glob(f"{glob.escape(out)}/step_*")
-    # While a checkpoint is written, the older ones are still there: at first the present ones, and
-    # later the newest `keep`.
-    at_once = max(len(present) + 1, min(len(present) + saves, keep + 1))
+    # Before the first save, all but the newest `keep` of the present ones are deleted. Any of a
+    # step after `done` cannot be used, and stays until that save has ended.
+    usable = [path for path in present if path <= f"{out}/step_{done:06}"]
+    stay = len(present) - len(usable) + min(len(usable), keep)
+    # While a checkpoint is written, the older ones are still there.
+    at_once = max(stay + 1, min(stay + saves, keep + 1))
     if bucket.bucket_of(out):
         # The only older checkpoint on the disk is the one that the run resumed from.
         at_once = 2 if done else 1
