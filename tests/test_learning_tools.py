@@ -15,6 +15,8 @@ from infra.data.answers import final_number
 from infra.data.columns import choose_columns, rename
 from tools import (
     ablations,
+    bench_loss,
+    bench_rollout,
     compare_trl,
     question_files,
     runs,
@@ -63,6 +65,17 @@ MISTAKES = [  # (tool, flags, what the message must say)
 # fmt: on
 
 
+BENCH_MISTAKES = [
+    (bench_loss, "--time 0", "time = 0 must be 1 or more"),
+    (bench_loss, "--iters 0", "iters = 0 must be 1 or more"),
+    (bench_loss, "--block_tokens -7", "block_tokens = -7 must be 0 or more"),
+    (bench_loss, "--temperature 0", "temperature = 0.0 must be above 0"),
+    (bench_rollout, "--batch 0", "batch = 0 must be 1 or more"),
+    (bench_rollout, "--answer 0", "answer = 0 must be 1 or more"),
+    (bench_rollout, "--aot v6e-8 --lora -1", "lora = -1 must be 0 or more"),
+]
+
+
 def ended(tool, flags, capsys) -> tuple[int, str, str]:
     """Run a tool that exits before it does anything. Returns (exit code, stdout, stderr)."""
     with pytest.raises(SystemExit) as end:
@@ -74,7 +87,7 @@ def test_mistakes_are_one_line_and_help_is_help(capsys):
     for tool in TOOLS:
         code, shown, _ = ended(tool, "--help", capsys)
         assert code == 0 and tool.__doc__.split("\n")[0] in shown
-    for tool, flags, words in MISTAKES:
+    for tool, flags, words in MISTAKES + BENCH_MISTAKES:
         code, _, message = ended(tool, flags, capsys)
         assert code == 2 and words in message, f"{flags}: {message!r} does not say {words!r}"
         assert message.count("\n") == 1, message
