@@ -275,6 +275,7 @@ cmd_slurm() {
   local id out sbatch lines now i before='' next=0 code=0 extra='' platforms="${JAX_PLATFORMS:-$gpus}"
   check_words "$@"
   [ "$platforms" = cpu ] || extra="$(cuda)"
+  [ -n "$dry_run" ] || command -v sbatch >/dev/null || die 'no sbatch here; log in to a cluster, or try gpu'
   [ "$platforms" = "$gpus" ] || say "the job will have JAX_PLATFORMS=$platforms, as here"
   setup "$extra" "$@"
   set -- --start_timeout 300 "${job[@]}" "$@" # nodes start at different times
@@ -363,7 +364,7 @@ while [ $# -gt 0 ]; do
     set -- "$1=$2" "${@:3}"
   fi
   case "$command $1" in
-    'tpu --help' | 'tpu -h') cmd_help && exit ;;
+    'tpu --help' | 'tpu -h' | 'slurm --help' | 'slurm -h') cmd_help && exit ;;
     'tpu --spot') spot=1 options+=("$1") ;;
     'tpu --queued') queued=1 options+=("$1") ;;
     'tpu --down') delete_when_done=1 ;;
@@ -390,7 +391,11 @@ case "$command" in cpu | gpu | slurm | plan | report) check_env ;; esac
 case "$command" in
   cpu) cmd_cpu "$processes" "$@" ;;
   gpu | slurm | plan | report | test) "cmd_$command" "$@" ;;
-  setup) setup "$@" ;;
+  setup)
+    # TPU workers call this with flags that may need packages.
+    case "${1:-}" in '' | tpu | cuda12 | cuda13) ;; *) die "setup does not take $1" ;; esac
+    setup "$@"
+    ;;
   tpu)
     [ -n "$type" ] || die "unknown command tpu; give a type such as v6e-16"
     cmd_tpu "$@"

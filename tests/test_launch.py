@@ -304,6 +304,9 @@ def test_mistakes_in_the_call_get_one_line(cloud):
         "v6e-8 --name Run": "--name Run cannot name a VM",
         "v6e-8 stop --name run-": "--name run- cannot name a VM",
         "v6e-8 up --zone ,": "--zone , names no zone; give one, such as --zone us-east5-b",
+        "setup v6e-8": "setup does not take v6e-8",
+        "setup --help": "setup does not take --help",
+        "slurm --nodes 2": "no sbatch here; log in to a cluster",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
         "cpu --processes 0": "not a number of 1 or more",
@@ -967,7 +970,16 @@ def test_a_killed_run_does_not_end_with_the_code_of_the_one_before(tmp_path):
 
     worker("start", "7.7", "--lr", "1")
     assert until(lambda: "no run" in worker("status"), seconds=60)
+    assert "time of the last: killed, or the disk is full\n" in worker("status")
     assert worker("follow", "+1", "20", "7.7") == "[w0] exit 137 9999999999 7.7\n"
+
+
+def test_status_and_fetch_say_that_no_run_was_started(cloud):
+    cloud.launch("v6e-1 setup --name vm")
+    assert "[w0] no run was started here\n" in cloud.launch("v6e-1 status --name vm")
+    text = cloud.launch("v6e-1 fetch --name vm", code=1)
+    assert "results.py: no run was started on this machine" in text, text
+    assert "FileNotFoundError" not in text, text
 
 
 def test_logs_of_a_spot_run_resume_it(cloud):

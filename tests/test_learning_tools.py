@@ -13,9 +13,20 @@ from numpy.testing import assert_allclose
 import train
 from infra.data.answers import final_number
 from infra.data.columns import choose_columns, rename
-from tools import ablations, compare_trl, question_files, runs, sums, word_problems, worked_answers
+from tools import (
+    ablations,
+    bench_loss,
+    bench_rollout,
+    compare_trl,
+    question_files,
+    runs,
+    smollm2,
+    sums,
+    word_problems,
+    worked_answers,
+)
 
-TOOLS = [sums, word_problems, worked_answers, compare_trl, ablations]
+TOOLS = [smollm2, sums, word_problems, worked_answers, compare_trl, ablations]
 # fmt: off
 MISTAKES = [  # (tool, flags, what the message must say)
     (sums, "", "required: OUT"),
@@ -25,6 +36,7 @@ MISTAKES = [  # (tool, flags, what the message must say)
     (word_problems, "--tokenizer . --out x --seed -1", "seed = -1 must be 0 or more"),
     (word_problems, "--tokenizer . --out .", "out = . exists"),
     (word_problems, "--tokenizer nowhere --out x", "nowhere/tokenizer.json is missing"),
+    (smollm2, ".", ". exists; choose another"),
     (worked_answers, "gsm8k", "required: OUT"),
     (worked_answers, "gsm8k .", ". exists; choose another"),
     (worked_answers, "gsm8k x --most_steps 0", "most_steps = 0 leaves no question"),
@@ -53,6 +65,17 @@ MISTAKES = [  # (tool, flags, what the message must say)
 # fmt: on
 
 
+BENCH_MISTAKES = [
+    (bench_loss, "--time 0", "time = 0 must be 1 or more"),
+    (bench_loss, "--iters 0", "iters = 0 must be 1 or more"),
+    (bench_loss, "--block_tokens -7", "block_tokens = -7 must be 0 or more"),
+    (bench_loss, "--temperature 0", "temperature = 0.0 must be above 0"),
+    (bench_rollout, "--batch 0", "batch = 0 must be 1 or more"),
+    (bench_rollout, "--answer 0", "answer = 0 must be 1 or more"),
+    (bench_rollout, "--aot v6e-8 --lora -1", "lora = -1 must be 0 or more"),
+]
+
+
 def ended(tool, flags, capsys) -> tuple[int, str, str]:
     """Run a tool that exits before it does anything. Returns (exit code, stdout, stderr)."""
     with pytest.raises(SystemExit) as end:
@@ -64,7 +87,7 @@ def test_mistakes_are_one_line_and_help_is_help(capsys):
     for tool in TOOLS:
         code, shown, _ = ended(tool, "--help", capsys)
         assert code == 0 and tool.__doc__.split("\n")[0] in shown
-    for tool, flags, words in MISTAKES:
+    for tool, flags, words in MISTAKES + BENCH_MISTAKES:
         code, _, message = ended(tool, flags, capsys)
         assert code == 2 and words in message, f"{flags}: {message!r} does not say {words!r}"
         assert message.count("\n") == 1, message
@@ -167,6 +190,12 @@ def test_worked_answers_keep_short_ones_and_say_each_step_once(tmp_path):
     two = {"question": "two", "answer": "1+1=2\n2+1=3\n#### 3"}
     assert read_jsonl(tmp_path / "out/train.jsonl") == [one, two]
     assert read_jsonl(tmp_path / "out/test.jsonl") == [two]
+    # Columns may have unusual names.
+    odd = [{"ask": row["question"], "worked": row["answer"]} for row in rows]
+    question_files.write_sets(f"{tmp_path}/odd", train=odd, test=odd[1:3])
+    names = "--columns=question=ask,answer=worked"
+    worked_answers.main([f"{tmp_path}/odd", f"{tmp_path}/renamed", names])
+    assert read_jsonl(tmp_path / "renamed/train.jsonl") == [one, two]
 
 
 # ---------------------------------------------------------------- TRL's options

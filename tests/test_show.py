@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -343,6 +344,15 @@ def test_a_curve_is_the_mean_and_range_of_the_runs_that_came_so_far(tmp_path):
     assert_allclose(over_minutes.x[3], minutes[0][11])
 
 
+def test_what_is_no_finite_number_is_not_drawn():
+    rows = [{"step": n, "solved": value} for n, value in enumerate([0.5, "0.5", math.nan, None])]
+    rows += [{"step": 4, "kl": "high"}, {"step": 5, "solved": 1}]
+    series = plot.Series("one", [rows])
+    curve = plot.curve_of(series, "solved", "step")
+    assert (curve.x, curve.mean) == ([0, 5], [0.5, 1])
+    assert plot.metrics_in([series]) == {"solved"}
+
+
 def test_arguments_name_runs_and_groups(tmp_path):
     assert plot.split_label("rloo=out/a,out/b.jsonl") == ("rloo", ["out/a", "out/b.jsonl"])
     assert plot.split_label("out/b.jsonl") == ("b", ["out/b.jsonl"])
@@ -420,9 +430,13 @@ def test_plots_refuse_in_one_line(tmp_path, capsys, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "it has no metrics.jsonl" in refusal(capsys, plot, empty)
+    assert "or its first step has not ended" in refusal(capsys, plot, empty)
     assert "it has no metrics.jsonl" in refusal(capsys, plot, f"a={run},{tmp_path}/absent")
     (empty / "metrics.jsonl").write_text("")
     assert "has no rows yet" in refusal(capsys, plot, run, empty)
+    for tool in plot, samples:
+        text = refusal(capsys, tool, "gs://bucket/run")
+        assert "gcloud storage cp 'gs://bucket/run/*.json*' run" in text, text
     assert "neither .svg nor .png" in refusal(capsys, plot, run, "--to", "plot.gif")
     text = refusal(capsys, plot, run, "--panels", "kl,reward")
     assert "no run has numbers for the metric reward" in text and "reward/mean" in text
@@ -529,6 +543,8 @@ def test_samples_refuse_in_one_line(tmp_path, capsys):
     assert "steps = 3" in text and "[0, 5, 10]" in text
     write_run(tmp_path / "other", np.random.default_rng(0))
     assert "it has no answers" in refusal(capsys, samples, tmp_path / "other")
+    text = refusal(capsys, samples, tmp_path / "run", "--questions", "-1")
+    assert "questions = -1 must be 0 or more" in text
 
 
 def test_an_answer_that_is_solved_in_part_is_not_called_right(tmp_path, capsys):

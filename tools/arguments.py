@@ -19,3 +19,16 @@ def parser_of(description: str, flags: dict | None = None) -> argparse.ArgumentP
         help_text = f"default {default!r}"
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
     return parser
+
+
+def check_is_here(out: str) -> None:
+    """Exit with code 2 if a run's directory is in a bucket, which these tools do not read."""
+    copy = f"mkdir run; gcloud storage cp '{out}/*.json*' run"
+    check(not out.startswith("gs://"), f"{out} is in a bucket; copy its small files: {copy}")
+
+
+def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Exit with code 2 if one of these flags is below `least`."""
+    for name in names:
+        value = getattr(args, name)
+        check(value >= least, f"{name} = {value} must be {least} or more")

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import kernel
 from infra.host.console import check, exit_on
 from tools import absent_devices
-from tools.arguments import parser_of
+from tools.arguments import check_at_least, parser_of
 
 # A device gets batch * time tokens. If a block size is 0, kernel.py chooses it for the device.
 FLAGS = dict(
@@ -186,6 +186,9 @@ def run_case(args, case):
 # ---------------------------------------------------------------- the command
 def main(argv: list[str]) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
+    check_at_least(args, 1, "batch", "time", "vocab", "hidden", "iters")
+    check_at_least(args, 0, "warmup", "block_tokens", "block_vocab", "block_hidden")
+    check(args.temperature > 0, f"temperature = {args.temperature} must be above 0")
     for name, choices in CHOICES.items():
         for value in getattr(args, name).split(","):
             check(value in choices, f"{name} = {value} is not one of {', '.join(choices)}")

@@ -33,7 +33,7 @@ from infra.rollout.layouts import Layout, RolloutSize
 from infra.rollout.sampling import Sampling
 from model import FAMILIES, ModelConfig
 from tools import absent_devices, abstract_rollout, clock, hlo, rollout_time
-from tools.arguments import parser_of
+from tools.arguments import check_at_least, parser_of
 from tools.sizes import SIZES, model_of_size
 
 # model, layout and aot each take a list: a,b,c
@@ -212,6 +212,8 @@ def measure(name: str, cfg: ModelConfig, layout: Layout, dtype, size: RolloutSiz
 # ---------------------------------------------------------------- the command
 def main(argv: list[str]) -> None:
     args = parser_of(__doc__, FLAGS).parse_args(argv)
+    check_at_least(args, 1, "batch", "npq", "prompt", "answer")
+    check_at_least(args, 0, "lora")
     dtypes = "float32", "bfloat16", "int8"
     check(args.dtype in dtypes, f"dtype = {args.dtype} is not one of {', '.join(dtypes)}")
     is_int8 = args.dtype == "int8"
@@ -240,7 +242,7 @@ def main(argv: list[str]) -> None:
         is_kind = kind in ("auto", *layouts.LAYOUTS)
         check(is_kind, f"--layout {kind} is not one of auto, {', '.join(layouts.LAYOUTS)}")
         check(
-            args.npq > 0 and args.batch % args.npq == 0 and args.batch % devices.size == 0,
+            args.batch % args.npq == 0 and args.batch % devices.size == 0,
             f"--npq {args.npq} and {devices.size} devices must divide --batch {args.batch}",
         )
         check(

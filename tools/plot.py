@@ -4,8 +4,9 @@ python tools/plot.py out/arith-tiny                           # plot.svg
 python tools/plot.py out/seed1 out/seed2 --to curves.png
 python tools/plot.py "grpo=out/grpo-*" rloo=out/r1,out/r2,out/r3 --over minutes
 
-Give the directory of a run, or a file like its metrics.jsonl; `*` matches several runs. Runs
-under one label are drawn as one curve: their mean, in a band from their minimum to their maximum.
+Give the directory of a run, or a file like its metrics.jsonl. After a label and =, `*` matches
+several runs. Runs under one label are drawn as one curve: their mean, in a band from their minimum
+to their maximum.
 """
 
 import glob
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, exit_on
 from infra.run.log import json_line, read_jsonl
-from tools.arguments import parser_of
+from tools.arguments import check_is_here, parser_of
 
 # The default panels.
 PANELS = "reward/mean solved len/answer entropy kl grad_norm time/step_s"
@@ -35,7 +36,11 @@ INCHES = 3.2, 2.6  # width and height of a panel
 def read_rows(out: str, name: str) -> list[dict]:
     """Read the rows of OUT/name, or of OUT if it is a file. Exits with code 2 if there are none."""
     path = out if os.path.isfile(out) else f"{out}/{name}"
-    check(os.path.isfile(path), f"{out} is not the directory of a run: it has no {name}")
+    check_is_here(out)
+    check(
+        os.path.isfile(path),
+        f"{out} is not the directory of a run, or its first step has not ended: it has no {name}",
+    )
     with exit_on(OSError, f"{path} cannot be read"):
         rows = read_jsonl(path)
     check(rows, f"{path} has no rows yet")
@@ -88,8 +93,12 @@ def minutes_by_step(rows: list[dict]) -> dict[int, float]:
 
 
 def values_by_step(rows: list[dict], metric: str) -> dict[int, float]:
-    """Returns {step: value} of a metric, without the steps where it is null."""
-    return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
+    """Returns {step: value} of a metric, without the steps where it is not a finite number."""
+    return {row["step"]: row[metric] for row in rows if is_number(row.get(metric))}
+
+
+def is_number(value) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 def curve_of(series: Series, metric: str, over: str) -> Curve:
@@ -123,9 +132,9 @@ def error_bars(series: Series, metric: str) -> list[float] | None:
 
 
 def metrics_in(all_series: list[Series]) -> set[str]:
-    """Returns the names of the metrics that are a number, not null, in at least one row."""
+    """Returns the names of the metrics that are a finite number in at least one row."""
     rows = [row for series in all_series for run in series.runs for row in run]
-    numbers = [name for row in rows for name in row if isinstance(row[name], float | int)]
+    numbers = [name for row in rows for name in row if is_number(row[name])]
     return {*numbers} - {"step"}
 
 

@@ -25,7 +25,7 @@ from infra.host.console import check, exit_on, open_streams, readable
 from infra.host.files import CheckpointError, atomic_file, read_optional_json
 from infra.run.log import read_jsonl
 from tools import plot
-from tools.arguments import parser_of
+from tools.arguments import check_is_here, parser_of
 
 # The page without its data. Its script fills in the rest.
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -41,8 +41,7 @@ def runs_of(arguments: list[str]) -> dict[str, str]:
     outs = [*dict.fromkeys(outs)]
     names = [plot.split_label(out)[0] for out in outs]
     for out in outs:
-        copy = f"mkdir run; gcloud storage cp '{out}/*.json*' run"
-        check(not out.startswith("gs://"), f"{out} is in a bucket; copy its small files: {copy}")
+        check_is_here(out)
         check(os.path.isdir(out), f"{out} is not the directory of a run")
     # Runs with the same name are told apart by their paths.
     return {

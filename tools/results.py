@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
+from infra.host.console import check
 from infra.run import bucket
 
 KEPT = ("final", "profile", "config.json", "*.jsonl")
@@ -38,6 +39,7 @@ def link_results(out: Path) -> str:
 
 
 def main() -> None:
+    check(os.path.exists("run.flags"), "no run was started on this machine, so it has no results")
     with open("run.flags", encoding="utf-8") as f:
         flags = f.read().split("\0")[:-1]
     out = train.parse(flags).out

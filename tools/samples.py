@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infra.host.console import check, open_streams, readable
 from infra.run.log import read_jsonl
-from tools.arguments import parser_of
+from tools.arguments import check_at_least, check_is_here, parser_of
 
 # Minimum characters per column: a terminal of 80 characters has room for two columns.
 MIN_WIDTH = 26
@@ -117,6 +117,8 @@ def main(argv: list[str]) -> None:
         "--questions", type=int, default=3, help="held-out questions of each set (default 3)"
     )
     args = parser.parse_args(argv)
+    check_at_least(args, 0, "questions")
+    check_is_here(args.out)
     evaluated = first_questions(read_jsonl(f"{args.out}/evals.jsonl"), args.questions)
     trained = read_jsonl(f"{args.out}/samples.jsonl")
     # Without a terminal, as in a pipe, the width is 80.
@@ -125,8 +127,8 @@ def main(argv: list[str]) -> None:
     train_steps = choose_steps(trained, args.steps, columns_in(width))
     check(
         evaluated or trained,
-        f"{args.out} is not the directory of a run: it has no answers in evals.jsonl or "
-        "samples.jsonl",
+        f"{args.out} is not the directory of a run, or its first step has not ended: it has no "
+        "answers in evals.jsonl or samples.jsonl",
     )
     available = sorted({row["step"] for row in evaluated or trained})
     has_steps = eval_steps or train_steps

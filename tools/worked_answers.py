@@ -40,6 +40,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("data", metavar="DATA", help="gsm8k, a directory or a hub id")
     parser.add_argument("out", metavar="OUT", help="the directory to make")
     parser.add_argument("--most_steps", type=int, default=2, help="of an answer; default 2")
+    columns = "names of the columns, if unusual: question=...,answer=..."
+    parser.add_argument("--columns", default="", help=columns)
     args = parser.parse_args(argv)
     check(not os.path.exists(args.out), f"{args.out} exists; choose another, or remove it")
     check(args.most_steps > 0, f"most_steps = {args.most_steps} leaves no question; give 1 or more")
@@ -49,7 +51,8 @@ def main(argv: list[str]) -> None:
     )
     sets = {}
     for name, held_out in (("train", False), ("test", True)):
-        sets[name] = plain_rows(load_rows(args.data, held_out), args.most_steps)
+        rows = load_rows(args.data, held_out, args.columns)
+        sets[name] = plain_rows(rows, args.most_steps)
         check(sets[name], f"{args.data} has no answer of 1 to {args.most_steps} steps in << >>")
     write_sets(args.out, **sets)
 

@@ -77,7 +77,15 @@ follow() {
 }
 
 status() {
-  if is_free; then echo "no run; exit code and end time of the last: $(cat run.exit 2>&1)"; else echo running; fi
+  local ended
+  if ! is_free; then
+    echo running
+  elif [ ! -f run.id ]; then
+    echo 'no run was started here'
+  else
+    ended="$(grep . run.exit 2>/dev/null)" || ended='killed, or the disk is full' # see `follow`
+    echo "no run; exit code and end time of the last: $ended"
+  fi
   tail -n 1 run.log 2>/dev/null || :
 }
 
