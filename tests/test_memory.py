@@ -264,7 +264,8 @@ def test_arrays_beside_a_program_count(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "offload, largest", [("none", "layers/w_down_LFD"), ("params", "embed_VD")]
+    "offload, largest",
+    [("none", "layers/w_down_LFD"), ("optimizer", "embed_VD"), ("params", "embed_VD")],
 )
 def test_the_optimizer_step_that_takes_most_is_compiled(offload, largest, monkeypatch):
     """For an offloaded parameter with layers, the step has one layer at a time on the device, so
