@@ -10,6 +10,7 @@ import pytest
 from conftest import TIED
 from jax.experimental.pallas import tpu as pltpu
 from numpy.testing import assert_allclose, assert_array_equal
+from test_model import products
 
 from infra.rollout import decode_kernel, kv_cache, layouts, waves
 from infra.rollout.kv_cache import Cache
@@ -183,6 +184,19 @@ def test_keys_beyond_the_last_slot_do_not_matter(monkeypatch):
         nothing = kv_cache.no_slots(q_BKMH)
         out, _ = ATTEND["pallas"](q_BKMH, spoilt, 0, filled_B, nothing)
         assert np.isnan(out[1]).any() == has_one
+
+
+def test_the_kernel_rounds_no_products_of_float32():
+    """By default, a TPU would round float32 inputs."""
+    rng = np.random.default_rng(4)
+    q_BKMH = random_queries(rng, 2, 1, 8, 64)
+    inputs = q_BKMH, random_cache(rng, 2, 1, 48, 64), 1, jnp.array([3, 48])
+    nothing = kv_cache.no_slots(q_BKMH)
+    # test_kernel.py changes the default.
+    with jax.default_matmul_precision("default"):
+        program = jax.make_jaxpr(kv_cache.attend_pallas)(*inputs, nothing)
+    found = [equation.params["precision"] for equation in products(program.jaxpr)]
+    assert found == [(jax.lax.Precision.HIGHEST,) * 2] * 2
 
 
 def test_queries_of_a_group_are_joined_and_split():
