@@ -1,6 +1,7 @@
 """Attention to the KV cache, and writing to it: plain JAX and the interpreted TPU kernels against
 float64 NumPy. Also the rows that stay when a wave shrinks."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -209,6 +210,43 @@ def test_queries_of_a_group_are_joined_and_split():
         own = np.s_[b // group, :, first : first + G]
         assert_array_equal(joined[own], q_KGH)
     assert_array_equal(kv_cache.split_group(joined, group), q_BKGH)
+
+
+def test_devices_with_the_same_heads_attend_to_their_own_rows():
+    """Of eight devices that split two key/value heads, four have the same one, and split the rows.
+    They do not split the 6 query heads, so each picks its rows of all queries."""
+    B, N, K, T, S, H = 16, 6, 2, 8, 16, 8
+    group = 2
+    layer = 1
+    slot = 5
+    cfg = dataclasses.replace(TIED, N=N, K=K, H=H)
+    layout = layouts.layout_of("tp", 8, cfg, mesh(1, 8, 1))
+    assert layout.sharing == 4 and "fsdp" not in layout.heads
+    rng = np.random.default_rng(5)
+    prompts = random_cache(rng, B // group, K, T, H)
+    answers = random_cache(rng, B, K, S, H)
+
+    # The prompts.
+    q_BNTH, k_BKTH, v_BKTH = (random_queries(rng, B // group, n, T, H) for n in (N, K, K))
+    prefill = jax.jit(partial(kv_cache.prefill_attention, layout=layout))
+    out_BNTH, prompts = prefill(q_BNTH, k_BKTH, v_BKTH, layer, prompts, 0)
+    expected = kv_cache.causal_attention(q_BNTH, k_BKTH, v_BKTH)
+    assert_allclose(out_BNTH, expected, rtol=0, atol=2e-6)
+    assert_array_equal(prompts.keys[layer], k_BKTH)
+    assert_array_equal(prompts.values[layer], v_BKTH)
+
+    # A token of each answer.
+    q_BNTH, k_BKTH, v_BKTH = (random_queries(rng, B, n, 1, H) for n in (N, K, K))
+    prompt_length_B = np.repeat(rng.integers(1, T + 1, B // group), group)
+    lengths = prompt_length_B, np.full(B, slot + 1)
+    decode = jax.jit(partial(kv_cache.decode_attention, layout=layout))
+    out_BNTH, written = decode(q_BNTH, k_BKTH, v_BKTH, layer, answers, prompts, slot, *lengths)
+    wanted = answers.keys.at[layer, :, :, slot].set(k_BKTH[:, :, 0])
+    assert_array_equal(written.keys, wanted)
+    of_rows = jax.tree.map(lambda a: np.repeat(a, group, 1), prompts)
+    parts = [(of_rows, layer, lengths[0]), (written, layer, lengths[1])]
+    expected, _ = float64_attention(q_BNTH.reshape(B, K, -1, H), parts)
+    assert_allclose(out_BNTH.reshape(expected.shape), expected, rtol=0, atol=2e-6)
 
 
 # ---------------------------------------------------------------- a wave that shrinks
