@@ -600,15 +600,17 @@ def test_offloaded_steps_equal_those_on_the_device(offload, dims):
 
 
 def kind(a):
-    return a.shape, a.dtype, a.sharding.shard_shape(a.shape), a.sharding.memory_kind
+    of_device = a.sharding.shard_shape(a.shape)
+    return a.shape, a.dtype, of_device, a.sharding.memory_kind
 
 
 @pytest.mark.parametrize("dims", [(2, 2, 2), (1, 2, 4)], ids=label)
 def test_rows_of_a_plan_are_those_of_a_run(dims):
     on = mesh(*dims)
     cfg = train.Config(**PLAIN)
-    rows = packed_batch(cfg, on, micro_batch=2, width=24)[0]
-    planned = state.abstract_rows(train.token_fields(cfg, False), 2, 24, on)
+    rows, *_ = packed_batch(cfg, on, micro_batch=2, width=24)
+    fields = train.token_fields(cfg, False)
+    planned = state.abstract_rows(fields, 2, 24, on)
     assert jax.tree.map(kind, planned) == jax.tree.map(kind, rows)
 
 
@@ -616,8 +618,9 @@ def test_rows_of_a_plan_are_those_of_a_run(dims):
 def test_the_first_state_is_what_was_planned(offload, tmp_path):
     """Its arrays have the dtypes, and are in the memory, that a run has reserved. The reference is
     the policy in the compute dtype, on the devices."""
-    sizes = dict(hidden_size=16, intermediate_size=16, vocab_size=40)
-    hf.write_random(tmp_path, TINY_MODEL | sizes, seed=1)
+    small = dict(hidden_size=16, intermediate_size=16, vocab_size=40)
+    config = TINY_MODEL | small
+    hf.write_random(tmp_path, config, seed=1)
     params, model_cfg = load(tmp_path)
     cfg = train.Config(optimizer="adamw", beta=0.1, dtype="bfloat16", offload=offload)
     wanted = state.abstract_state(cfg, model_cfg, mesh(), train.optimizer)
@@ -630,11 +633,10 @@ def test_the_first_state_is_what_was_planned(offload, tmp_path):
     grads = state.abstract_gradients(cfg, model_cfg, mesh(), train.optimizer)
     wanted = state.abstract_state(on_device, model_cfg, mesh(), train.optimizer)["params"]
     assert jax.tree.map(kind, grads) == jax.tree.map(kind, wanted)
-    is_on_host = {
-        name: a.sharding.memory_kind == "pinned_host"
-        for name, a in model.flatten(found["params"]).items()
-    }
-    assert is_on_host == {name: offload == "params" and is_matrix(name) for name in is_on_host}
+    for name, a in model.flatten(found["params"]).items():
+        is_offloaded = offload == "params" and is_matrix(name)
+        is_on_host = a.sharding.memory_kind == "pinned_host"
+        assert is_on_host == is_offloaded, name
     jax.tree.map(assert_array_equal, found["params"], params)
     rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
     jax.tree.map(assert_array_equal, found["ref"], rounded)
