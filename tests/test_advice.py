@@ -56,6 +56,15 @@ def test_a_constant_reward_that_is_solved_is_no_cause():
     assert "100% of the answers are wrong" in said, said
 
 
+def test_a_reward_is_called_constant_after_three_steps():
+    """A reward whose mean was the same in two steps may have been so by chance."""
+    two, three = (
+        advice.why_nothing_is_learned([STEP | {"solved": 0.5}] * steps) for steps in (2, 3)
+    )
+    assert "in each of the last" not in two, two
+    assert "reward/correct is 0.00 on average in each of the last 3 steps" in three, three
+
+
 def test_equal_groups_are_reported_where_no_cause_is_found():
     steps = [STEP | {"solved": 0.5, "reward/correct": i, "reward/brief": i} for i in range(5)]
     assert "are alike: raise --temperature or --npq" in advice.why_nothing_is_learned(steps)

@@ -1,11 +1,14 @@
 """Attention of the training forward on GPUs. Without a GPU, only its arithmetic can be tested."""
 
 from functools import partial
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from scipy import special
 
 from infra.update import attention
 
@@ -58,7 +61,35 @@ def test_cudnn_is_asked_for_what_blockwise_computes(monkeypatch):
         assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
-def test_large_heads_are_refused_for_cudnn(capsys):
+def test_a_softmax_of_bfloat16_is_not_rounded():
+    """Scores are float32, and only the weights are rounded, to 8 bits."""
+    # The second row is one sequence.
+    q, k, v, segments = (a[1:2] for a in random_inputs(64))
+    # With large scores, rounding them to bfloat16 would change a weight by a tenth.
+    q = jnp.asarray(8 * q, jnp.bfloat16)
+    k = jnp.asarray(k, jnp.bfloat16)
+    v = jnp.asarray(v, jnp.bfloat16)
+    found = attention.blockwise(q, k, v, segments)
+    q = np.float64(q)
+    k = np.float64(k)
+    v = np.float64(v)
+    causal = np.tri(T, dtype=bool)
+    for head in range(4):
+        # Two query heads share a key/value head.
+        shared = head // 2
+        scores = q[0, head] @ k[0, shared].T
+        scores[~causal] = -np.inf
+        weights = special.softmax(scores, -1)
+        expected = weights @ v[0, shared]
+        assert_allclose(found[0, head], expected, rtol=0, atol=4 * 2**-8)
+
+
+def test_large_heads_are_refused_for_cudnn(monkeypatch, capsys):
+    # Heads of 128, as in most models, are not too large.
+    stand_in = mock.Mock(side_effect=lambda q, k, v, **_: q)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    attention.cudnn(*random_inputs(128))
+    assert stand_in.called
     with pytest.raises(SystemExit) as refusal:
         attention.cudnn(*random_inputs(256))
     assert refusal.value.code == 2

@@ -424,6 +424,15 @@ def test_a_run_that_has_more_steps_than_it_was_given_is_refused(two_checkpoints,
     assert end.value.code == 2 and "done 2 steps, and sft_steps + steps = 1" in said, said
 
 
+def test_a_step_to_trace_that_is_done_is_named(two_checkpoints, capsys):
+    (two_checkpoints / "config.json").write_text('{"config": {}}')
+    # 0 is the default: no step is traced.
+    for profile, is_named in {0: False, 1: True, 2: True, 3: False}.items():
+        run_dir.open_run(str(two_checkpoints), 9, {"profile": profile}, "force")
+        text = f"step {profile} is not traced: the run resumes after step 2\n"
+        assert (text in capsys.readouterr().out) == is_named, profile
+
+
 @pytest.mark.parametrize(
     "old, new, said",
     [

@@ -169,6 +169,30 @@ def test_one_of_two_runs_that_start_at_once_is_refused(tmp_path, monkeypatch, no
     assert claim.read_claim(f"{out}/claim.json", "")["pid"] == 7
 
 
+def test_a_full_disk_does_not_refuse_a_run(tmp_path, monkeypatch, no_locks, quick):
+    """If the claim cannot be written, the run goes on: a later sign of life may write it."""
+    out = directory(tmp_path)
+    leave_claim(out, "elsewhere")
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(28, "no space left")))
+    with claim.claimed(out):
+        assert claim.read_claim(f"{out}/claim.json", "")["pid"] == 7
+        assert os.replace.called
+
+
+def test_an_ending_run_may_remove_the_next_claim(tmp_path, monkeypatch, no_locks, quick):
+    out = directory(tmp_path)
+    leave_claim(out, "elsewhere")
+    write = claim.write_claim
+
+    def write_and_be_removed(path, bucket, mine):
+        write(path, bucket, mine)
+        os.unlink(path)
+
+    monkeypatch.setattr(claim, "write_claim", write_and_be_removed)
+    with claim.claimed(out):
+        assert claim.read_claim(f"{out}/claim.json", "") == {}
+
+
 def test_a_lock_whose_claim_is_not_written_yet_counts(tmp_path):
     out = directory(tmp_path)
     with claim.locked(out, {}), pytest.raises(claim.InUse, match="that has just begun; let it end"):

@@ -164,6 +164,13 @@ def test_instructions_are_joined_with_inputs_that_may_be_empty(tmp_path):
     assert [row["question"] for row in found] == ["What is 2 + 3?", "Add the numbers. 2, 3"]
 
 
+def test_columns_that_are_joined_may_hold_zero(tmp_path):
+    """Zero is a value, though Python calls it false, as it does an empty text."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"start": 0, "ask": ASK, "answer": 2}))
+    (row,) = load_rows(f"{tmp_path}/rows.jsonl", False, "question=start+ask")
+    assert row["question"] == f"0 {ASK}"
+
+
 def test_a_column_of_32_bit_numbers_keeps_its_digits(tmp_path):
     kinds = {"question": datasets.Value("string"), "answer": datasets.Value("float32")}
     rows = {"question": [ASK] * 2, "answer": [0.1, 2.5]}

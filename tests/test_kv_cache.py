@@ -1,6 +1,7 @@
 """Attention to the KV cache, and writing to it: plain JAX and the interpreted TPU kernels against
 float64 NumPy. Also the rows that stay when a wave shrinks."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from conftest import TIED
 from jax.experimental.pallas import tpu as pltpu
 from numpy.testing import assert_allclose, assert_array_equal
+from test_model import products
 
 from infra.rollout import decode_kernel, kv_cache, layouts, waves
 from infra.rollout.kv_cache import Cache
@@ -185,6 +187,23 @@ def test_keys_beyond_the_last_slot_do_not_matter(monkeypatch):
         assert np.isnan(out[1]).any() == has_one
 
 
+def test_the_kernel_rounds_no_products_of_float32():
+    """By default, a TPU would round float32 inputs."""
+    rng = np.random.default_rng(4)
+    q_BKMH = random_queries(rng, 2, 1, 8, 64)
+    cache = random_cache(rng, 2, 1, 48, 64)
+    filled_B = jnp.array([3, 48])
+    inputs = q_BKMH, cache, 1, filled_B
+    nothing = kv_cache.no_slots(q_BKMH)
+    trace = jax.make_jaxpr(kv_cache.attend_pallas)
+    # test_kernel.py changes the default.
+    with jax.default_matmul_precision("default"):
+        program = trace(*inputs, nothing)
+    found = [equation.params["precision"] for equation in products(program.jaxpr)]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert found == [highest] * 2
+
+
 def test_queries_of_a_group_are_joined_and_split():
     B, group, K, G, H = 12, 4, 2, 5, 8
     q_BKGH = random_queries(np.random.default_rng(4), B, K, G, H)
@@ -195,6 +214,52 @@ def test_queries_of_a_group_are_joined_and_split():
         own = np.s_[b // group, :, first : first + G]
         assert_array_equal(joined[own], q_KGH)
     assert_array_equal(kv_cache.split_group(joined, group), q_BKGH)
+
+
+def test_devices_with_the_same_heads_attend_to_their_own_rows():
+    """Of eight devices that split two key/value heads, four have the same one, and split the rows.
+    They do not split the 6 query heads, so each picks its rows of all queries."""
+    B, N, K, H = 16, 6, 2, 8
+    group = 2
+    prompt_slots = 8
+    layer = 1
+    slot = 5
+    cfg = dataclasses.replace(TIED, N=N, K=K, H=H)
+    layout = layouts.layout_of("tp", 8, cfg, mesh(1, 8, 1))
+    assert layout.sharing == 4 and "fsdp" not in layout.heads
+    rng = np.random.default_rng(5)
+    n_prompts = B // group
+    prompts = random_cache(rng, n_prompts, K, prompt_slots, H)
+    answers = random_cache(rng, B, K, 16, H)
+
+    # The prompts.
+    q = random_queries(rng, n_prompts, N, prompt_slots, H)
+    k = random_queries(rng, n_prompts, K, prompt_slots, H)
+    v = random_queries(rng, n_prompts, K, prompt_slots, H)
+    prefill = jax.jit(partial(kv_cache.prefill_attention, layout=layout))
+    out, prompts = prefill(q, k, v, layer, prompts, 0)
+    expected = kv_cache.causal_attention(q, k, v)
+    assert_allclose(out, expected, rtol=0, atol=2e-6)
+    assert_array_equal(prompts.keys[layer], k)
+    assert_array_equal(prompts.values[layer], v)
+
+    # A token of each answer.
+    q = random_queries(rng, B, N, 1, H)
+    k = random_queries(rng, B, K, 1, H)
+    v = random_queries(rng, B, K, 1, H)
+    length_of_prompt = rng.integers(1, prompt_slots + 1, n_prompts)
+    prompt_length_B = np.repeat(length_of_prompt, group)
+    answer_length_B = np.full(B, slot + 1)
+    lengths = prompt_length_B, answer_length_B
+    decode = jax.jit(partial(kv_cache.decode_attention, layout=layout))
+    out, written = decode(q, k, v, layer, answers, prompts, slot, *lengths)
+    assert_array_equal(written.keys[layer, :, :, slot], k[:, :, 0])
+    prompts = jax.tree.map(lambda a: np.repeat(a, group, 1), prompts)
+    parts = [(prompts, layer, prompt_length_B), (written, layer, answer_length_B)]
+    q_BKMH = q.reshape(B, K, -1, H)
+    expected, _ = float64_attention(q_BKMH, parts)
+    out = out.reshape(expected.shape)
+    assert_allclose(out, expected, rtol=0, atol=2e-6)
 
 
 # ---------------------------------------------------------------- a wave that shrinks

@@ -16,11 +16,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import SMALL, arguments, read_jsonl
 from numpy.testing import assert_allclose
 
+import model
 import train
 from infra.host import chips, memory
 from infra.rollout import layouts
@@ -235,8 +237,35 @@ def test_micro_batches_that_do_not_fill_a_minibatch_hold_their_sum_too(monkeypat
     assert_allclose(several.rest_gib - filling.rest_gib, of_gradients, rtol=1e-6)
 
 
+def test_arrays_beside_a_program_count(monkeypatch):
+    """The compiler counts the arrays of a program alone. While gradients are computed, a device
+    also holds the moments and the reference. While the largest parameter steps, it also holds
+    everything else."""
+    cfg = train.resolve(train.Config(batch=2, npq=4, beta=0.1), mesh())
+
+    def bytes_beside(program):
+        # The result for the same programs would be remembered.
+        programs = fit.UpdatePrograms(mock.Mock(), mock.Mock(), train.optimizer, train.token_fields)
+        programs.gradients.lower.return_value = "gradients"
+        programs.optimizer_step.lower.return_value = "apply"
+        gib_of = {"gradients": 0.0, "apply": 0.0, program: 1.0}
+        monkeypatch.setattr(fit, "compiled_gib", lambda lowered, *_: (gib_of[lowered], True))
+        gib, _ = fit.update_gib(8, RowShape(32, 8), cfg, SMALL, mesh(), programs)
+        return (gib - 1) * 2**30
+
+    moments = 8 * SMALL.n_params
+    reference = jnp.dtype(cfg.dtype).itemsize * SMALL.n_params
+    # Each parameter also has a step count, which is small.
+    assert_allclose(bytes_beside("gradients"), moments + reference, rtol=0.01)
+    # Masters and gradients are float32.
+    held = moments + reference + 8 * SMALL.n_params
+    largest = max(map(math.prod, model.shapes(SMALL).values()))
+    assert_allclose(bytes_beside("apply"), held - 16 * largest, rtol=0.01)
+
+
 @pytest.mark.parametrize(
-    "offload, largest", [("none", "layers/w_down_LFD"), ("params", "embed_VD")]
+    "offload, largest",
+    [("none", "layers/w_down_LFD"), ("optimizer", "embed_VD"), ("params", "embed_VD")],
 )
 def test_the_optimizer_step_that_takes_most_is_compiled(offload, largest, monkeypatch):
     """For an offloaded parameter with layers, the step has one layer at a time on the device, so

@@ -41,7 +41,7 @@ from conftest import (
     textbook_hidden,
 )
 from jax.extend.core import jaxprs_in_params
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 import model
@@ -590,6 +590,30 @@ def test_packed_sequences_do_not_attend_to_each_other(record_property):
     check_errors(errors, 1e-5, record_property)
     attended = abs(joined[7:] - alone[7:]).max(-1)
     assert attended.min() > 1e-2, "in a segment, tokens must attend to those before them"
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_rotary_angles_are_those_of_float64_at_large_positions(factor):
+    """The angles, of Llama 3's scaling too, are computed from exact positions: bfloat16 has no 257,
+    and float16 no 4099."""
+    positions = np.array([[0, 1, 257, 4099, 30_001]], np.int32)
+    scaling = model.Llama3Rope(factor, 1.0, 4.0, 64.0) if factor else None
+    cfg = dataclasses.replace(TIED, H=64, rope_theta=5e5, rope_scaling=scaling)
+    frequency = 5e5 ** (-np.arange(32) / 32)
+    if factor:
+        # As in Meta's code.
+        wavelength = 2 * np.pi / frequency
+        smooth = (64 / wavelength - 1) / (4 - 1)
+        low = frequency / factor
+        between = (1 - smooth) * low + smooth * frequency
+        kinds = [wavelength < 64 / 4, wavelength > 64]
+        frequency = np.select(kinds, [frequency, low], between)
+    angle_TH = positions[0, :, None] * np.tile(frequency, 2)
+    sign = np.repeat([-1, 1], 32)
+    cos, sin = model.rope_tables(positions, cfg)
+    # At the largest position, an angle in float32 is off by up to 0.002.
+    assert_allclose(cos[0, 0], np.cos(angle_TH), rtol=0, atol=0.005)
+    assert_allclose(sin[0, 0], sign * np.sin(angle_TH), rtol=0, atol=0.005)
 
 
 def test_bfloat16_forward_is_close(record_property):

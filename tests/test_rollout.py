@@ -654,6 +654,21 @@ def test_a_rollout_has_the_answers_of_all_hosts():
     assert (size.prompt_slots, size.answer_slots) == (32, 9)
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_each_process_gets_the_answers_to_its_own_prompts(process, monkeypatch):
+    params = random_params(UNTIED, mesh())
+    prompts = random_prompts(UNTIED, (6, 2, 7, 4))
+    own = slice(2 * process, 2 * process + 2)
+    answers = generate(params, UNTIED, prompts, 16)
+    # The processes have gathered the prompts of both.
+    gathered = engine.pad_prompts(prompts)
+    monkeypatch.setattr(engine, "pad_prompts", lambda own_prompts: gathered)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    found = generate(params, UNTIED, prompts[own], 16)
+    for name, wanted in answers.items():
+        assert_array_equal(found[name], wanted[own], name)
+
+
 def test_padded_lengths_are_powers_of_two_and_three_quarters_of_them():
     table = {1: 1, 2: 2, 3: 3, 5: 6, 24: 24, 25: 32, 100: 128, 513: 768}
     for n, size in table.items():

@@ -268,6 +268,15 @@ def test_sample_draws_from_the_truncated_softmax(V, tp, temperature, top_k, top_
 
 
 @pytest.mark.parametrize("tp", [1, 4])
+def test_greedy_takes_the_first_of_the_likeliest_tokens(tp):
+    """So the answer is the same on every mesh. In bfloat16, logits are often equal."""
+    rng = np.random.default_rng(7)
+    z = rng.integers(0, 3, (50, 24)).astype(np.float32)
+    tokens, _ = sample(z, np.zeros(50, np.float32), GREEDY, tp)
+    assert_array_equal(tokens, z.argmax(-1))
+
+
+@pytest.mark.parametrize("tp", [1, 4])
 def test_truncation_keeps_equals_of_the_last_token(tp):
     """Truncation keeps all tokens that are as likely as the last one kept. top_k keeps a token even
     if it has hardly any mass."""

@@ -12,12 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import SMALL, check_errors, hidden_states, place, random_weights, textbook_hidden
+from conftest import (
+    SMALL,
+    check_errors,
+    hidden_states,
+    load,
+    place,
+    random_weights,
+    textbook_hidden,
+)
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy import special
 
 import model
 import train
+from infra.data import hf
+from infra.data.tiny import TINY_MODEL
 from infra.update import packing, state
 from test_kernel import mesh, numpy_loss, relative
 from tools.sizes import model_of_size
@@ -587,6 +597,50 @@ def test_offloaded_steps_equal_those_on_the_device(offload, dims):
         wanted = last(name, on_device)
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
         assert abs(found[0] - weights[name]).max() > 0, f"no step changed {name}"
+
+
+def kind(a):
+    of_device = a.sharding.shard_shape(a.shape)
+    return a.shape, a.dtype, of_device, a.sharding.memory_kind
+
+
+@pytest.mark.parametrize("dims", [(2, 2, 2), (1, 2, 4)], ids=label)
+def test_rows_of_a_plan_are_those_of_a_run(dims):
+    on = mesh(*dims)
+    cfg = train.Config(**PLAIN)
+    rows, *_ = packed_batch(cfg, on, micro_batch=2, width=24)
+    fields = train.token_fields(cfg, False)
+    planned = state.abstract_rows(fields, 2, 24, on)
+    assert jax.tree.map(kind, planned) == jax.tree.map(kind, rows)
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "params"])
+def test_the_first_state_is_what_was_planned(offload, tmp_path):
+    """Its arrays have the dtypes, and are in the memory, that a run has reserved. The reference is
+    the policy in the compute dtype, on the devices."""
+    small = dict(hidden_size=16, intermediate_size=16, vocab_size=40)
+    config = TINY_MODEL | small
+    hf.write_random(tmp_path, config, seed=1)
+    params, model_cfg = load(tmp_path)
+    cfg = train.Config(optimizer="adamw", beta=0.1, dtype="bfloat16", offload=offload)
+    wanted = state.abstract_state(cfg, model_cfg, mesh(), train.optimizer)
+    files = hf.ModelFiles(tmp_path, model_cfg)
+    found = state.initial_state(files, wanted, cfg, mesh(), train.optimizer, adapters=None)
+
+    assert jax.tree.map(kind, found) == jax.tree.map(kind, wanted)
+    # Gradients are as parameters that stay on the devices.
+    on_device = dataclasses.replace(cfg, offload="none")
+    grads = state.abstract_gradients(cfg, model_cfg, mesh(), train.optimizer)
+    wanted = state.abstract_state(on_device, model_cfg, mesh(), train.optimizer)["params"]
+    assert jax.tree.map(kind, grads) == jax.tree.map(kind, wanted)
+    for name, a in model.flatten(found["params"]).items():
+        is_offloaded = offload == "params" and is_matrix(name)
+        is_on_host = a.sharding.memory_kind == "pinned_host"
+        assert is_on_host == is_offloaded, name
+    jax.tree.map(assert_array_equal, found["params"], params)
+    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    jax.tree.map(assert_array_equal, found["ref"], rounded)
+    assert not any(np.any(a) for a in jax.tree.leaves(found["opt"]))
 
 
 # ---------------------------------------------------------------- updates that are not finite
