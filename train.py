@@ -424,7 +424,7 @@ def rewards_of(scores) -> np.ndarray:
     return scores[..., 1:] @ [weight for _, weight in REWARDS]
 
 
-def known_rewards(scores, faults: dict) -> np.ndarray:
+def rewards_or_nan(scores, faults: dict) -> np.ndarray:
     """`rewards_of`, with NaN for the answers on which a function of REWARDS failed."""
     reward_B = rewards_of(scores)
     for function, _ in REWARDS:
@@ -858,7 +858,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
         solved_name = rewards.name_of(SOLVED)
         solved_faults = {name: which for name, which in faults.items() if name == solved_name}
         setup.reward_pool.report(solved_faults)
-        scored = scores[:, 0], known_rewards(scores, faults)
+        scored = scores[:, 0], rewards_or_nan(scores, faults)
         of_round = asked[start : start + per_round]
         answered += answers_of_all_hosts(of_round, samples, out, *scored, setup.engine.texts)
     setup.engine.unload()

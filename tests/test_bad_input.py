@@ -22,6 +22,7 @@ FILES = {  # {name: content} of the files that are there when train.py gets the 
     "dir.jsonl/x": "",
     "broken/config.json": "{",
     "empty/config.json": '{"config": []}',
+    "ended/config.json": '{"config": {}, "commit": "1"}',
 }
 PATHS = {  # {flags: what the message must say}
     "--out other": "is not a run of podgrpo",
@@ -37,6 +38,7 @@ PATHS = {  # {flags: what the message must say}
     "--model .": "config.json is missing",
     "--model no/such/dir": "there is no directory no/such/dir ",
     "--model a/b/c": "there is no directory a/b/c ",
+    "--model ended": "ended is a run, not a model; try ended/final",
     "--model plain": "there is no directory plain ",
     "--data none.jsonl": "none.jsonl does not exist",
     "--data empty/config.json": "config.json holds a dict, not a list of rows",

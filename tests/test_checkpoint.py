@@ -694,7 +694,7 @@ def opened(out, resume="auto"):
 
 def test_half_of_the_first_file_is_not_in_the_way(tmp_path):
     """Half-written files of a killed process do not stop the next run."""
-    for name in ("config.json.0.tmp", "claim.json.tmp", "claim.json"):
+    for name in ("config.json.0.tmp", "claim.json.tmp", "claim.json", "rewards.log"):
         (tmp_path / name).write_text("{")
     assert opened(tmp_path) == (0, [], 0)
 

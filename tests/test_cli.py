@@ -323,7 +323,8 @@ def test_a_wandb_login_that_fails_is_refused(tmp_path, monkeypatch, one_question
     wandb.init.side_effect = ValueError("api_key not configured (no-tty)\nmore about it")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     assert "api_key not configured" in refused(*flags)
-    assert os.listdir(tmp_path / "run") == ["tiny-seed1.0"], "this is in the way of the next run"
+    # Nothing in the directory is in the way of the next run.
+    assert os.listdir(tmp_path / "run") == ["tiny-seed1.0"]
 
 
 def test_wandb_gets_the_metrics_of_every_step(tmp_path, monkeypatch, one_question, train_here):

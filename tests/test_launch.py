@@ -704,7 +704,7 @@ BAD_LINES = ["WANDB_API_KEY = s3cret", "HF_TOKEN=a$s3cret", "HF_TOKEN=a$1"]
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_env_file_that_bash_cannot_read_costs_nothing(cloud, line):
+def test_an_env_file_that_bash_cannot_read_costs_nothing(cloud, line):
     """Such a file is refused before a VM exists and before anything is installed, and its content
     is never printed."""
     write(cloud.clone / ".env", f"{line}\nGOOD=1\n")

@@ -58,7 +58,7 @@ def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
             text += cloud.launch("v6e-16 setup", code=2)
             return text + cloud.launch("v6e-16 status")
         finally:
-            cloud.launch("v6e-16 stop")
+            assert cloud.launch("v6e-16 stop").count("] no run is active") == 4
 
     meanwhile = when(all_train, refused_then_stopped)
     text = cloud.launch("v6e-16", POD_FLAGS, code=143)
@@ -87,7 +87,7 @@ def test_setup_start_refusals_and_stop_reach_every_worker(cloud):
     assert not homes[0].exists()
 
 
-def test_setup_goes_without_a_env_file(cloud):
+def test_setup_goes_without_an_env_file(cloud):
     (cloud.clone / ".env").unlink()
     assert "there is no .env to send" in cloud.launch("v6e-1 setup --name plain")
     assert not (cloud.stub / "plain/w0/podgrpo/.env").exists()

@@ -443,7 +443,7 @@ def test_a_pool_has_half_the_cores(monkeypatch):
 def test_a_reward_of_which_a_part_failed_is_not_known():
     """Held-out questions may lack a column that a function of REWARDS needs."""
     scores = np.array([[1.0, 1, 1], [1, 1, 0], [0, 0, 1]])
-    found = train.known_rewards(scores, {"formatted": {1: "KeyError"}, "other": {2: "slow"}})
+    found = train.rewards_or_nan(scores, {"formatted": {1: "KeyError"}, "other": {2: "slow"}})
     assert_array_equal(found, [1.1, np.nan, 0.1])
 
 

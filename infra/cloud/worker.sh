@@ -98,7 +98,10 @@ stop() {
     patience=30
   fi
   for ((second = 0; second <= patience + 10; second++)); do
-    if is_free; then return; fi
+    if is_free; then
+      [ -n "$id" ] || echo 'no run is active'
+      return
+    fi
     case $second in
       0)
         # Ignore a call that gcloud repeats.

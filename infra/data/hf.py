@@ -32,6 +32,9 @@ def read_config(directory: str) -> model.ModelConfig:
     model.py does not support; the message names the file, what it has and what is supported."""
     path = os.path.join(directory, "config.json")
     config = files.read_json(path)
+    # The config.json of a run has the run's flags.
+    if "model_type" not in config and "commit" in config:
+        raise CheckpointError(f"{directory} is a run, not a model; try {directory}/final")
     # This optional file may name more token ids that end an answer.
     generation = files.read_optional_json(os.path.join(directory, "generation_config.json"))
     try:

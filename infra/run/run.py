@@ -87,14 +87,14 @@ class Run:
             if was == commit():
                 commits = f"Python files have changed since, at the same commit {was}"
             warn(f"{self.out} resumes with other code: {commits}")
-        # An older version wrote no `data`, and another one nothing about held-out questions.
-        was = data | before.get("data", {})
+        # Older versions wrote no `data`, or nothing about held-out questions.
+        data_before = data | before.get("data", {})
         for count, crc, what in (
             ("questions", "crc32", "training prompts or answers have changed"),
             ("held_out", "held_out_crc32", "held-out questions, and so its evaluations, differ"),
         ):
-            if (was[count], was[crc]) != (data[count], data[crc]):
-                numbers = f"{was[count]} questions before, {data[count]} now"
+            if (data_before[count], data_before[crc]) != (data[count], data[crc]):
+                numbers = f"{data_before[count]} questions before, {data[count]} now"
                 warn(f"{self.out} resumes, but its {what}: {numbers}")
 
     def check_disk(self, state) -> None:
