@@ -77,7 +77,8 @@ def test_a_host_answers_as_many_questions_as_its_devices_need():
         for most in (1, 7, 99):
             n = questions_at_once(sequences, samples, devices, most)
             assert n * samples % devices == 0
-            # Without the last device's unit, there would be too few, or a round would be fuller.
+            # Beyond one unit, a round has no more units than its questions need, nor more answers
+            # than a rollout.
             unit = devices // math.gcd(samples, devices)
             assert n == unit or (n - unit < most and n * samples <= sequences)
 

@@ -23,7 +23,7 @@ def parser_of(description: str, flags: dict | None = None) -> argparse.ArgumentP
 
 def check_is_here(out: str) -> None:
     """Exit with code 2 if a run's directory is in a bucket, which these tools do not read."""
-    copy = f"mkdir run; gcloud storage cp '{out}/*.json*' run"
+    copy = f"mkdir run; gcloud storage cp '{out.rstrip('/')}/*.json*' run"
     check(not out.startswith("gs://"), f"{out} is in a bucket; copy its small files: {copy}")
 
 

@@ -21,7 +21,7 @@ from infra.data.tiny import TINY_MODEL
 from infra.host import files
 from infra.host.console import check, exit_on
 from infra.host.files import CheckpointError
-from tools.arguments import parser_of
+from tools.arguments import check_at_least, parser_of
 from tools.question_files import write_sets
 
 NAMES = ["Mia", "Tom", "Anna", "Ben", "Emma", "Jack", "Lily", "Sam"]
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", required=True, help="the directory to make")
     parser.add_argument("--seed", type=int, default=1, help="seed of problems and weights")
     args = parser.parse_args(argv)
-    check(args.seed >= 0, f"seed = {args.seed} must be 0 or more")
+    check_at_least(args, 0, "seed")
     check(not os.path.exists(args.out), f"out = {args.out} exists; choose another, or remove it")
     tokenizer = load_tokenizer(args.tokenizer)
     stop_id = MODEL["eos_token_id"]

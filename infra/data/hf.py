@@ -435,10 +435,10 @@ def write_final(
     its name once it is complete.
 
     OUT/final has the parameters, and the model's *.json, *.txt and *.jinja files. If the model has
-    no chat template, the default template is added. generation_config.json names all tokens that
-    end an answer. The parameters are in bfloat16 or float16 if the model's config.json names that
-    dtype, and otherwise in float32. `about` goes into podgrpo.json: the step, commit and system
-    prompt of the training. lora_scale: as for `save`.
+    no chat template, the default template is added. generation_config.json, or config.json if
+    there is no such file, names all tokens that end an answer. The parameters are in bfloat16 or
+    float16 if the model's config.json names that dtype, and otherwise in float32. `about` goes into
+    podgrpo.json: the step, commit and system prompt of the training. lora_scale: as for `save`.
     Every process calls write_more(directory) before the directory is complete.
     """
     final = f"{out}/final"

@@ -204,7 +204,8 @@ def step_of_final(out: str) -> int:
 
 def refuse_other_run(out, flags, resume):
     """Exit with code 2 if `out` holds anything but this run."""
-    # A process that was killed before it wrote config.json may have left these files.
+    # A run that was killed before it wrote config.json, or in its first evaluation, may have left
+    # these files.
     harmless = r"tiny-seed|claim\.json$|compiled$|rewards\.log$|wandb_id$|.*\.tmp$"
     found = {name for name in os.listdir(out) if not re.match(harmless, name)}
     if not found:
