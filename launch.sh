@@ -364,7 +364,7 @@ while [ $# -gt 0 ]; do
     set -- "$1=$2" "${@:3}"
   fi
   case "$command $1" in
-    'tpu --help' | 'tpu -h' | 'slurm --help' | 'slurm -h') cmd_help && exit ;;
+    'tpu --help' | 'tpu -h' | 'slurm --help' | 'slurm -h' | 'setup --help' | 'setup -h') cmd_help && exit ;;
     'tpu --spot') spot=1 options+=("$1") ;;
     'tpu --queued') queued=1 options+=("$1") ;;
     'tpu --down') delete_when_done=1 ;;

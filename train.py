@@ -831,7 +831,7 @@ def evaluate(params, step, cfg, setup, run) -> None:
     began = time.monotonic()
     asked = [(name, row) for name, rows in setup.held_out.items() for row in rows]
     samples = cfg.eval_samples
-    most = -(-len(asked) // jax.process_count())
+    most = math.ceil(len(asked) / jax.process_count())
     per_host = questions_at_once(cfg.batch * cfg.npq, samples, jax.local_device_count(), most)
     per_round = per_host * jax.process_count()
     sampling = Sampling(cfg.eval_temperature, cfg.top_k, cfg.top_p)

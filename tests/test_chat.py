@@ -362,6 +362,7 @@ def test_stop_tokens_come_from_both_configs_the_tokenizer_and_the_template(model
         (None, [0, 2]),
         ({"eos_token_id": 6, "temperature": 0.7}, [6, 0, 2]),
         ({"eos_token_id": [2, 0]}, [2, 0]),
+        ({"temperature": 0.7}, [0, 2]),
     ],
 )
 def test_final_tells_transformers_which_tokens_end_an_answer(

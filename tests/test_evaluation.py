@@ -72,15 +72,16 @@ def test_a_host_answers_as_many_questions_as_its_devices_need():
     assert questions_at_once(16, 64, 8, 99) == 1
     # A set of 30 questions, as AIME's, needs no more rows than this, however large a rollout is.
     assert questions_at_once(1024, 1, 8, 30) == 32
-    assert questions_at_once(1024, 4, 8, 30) == 30
+    # Each device answers four questions, not parts of more.
+    assert questions_at_once(1024, 32, 8, 30) == 32
     for sequences, samples, devices in itertools.product((8, 16, 40), range(1, 20), (1, 2, 4, 8)):
         for most in (1, 7, 99):
             n = questions_at_once(sequences, samples, devices, most)
             assert n * samples % devices == 0
-            # Beyond one unit, a round has no more units than its questions need, nor more answers
-            # than a rollout.
-            unit = devices // math.gcd(samples, devices)
-            assert n == unit or (n - unit < most and n * samples <= sequences)
+            # Beyond the least number, a round has no more questions than its devices need, nor more
+            # answers than a rollout.
+            least = devices // math.gcd(samples, devices)
+            assert n == least or (n - devices < most and n * samples <= sequences)
 
 
 # ---------------------------------------------------------------- sets

@@ -305,7 +305,6 @@ def test_mistakes_in_the_call_get_one_line(cloud):
         "v6e-8 stop --name run-": "--name run- cannot name a VM",
         "v6e-8 up --zone ,": "--zone , names no zone; give one, such as --zone us-east5-b",
         "setup v6e-8": "setup does not take v6e-8",
-        "setup --help": "setup does not take --help",
         "v6e-8 fetch all": "fetch does not take all",
         "v6e-8 down now": "down does not take now",
         "cpu --processes 0": "not a number of 1 or more",

@@ -599,7 +599,7 @@ def test_offloaded_steps_equal_those_on_the_device(offload, dims):
         assert abs(found[0] - weights[name]).max() > 0, f"no step changed {name}"
 
 
-def kind(a):
+def shape_and_place(a):
     of_device = a.sharding.shard_shape(a.shape)
     return a.shape, a.dtype, of_device, a.sharding.memory_kind
 
@@ -611,7 +611,7 @@ def test_rows_of_a_plan_are_those_of_a_run(dims):
     rows, *_ = packed_batch(cfg, on, micro_batch=2, width=24)
     fields = train.token_fields(cfg, False)
     planned = state.abstract_rows(fields, 2, 24, on)
-    assert jax.tree.map(kind, planned) == jax.tree.map(kind, rows)
+    assert jax.tree.map(shape_and_place, planned) == jax.tree.map(shape_and_place, rows)
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "params"])
@@ -627,12 +627,12 @@ def test_the_first_state_is_what_was_planned(offload, tmp_path):
     files = hf.ModelFiles(tmp_path, model_cfg)
     found = state.initial_state(files, wanted, cfg, mesh(), train.optimizer, adapters=None)
 
-    assert jax.tree.map(kind, found) == jax.tree.map(kind, wanted)
+    assert jax.tree.map(shape_and_place, found) == jax.tree.map(shape_and_place, wanted)
     # Gradients are as parameters that stay on the devices.
     on_device = dataclasses.replace(cfg, offload="none")
     grads = state.abstract_gradients(cfg, model_cfg, mesh(), train.optimizer)
     wanted = state.abstract_state(on_device, model_cfg, mesh(), train.optimizer)["params"]
-    assert jax.tree.map(kind, grads) == jax.tree.map(kind, wanted)
+    assert jax.tree.map(shape_and_place, grads) == jax.tree.map(shape_and_place, wanted)
     for name, a in model.flatten(found["params"]).items():
         is_offloaded = offload == "params" and is_matrix(name)
         is_on_host = a.sharding.memory_kind == "pinned_host"

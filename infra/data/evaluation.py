@@ -41,7 +41,9 @@ def questions_at_once(sequences: int, samples: int, devices: int, most: int) -> 
     """
     # The least number of questions whose answers divide over the devices.
     unit = devices // math.gcd(samples, devices)
-    units = min(sequences // (samples * unit), math.ceil(most / unit))
+    # A device answers complete questions, so that it has each prompt once.
+    most = math.ceil(most / devices) * devices
+    units = min(sequences // (samples * unit), most // unit)
     return max(1, units) * unit
 
 

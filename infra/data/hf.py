@@ -409,16 +409,16 @@ def name_stop_ids(directory: str, stop_ids: tuple) -> None:
     look for them, unless all are named there already."""
     path = f"{directory}/generation_config.json"
     generation = files.read_optional_json(path)
-    if not generation:
-        # Without this file, transformers takes eos_token_id and pad_token_id from config.json.
-        config = files.read_json(f"{directory}/config.json")
-        generation = {name: i for name, i in config.items() if name.endswith("_token_id")}
-    named = generation.get("eos_token_id")
+    # Without this file, transformers takes eos_token_id and pad_token_id from config.json.
+    config = files.read_json(f"{directory}/config.json")
+    ids_of_config = {name: i for name, i in config.items() if name.endswith("_token_id")}
+    named = (ids_of_config | generation).get("eos_token_id")
     if not isinstance(named, list):
         named = [] if named is None else [named]
     missing = [i for i in stop_ids if i not in named]
-    if missing:
-        files.write_json(path, generation | {"eos_token_id": named + missing})
+    if missing or "eos_token_id" not in generation:
+        settings = generation or ids_of_config
+        files.write_json(path, settings | {"eos_token_id": named + missing})
 
 
 def write_final(
@@ -435,10 +435,10 @@ def write_final(
     its name once it is complete.
 
     OUT/final has the parameters, and the model's *.json, *.txt and *.jinja files. If the model has
-    no chat template, the default template is added. generation_config.json, or config.json if
-    there is no such file, names all tokens that end an answer. The parameters are in bfloat16 or
-    float16 if the model's config.json names that dtype, and otherwise in float32. `about` goes into
-    podgrpo.json: the step, commit and system prompt of the training. lora_scale: as for `save`.
+    no chat template, the default template is added. generation_config.json names all tokens that
+    end an answer. The parameters are in bfloat16 or float16 if the model's config.json names that
+    dtype, and otherwise in float32. `about` goes into podgrpo.json: the step, commit and system
+    prompt of the training. lora_scale: as for `save`.
     Every process calls write_more(directory) before the directory is complete.
     """
     final = f"{out}/final"

@@ -343,7 +343,8 @@ class Saver:
         kept = 0 if in_bucket else self.keep
         self.delete(too_old(here, self.newest, step, kept if is_saved else len(here)))
         if is_saved and in_bucket and jax.process_index() == 0:
-            # The thread removes old checkpoints from the bucket before it sends the next one.
+            # The thread removes old checkpoints from the bucket before it sends the next one. At a
+            # stop, it does so while the last one is sent.
             self.thread.submit(self.thin_bucket, self.newest, step)
         if is_saved:
             self.newest = self.complete = step

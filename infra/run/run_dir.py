@@ -392,12 +392,13 @@ def check_disk(out: str, state, done: int, total_steps: int, save_every: int, ke
     if save_every:
         saves += (total_steps - 1) // save_every - done // save_every
     present = glob.glob(f"{glob.escape(out)}/step_*")
-    # Before the first save, all but the newest `keep` of the present ones are deleted. Any of a
-    # step after `done` cannot be used, and stays until that save has ended.
+    # Before the first save, all but the newest `keep` of the usable ones are deleted.
     usable = [path for path in present if path <= f"{out}/step_{done:06}"]
-    stay = len(present) - len(usable) + min(len(usable), keep)
-    # While a checkpoint is written, the older ones are still there.
-    at_once = max(stay + 1, min(stay + saves, keep + 1))
+    stay = min(len(usable), keep)
+    # While a checkpoint is written, the older ones are still there. A damaged one of a step after
+    # `done` stays until a later step is saved.
+    damaged = len(present) - len(usable)
+    at_once = damaged + max(stay + 1, min(stay + saves, keep + 1))
     if bucket.bucket_of(out):
         # The only older checkpoint on the disk is the one that the run resumed from.
         at_once = 2 if done else 1
