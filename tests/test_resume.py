@@ -484,11 +484,11 @@ def test_the_warning_of_a_time_limit_is_a_sigterm():
     "steps_made, is_written, code", [(1, True, 143), (0, True, 138), (1, False, 138)]
 )
 def test_a_time_limit_without_a_new_step_has_another_code(
-    steps_made, is_written, code, monkeypatch
+    steps_made, is_written, code, tmp_path, monkeypatch
 ):
     """If no new step is saved at the time limit, the exit code tells launch.sh that requeueing the
     job would not help."""
-    saver = checkpoint.Saver("run", keep=1, newest=7)
+    saver = checkpoint.Saver(str(tmp_path), keep=1, newest=7)
     monkeypatch.setattr(saver, "write", lambda *_: is_written)
     saver.remember(7 + steps_made, {}, 0)
     run = SimpleNamespace(saver=saver, step=7 + steps_made, resumed_after=7)
