@@ -971,7 +971,10 @@ def test_a_killed_run_does_not_end_with_the_code_of_the_one_before(tmp_path):
 
     worker("start", "7.7", "--lr", "1")
     assert until(lambda: "no run" in worker("status"), seconds=60)
-    assert "time of the last: killed, or the disk is full\n" in worker("status")
+    assert "no run; the last one was killed, or the disk is full\n" in worker("status")
+    write(tmp_path / "run.exit", "1 1764594123.25\n")
+    assert "the last one ended with code 1 at 2025-12-01 13:02:03 UTC\n" in worker("status")
+    (tmp_path / "run.exit").unlink()
     assert worker("follow", "+1", "20", "7.7") == "[w0] exit 137 9999999999 7.7\n"
 
 

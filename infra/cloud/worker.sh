@@ -77,14 +77,15 @@ follow() {
 }
 
 status() {
-  local ended
+  local code ended
   if ! is_free; then
     echo running
   elif [ ! -f run.id ]; then
     echo 'no run was started here'
+  elif read -r code ended 2>/dev/null <run.exit; then
+    echo "no run; the last one ended with code $code at $(date -u -d "@$ended" '+%F %T UTC')"
   else
-    ended="$(grep . run.exit 2>/dev/null)" || ended='killed, or the disk is full' # see `follow`
-    echo "no run; exit code and end time of the last: $ended"
+    echo 'no run; the last one was killed, or the disk is full' # see `follow`
   fi
   tail -n 1 run.log 2>/dev/null || :
 }
