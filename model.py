@@ -94,6 +94,14 @@ FAMILIES = {
 # fmt: on
 
 
+def eos_ids(config: dict) -> list:
+    """The ids in a config's `eos_token_id`, which is one id, a list, or missing."""
+    ids = config.get("eos_token_id")
+    if isinstance(ids, list):
+        return ids
+    return [] if ids is None else [ids]
+
+
 def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     """The ModelConfig for a Hugging Face config.json.
 
@@ -109,10 +117,7 @@ def config_from_hf(config: dict, generation: dict) -> ModelConfig:
     V = number(config, "vocab_size")
     stop_ids = []
     for source in (config, generation):
-        ids = source.get("eos_token_id")
-        if not isinstance(ids, list):
-            ids = [] if ids is None else [ids]
-        stop_ids += [i for i in ids if i not in stop_ids]
+        stop_ids += [i for i in eos_ids(source) if i not in stop_ids]
     if not all(type(i) is int and 0 <= i < V for i in stop_ids):
         raise ValueError(f"eos_token_id = {stop_ids} has ids outside of vocab_size = {V}")
     # `refuse_unsupported` has checked that all values of a setting are the same.

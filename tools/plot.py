@@ -98,6 +98,7 @@ def values_by_step(rows: list[dict], metric: str) -> dict[int, float]:
 
 
 def is_number(value) -> bool:
+    """Whether a value is a finite number, or a bool."""
     return isinstance(value, float | int) and math.isfinite(value)
 
 

@@ -12,7 +12,6 @@ import base64
 import hashlib
 import html
 import json
-import math
 import os
 import re
 import sys
@@ -81,8 +80,7 @@ def as_texts(values: dict) -> dict[str, str]:
 
 def finite(value) -> float | int | None:
     """Returns a number that JSON can hold, 0 or 1 for a bool, or None for anything else."""
-    is_number = isinstance(value, float | int) and math.isfinite(value)
-    return +value if is_number else None
+    return +value if plot.is_number(value) else None
 
 
 # ---------------------------------------------------------------- answers

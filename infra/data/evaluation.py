@@ -41,9 +41,9 @@ def questions_at_once(sequences: int, samples: int, devices: int, most: int) -> 
     """
     # The least number of questions whose answers divide over the devices.
     unit = devices // math.gcd(samples, devices)
-    # A device answers complete questions, so that it has each prompt once.
-    most = math.ceil(most / devices) * devices
-    units = min(sequences // (samples * unit), most // unit)
+    # If the host has few questions, a device answers complete ones, and so has each prompt once.
+    for_complete = math.ceil(most / devices) * devices
+    units = min(sequences // (samples * unit), for_complete // unit)
     return max(1, units) * unit
 
 

@@ -412,9 +412,7 @@ def name_stop_ids(directory: str, stop_ids: tuple) -> None:
     # Without this file, transformers takes eos_token_id and pad_token_id from config.json.
     config = files.read_json(f"{directory}/config.json")
     ids_of_config = {name: i for name, i in config.items() if name.endswith("_token_id")}
-    named = (ids_of_config | generation).get("eos_token_id")
-    if not isinstance(named, list):
-        named = [] if named is None else [named]
+    named = model.eos_ids(ids_of_config | generation)
     missing = [i for i in stop_ids if i not in named]
     if missing or "eos_token_id" not in generation:
         settings = generation or ids_of_config
